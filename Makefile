@@ -1,0 +1,63 @@
+# `make demo` and `make test` are all that a fresh clone needs. Both work in one .venv, made once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# A Python to use, if not the first one that serves: make test PYTHON=/path/to/python3.12
+PYTHON ?=
+# More options for pip, such as another index: make test PIP_FLAGS="--index-url ..."
+PIP_FLAGS ?=
+# More options for pytest: make test PYTEST_FLAGS="-k store -x"
+PYTEST_FLAGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help demo test lint types format pytest bench docs wheel-smoke clean
+
+help: ## Show what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: $(READY) ## Let a small model read 32K tokens into a memory and answer from it (5 minutes)
+	$(BIN)/memstore demo
+
+test: lint types pytest ## Lint, check types, run the tests
+
+lint: $(READY) ## Check format and style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY) ## Check types
+	$(BIN)/mypy
+
+pytest: $(READY) ## Run the tests alone
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+format: $(READY) ## Put the code into the house format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure: speed and needles, some minutes each
+	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
+
+docs: $(READY) ## Write docs/cli.md anew
+	$(BIN)/python -m memstore.tools.reference > docs/cli.md
+
+wheel-smoke: $(READY) ## Build the wheel and try it with its declared dependencies alone
+	$(BIN)/python tests/tools/wheel_smoke.py
+
+clean: ## Remove everything that was made, .venv too
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@if [ ! -x $(BIN)/python ]; then \
+	    python="$$(bash tests/tools/find_python.sh $(PYTHON))"; \
+	    echo "making .venv with $$python"; \
+	    "$$python" -m venv .venv; \
+	fi
+	@echo "installing the development set (PyTorch is the large part: some minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,76 @@
+"""memstore gives a transformer a memory it can search, and that outlives the process.
+
+``memstore.open`` opens a memory, ``memstore.attach`` puts one into a model. Importing this package loads nothing heavy:
+every name is fetched when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from memstore._version import __version__
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+    UnsupportedModel,
+)
+
+if TYPE_CHECKING:
+    from memstore.attach import attach
+    from memstore.memory.document import Document
+    from memstore.memory.fingerprint import Fingerprint
+    from memstore.memory.memory import Memory
+    from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
+    from memstore.memory.retrieval import Retrieval
+    from memstore.memory.spec import MemorySpec
+
+_HOMES = {
+    "Document": ("memstore.memory.document", "Document"),
+    "Fingerprint": ("memstore.memory.fingerprint", "Fingerprint"),
+    "Memory": ("memstore.memory.memory", "Memory"),
+    "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
+    "Retrieval": ("memstore.memory.retrieval", "Retrieval"),
+    "attach": ("memstore.attach", "attach"),
+    "open": ("memstore.memory.memory", "open_memory"),
+}
+
+__all__ = [
+    "DamagedError",
+    "Document",
+    "Fingerprint",
+    "ForeignMemory",
+    "InvalidArgument",
+    "Memory",
+    "MemoryInUse",
+    "MemorySpec",
+    "MemstoreError",
+    "NotAMemory",
+    "NotFound",
+    "ReadOnlyMemory",
+    "Retrieval",
+    "StoreFull",
+    "UnsupportedModel",
+    "__version__",
+    "attach",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = globals()[name] = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,152 @@
+"""Put a memory into a stock Hugging Face causal LM, and take it out again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from memstore.attach.attached import Attached
+    from memstore.memory import Memory
+    from memstore.memory.retrieval import Retrieval
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: PreTrainedModel,
+    memory_or_url: Memory | str | Path | Sequence[Memory],
+    *,
+    document: str | Sequence[str] | None = None,
+    retrieval: Retrieval | None = None,
+    window: int = 256,
+    sink: int = 64,
+    segment: int = 256,
+    block_size: int = 64,
+    routing_layers: tuple[int, ...] | None = None,
+    tokenizer: Any = None,
+) -> Attached:
+    """Attach a memory to a stock causal LM, for the length of a ``with`` block.
+
+    Inside the block ``attached.read(token_ids)`` reads a text into the memory, and ``model(...)`` and
+    ``model.generate(...)`` see it: the first ``sink`` tokens, the last ``window`` tokens, and the blocks retrieved for what
+    is asked. On leaving the block, also by an exception, the model is what it was before.
+
+    Args:
+        model: a causal LM of transformers whose attention goes through the attention interface.
+        memory_or_url: an open memory, several of them, or the path of one, which is opened (and made, if it is not there)
+            for the length of the block.
+        document: the document, or documents, that calls see; the last one is the one they continue. All by default.
+        retrieval: how blocks are chosen; ``Retrieval()`` by default.
+        window: tokens before a segment or prompt that are attended to directly; a multiple of the block size.
+        sink: tokens at the beginning of the document that are always attended to; a multiple of the block size.
+        segment: tokens read in one forward pass and stored in one transaction; a multiple of the block size.
+        block_size: tokens per block of a memory that is made here.
+        routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
+        tokenizer: if given, it must be the one the memory was made with, and general text is used to fit the router.
+
+    Raises:
+        UnsupportedModel: the model cannot be attached; the message says why.
+        ForeignMemory: the memory was made by another model, tokenizer, precision or kind of retrieval.
+        InvalidArgument: sizes that do not fit.
+    """
+    from memstore.attach.architecture import examine
+    from memstore.attach.attached import Attached
+    from memstore.attach.identity import fingerprint_of, spec_for
+    from memstore.memory import Memory, Retrieval, open_memory
+
+    retrieval = Retrieval() if retrieval is None else retrieval
+    given: list[Memory] = []
+    if isinstance(memory_or_url, (str, Path)):
+        block_size = _existing_block_size(memory_or_url) or block_size
+    else:
+        given = [memory_or_url] if isinstance(memory_or_url, Memory) else list(memory_or_url)
+        if not given:
+            raise InvalidArgument("attach needs a memory, or the path of one")
+        block_size = given[0].spec.block_size
+    _check_sizes(block_size, window=window, sink=sink, segment=segment)
+    architecture = examine(model)
+    fingerprint = fingerprint_of(model, architecture, tokenizer, block_size)
+    owned: list[Memory] = []
+    if isinstance(memory_or_url, (str, Path)):
+        owned.append(_open(open_memory, memory_or_url, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers)))
+    try:
+        for memory in given or owned:
+            _check_memory(memory, fingerprint, retrieval)
+        return Attached(
+            model,
+            architecture,
+            given or owned,
+            document=document,
+            retrieval=retrieval,
+            window=window,
+            sink=sink,
+            segment=segment,
+            tokenizer=tokenizer,
+            owned=owned,
+        )
+    except BaseException:
+        for memory in owned:
+            memory.close()
+        raise
+
+
+def _existing_block_size(url: str | Path) -> int | None:
+    from memstore.memory import open_memory
+
+    try:
+        with open_memory(url, mode="r") as memory:
+            return memory.spec.block_size
+    except NotFound:
+        return None
+
+
+def _open(open_memory: Any, url: str | Path, spec: Any) -> Memory:
+    """The memory at ``url``; made with the spec that ``spec()`` gives if there is none."""
+    try:
+        memory: Memory = open_memory(url)
+    except NotFound:
+        memory = open_memory(url, spec=spec())
+    return memory
+
+
+def _check_sizes(block_size: int, **sizes: int) -> None:
+    if not isinstance(block_size, int) or block_size < 1:
+        raise InvalidArgument(f"block_size must be a whole number of at least 1, got {block_size!r}")
+    for name, value in sizes.items():
+        least = 0 if name == "sink" else block_size
+        if not isinstance(value, int) or value < least or value % block_size:
+            raise InvalidArgument(f"{name} must be a multiple of the block size {block_size}, at least {least}, got {value!r}")
+
+
+def _check_memory(memory: Memory, fingerprint: Any, retrieval: Retrieval) -> None:
+    differences = memory.spec.fingerprint.differences(fingerprint)
+    if differences:
+        raise ForeignMemory(
+            f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it was made "
+            "by, or read the text into a new memory"
+        )
+    routes = memory.spec.keys_per_block == memory.spec.block_size and memory.spec.key_heads == 1
+    if routes != (retrieval.share == "model"):
+        has = "one router for all layers" if routes else "landmarks of every layer"
+        raise ForeignMemory(
+            f"the memory {memory.url} has {has}, which Retrieval(share={retrieval.share!r}) cannot use: "
+            f"use share={'model' if routes else 'group'!r}, or read the text into a new memory"
+        )
+
+
+class _CallableModule(ModuleType):
+    """Lets ``memstore.attach(...)`` work also where the name has become this package, as importing a part of it does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Attached:
+        return attach(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

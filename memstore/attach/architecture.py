@@ -1,0 +1,264 @@
+"""What memstore has to know of a model, found out by running it once on a few tokens.
+
+Nothing here knows a model by name. Every attention layer is run twice, with its own position embeddings and with the
+identity, and the keys are compared: that tells which layers have rotary positions and how they are applied.
+A model that does not fit is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memstore.attach import rotary
+from memstore.attach.rotary import Rotary
+from memstore.errors import UnsupportedModel
+from memstore.kernels import block_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE = "memstore_probe"
+PROBE_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One attention layer of the model."""
+
+    index: int
+    module: nn.Module
+    block: nn.Module
+    """The decoder layer around it, whose input are the hidden states."""
+    rotary: Rotary
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    sliding: int | None
+    """Tokens that a sliding-window layer sees, or None."""
+    local: bool
+    """True for the sliding-window layers of a model that also has full-attention layers: they need no memory."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """All attention layers, in order, and what the whole model has in common."""
+
+    name: str
+    decoder: nn.Module
+    """The innermost module that takes token ids and contains all layers."""
+    layers: tuple[LayerPlan, ...]
+    hidden_size: int
+    max_positions: int
+    """Positions the model was trained for."""
+    learned_positions: bool
+    """Positions are added to the embeddings (GPT-2, OPT): tokens keep the position they were read at."""
+    positions: str
+    """The position encoding in words, for the fingerprint."""
+
+
+@dataclass
+class _Seen:
+    """What the probe saw of one attention module."""
+
+    module: nn.Module
+    calls: int = 0
+    queries: Tensor = field(default_factory=lambda: torch.empty(0))
+    keys: Tensor = field(default_factory=lambda: torch.empty(0))
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    sliding: int | None = None
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+
+def examine(model: PreTrainedModel) -> Architecture:
+    """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if it cannot be done."""
+    config = model.config.get_text_config(decoder=True)
+    seen = _run_probe(model)
+    expected = int(config.num_hidden_layers)
+    if not seen:
+        raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
+    if len(seen) != expected or any(entry.calls != 1 for entry in seen):
+        raise _unsupported(model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each")
+    names = {module: name for name, module in model.named_modules()}
+    mixed = any(entry.sliding is None for entry in seen)
+    layers = tuple(_plan(model, names, i, entry, mixed) for i, entry in enumerate(seen))
+    learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
+    return Architecture(
+        name=str(config.model_type),
+        decoder=_decoder(model, names[layers[0].block]),
+        layers=layers,
+        hidden_size=int(config.hidden_size),
+        max_positions=int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1),
+        learned_positions=learned,
+        positions=_describe_positions(config, learned),
+    )
+
+
+def _run_probe(model: PreTrainedModel) -> list[_Seen]:
+    seen: dict[nn.Module, _Seen] = {}
+
+    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        entry = seen.setdefault(module, _Seen(module))
+        entry.calls += 1
+        entry.queries, entry.keys, entry.values = q, k, v
+        entry.sliding = kwargs.get("sliding_window")
+        if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
+            raise _unsupported(model, "it adds a position bias to the attention scores")
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        out, _ = block_attention(q, k, v, mask=mask, scale=kwargs.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+
+    with torch.no_grad(), _probing(model, probe), _recording(model, seen):
+        _forward_probe(model)
+    return list(seen.values())
+
+
+def _forward_probe(model: PreTrainedModel) -> None:
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
+    model.base_model(input_ids=tokens, use_cache=False)
+
+
+@contextmanager
+def _recording(model: nn.Module, seen: dict[nn.Module, _Seen]) -> Iterator[None]:
+    """Note the inputs of every module that turns out to be an attention layer."""
+    inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda m, args, kwargs: inputs.__setitem__(m, (args, dict(kwargs))), with_kwargs=True
+        )
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, entry in seen.items():
+        entry.inputs = inputs[module]
+
+
+@contextmanager
+def _probing(model: PreTrainedModel, probe: Any) -> Iterator[None]:
+    """Route the model's attention through ``probe``."""
+    with implementation(model, PROBE, probe, lambda *_, **__: None):
+        was_training = model.training
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
+@contextmanager
+def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any) -> Iterator[None]:
+    """Register an attention function under ``name``, let ``model`` use it, and set it back at the end."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils import logging
+
+    before = _implementations(model)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a refusal says more than the warning that transformers would print here
+    try:
+        model.set_attn_implementation(name)
+        if model.base_model.config.get_text_config(decoder=True)._attn_implementation != name:
+            raise _unsupported(model, "its attention layers do not use the attention interface of transformers")
+        yield
+    finally:
+        for config, value in before:
+            config._attn_implementation_internal = value
+        logging.set_verbosity(verbosity)
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [(c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+
+
+def _plan(model: PreTrainedModel, names: dict[nn.Module, str], index: int, seen: _Seen, mixed: bool) -> LayerPlan:
+    return LayerPlan(
+        index=index,
+        module=seen.module,
+        block=_decoder_layer(model, names[seen.module]),
+        rotary=_rotary(model, index, seen),
+        heads=seen.queries.shape[1],
+        key_heads=seen.keys.shape[1],
+        head_dim=seen.keys.shape[3],
+        value_dim=seen.values.shape[3],
+        sliding=seen.sliding,
+        local=mixed and seen.sliding is not None,
+    )
+
+
+def _rotary(model: PreTrainedModel, index: int, seen: _Seen) -> Rotary:
+    """Run the layer again without positions, and find what turns the one result into the other."""
+    args, kwargs = seen.inputs
+    given = kwargs.get("position_embeddings")
+    positioned, free = seen.keys, seen.keys
+    if given is not None:
+        again: dict[nn.Module, _Seen] = {}
+
+        def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+            again[module] = _Seen(module, keys=k)
+            heads = q.shape[1] // v.shape[1]
+            return v.repeat_interleave(heads, 1).transpose(1, 2).contiguous(), None
+
+        with torch.no_grad(), _probing(model, probe):
+            seen.module(*args, **{**kwargs, "position_embeddings": rotary.identity(given)})
+        free = again[seen.module].keys
+    found = rotary.find(model, seen.module, given, positioned, free)
+    if found is None:
+        raise _unsupported(model, f"its position encoding in layer {index} could not be taken apart")
+    return found
+
+
+def _decoder_layer(model: nn.Module, name: str) -> nn.Module:
+    """The module of the layer list that the attention module called ``name`` lies in."""
+    match = re.match(r"^(.*?\.\d+)\.", name)
+    return model.get_submodule(match.group(1)) if match else model.get_submodule(name)
+
+
+def _decoder(model: nn.Module, layer_name: str) -> nn.Module:
+    """The innermost module around ``layer_name`` whose forward takes token ids."""
+    parts = layer_name.split(".")
+    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1))
+    return next(module for module in around if "input_ids" in inspect.signature(module.forward).parameters)
+
+
+def _learned_positions(model: nn.Module) -> bool:
+    """True if the embeddings differ between positions: the same token twice gives two different states."""
+    states: list[Tensor] = []
+    first = next(m for n, m in model.named_modules() if re.search(r"\.\d+$", n))
+    hook = first.register_forward_pre_hook(
+        lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            device = next(model.parameters()).device
+            model.base_model(input_ids=torch.ones(1, 2, dtype=torch.long, device=device), use_cache=False)
+    finally:
+        hook.remove()
+    return not torch.equal(states[0][0, 0], states[0][0, 1])
+
+
+def _describe_positions(config: Any, learned: bool) -> str:
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters:
+        return f"rope {dict(sorted(parameters.items()))}"
+    return "learned" if learned else "none"
+
+
+def _unsupported(model: nn.Module, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"cannot attach a memory to {type(model).__name__}: {reason}. Use a decoder that goes through the attention "
+        "interface, such as Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX or GPT-2."
+    )

@@ -1,0 +1,261 @@
+"""One sequence of forward passes over one cache: a prompt and its continuation, or a segment being read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memstore.attach.architecture import LayerPlan
+from memstore.attach.layer import ROOM, LayerStates
+from memstore.attach.rotary import CosSin, Rotary
+from memstore.attach.visible import Candidates, States, Visible
+from memstore.attention import Placement, place
+from memstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from memstore.attach.selection import Selection
+
+Part = tuple[Tensor, Tensor, Tensor]
+"""Keys ``[B or 1, heads, n, D]``, values, and positions ``[B or 1, heads or 1, n]``."""
+
+
+class Call:
+    """Local tokens, what they see of the memory, and the masks and positions that all layers share."""
+
+    def __init__(
+        self,
+        selection: Selection,
+        seen: Visible,
+        states: Callable[[int, range], States],
+        *,
+        reading: bool = False,
+        retrieve: bool = True,
+    ) -> None:
+        self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
+        self.room = 0 if reading else ROOM
+        self.candidates = seen.candidates if retrieve else Candidates(())
+        self.slots = selection.slots(self.candidates)
+        self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again without local tokens."""
+        self.length = 0
+        self.tokens = 0
+        self.chosen_at: int | None = None
+        self.last_chosen: Tensor | None = None
+        self.padding: Tensor | None = None
+        self.codes: dict[int, Tensor] = {}
+        self._memo: dict[object, Any] = {}
+        self._step_memo: dict[object, Any] = {}
+        everything = self.selection.everything(self.candidates)
+        self.routed = everything is None
+        if everything is not None and self.slots:
+            self.set_chosen(everything, from_layer=0)
+
+    def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
+        """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
+        self.tokens, self.padding, self.device = tokens, padding, device
+        self._step_memo.clear()
+        self.positions = self._local_positions()
+        self._check_positions()
+
+    def end(self) -> None:
+        """The forward pass has succeeded: its tokens are local tokens now."""
+        self.length += self.tokens
+
+    def reorder(self, rows: Tensor) -> None:
+        """Take over the rows that beam search goes on with."""
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, rows)
+        self.codes = {layer: codes.index_select(0, rows.cpu()) for layer, codes in self.codes.items()}
+
+    # Choosing blocks
+
+    def set_chosen(self, chosen: Tensor, from_layer: int) -> None:
+        """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen [B or 1, 1, K]``."""
+        for states in self.layers[from_layer:]:
+            if not states.plan.local:
+                states.set_chosen(chosen)
+        self.last_chosen = chosen
+        self.chosen_at = self.length + self.tokens
+
+    def due(self) -> bool:
+        """True if this forward pass has to choose blocks: it is a prompt, or ``every`` tokens have passed."""
+        if not self.routed:
+            return False
+        if self.chosen_at is None or self.tokens > 1:
+            return self.chosen_at is None or self.chosen_at < self.length + self.tokens
+        every = self.selection.retrieval.every
+        return every != "segment" and self.length + self.tokens - self.chosen_at >= every
+
+    def see_hidden(self, layer: int, hidden: Tensor, *, again: bool = False) -> None:
+        """Take the hidden states ``[B, T, hidden]`` that enter ``layer``, one of those that have landmarks.
+
+        ``again`` lets a later layer choose although an earlier one has.
+        """
+        codes = self.selection.encode(layer, hidden)
+        self.codes[layer] = codes if self.reading else self._recent_codes(layer, codes)
+        if not self.reading and (self.due() or (again and self.routed)):
+            rows = [self._real(row, self.codes[layer][row]) for row in range(len(codes))]
+            chosen = self.selection.route(self.candidates, layer, rows, self.length + self.tokens)
+            self.set_chosen(chosen, from_layer=self.selection.first_layer)
+
+    def see_queries(self, states: LayerStates, q: Tensor) -> None:
+        """Take the position-free queries ``[B, H, T, D]`` of a layer that chooses for itself."""
+        if not self.selection.by_layer or states.plan.local or not self.slots or not self.routed:
+            return
+        every = self.selection.retrieval.every
+        at = self.length + self.tokens
+        if self.tokens == 1 and states.chosen is not None and (every == "segment" or at - states.chosen_at < every):
+            return
+        rows = [self._real(row, q[row].transpose(0, 1)).transpose(0, 1) for row in range(len(q))]
+        states.set_chosen(self.selection.choose_in_layer(self.candidates, states.plan, rows, at, whole=self.reading))
+        states.chosen_at = at
+
+    def _recent_codes(self, layer: int, codes: Tensor) -> Tensor:
+        """Codes of the last tokens of the call, as many as choose together (all, for a prompt that chooses as a whole)."""
+        before = self.codes.get(layer)
+        codes = codes if before is None else torch.cat((before, codes), dim=1)
+        return codes if self.selection.retrieval.query == "all" else codes[:, -self.selection.retrieval.span :]
+
+    def _real(self, row: int, x: Tensor) -> Tensor:
+        """The rows of ``x [n, ...]``, for the last ``n`` local tokens, that are not padding in batch row ``row``."""
+        return x if self.padding is None else x[self.padding[row, -len(x) :].to(x.device)]
+
+    # Positions
+
+    def _placement(self, chosen: Tensor | None) -> Placement:
+        key = ("placement", id(chosen))
+        if key not in self._memo:
+            blocks = torch.zeros(1, 1, self.slots, dtype=torch.long)
+            if chosen is not None:
+                blocks = self.candidates.blocks()[chosen]
+            placement = place(
+                self.selection.retrieval.positions,
+                sink=self.seen.sink,
+                direct=self.seen.direct,
+                blocks=blocks,
+                block_size=self.selection.block_size,
+                limit=self.selection.position_limit,
+            )
+            self._memo[key] = (chosen, placement)  # holding the tensor keeps its id from being used again
+        placement = self._memo[key][1]
+        assert isinstance(placement, Placement)
+        return placement
+
+    @property
+    def start(self) -> int:
+        """Position of the first local token."""
+        return self._placement(None).local_start
+
+    def _local_positions(self) -> Tensor:
+        """Positions of the new tokens, ``[B or 1, T]``; padding is skipped over."""
+        return self._all_local_positions()[:, -self.tokens :]
+
+    def _all_local_positions(self) -> Tensor:
+        if self.padding is None:
+            return torch.arange(self.start, self.start + self.length + self.tokens, device=self.device)[None]
+        return self.start + (self.padding.long().cumsum(-1) - 1).clamp(min=0)
+
+    def _check_positions(self) -> None:
+        architecture = self.selection.architecture
+        if architecture.learned_positions and int(self.positions.max()) >= architecture.max_positions:
+            raise InvalidArgument(
+                f"{architecture.name} has learned positions for {architecture.max_positions} tokens, and this call needs "
+                f"position {int(self.positions.max())}: use a smaller window, sink or top_k, or a shorter text"
+            )
+
+    def cos_sin(self, rotary: Rotary, positions: Tensor) -> CosSin | None:
+        """Cosines and sines for prefix ``positions [B or 1, n]``, shared by the layers that have the same table."""
+        key = ("prefix", rotary.table, id(positions))
+        if key not in self._memo:
+            self._memo[key] = (positions, rotary.cos_sin(positions.to(self.device)))
+        cos_sin: CosSin | None = self._memo[key][1]
+        return cos_sin
+
+    def local_cos_sin(self, rotary: Rotary) -> CosSin | None:
+        """Cosines and sines of the new tokens."""
+        if rotary.table not in self._step_memo:
+            self._step_memo[rotary.table] = rotary.cos_sin(self.positions)
+        cos_sin: CosSin | None = self._step_memo[rotary.table]
+        return cos_sin
+
+    # What a layer sees
+
+    def prefix_states(self, plan: LayerPlan, chosen: Tensor | None) -> list[Part]:
+        """The parts of the memory that layer ``plan`` attends to, in order, not yet rotated."""
+        placement = self._placement(chosen)
+        direct = self.seen.direct_for(plan.sliding if plan.local else None)
+        parts = []
+        if self.seen.sink and not plan.local:
+            parts.append(self._run(plan, self.seen.sink, placement.sink))
+        if chosen is not None and chosen.shape[-1]:
+            keys, values = self._gathered(plan, chosen)
+            parts.append((keys, values, placement.retrieved))
+        if direct:
+            parts.append(self._run(plan, direct, self._direct_positions(len(direct))))
+        return parts
+
+    def _direct_positions(self, tokens: int) -> Tensor:
+        key = ("direct", tokens)
+        if key not in self._memo:
+            self._memo[key] = torch.arange(self.start - tokens, self.start)[None, None]
+        positions: Tensor = self._memo[key]
+        return positions
+
+    def _run(self, plan: LayerPlan, tokens: range, positions: Tensor) -> Part:
+        keys, values = self.states(plan.index, tokens)
+        return keys[None], values[None], positions
+
+    def _gathered(self, plan: LayerPlan, chosen: Tensor) -> States:
+        """States of ``chosen [B, lists, K]`` as ``[B, heads, K * S, D]``; heads are the lists where those are more."""
+        numbers, places = chosen.unique(return_inverse=True)
+        keys, values = self.candidates.gather(plan.index, numbers)  # [n, G, S, D]
+        lists, groups = chosen.shape[1], plan.key_heads
+        heads = max(lists, groups)
+        places = places.repeat_interleave(heads // lists, dim=1)
+        head = torch.arange(heads) // (heads // groups)
+        pick = (places, head[None, :, None])
+        return keys[pick].flatten(2, 3), values[pick].flatten(2, 3)
+
+    # Masks
+
+    def mask(self, states: LayerStates, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask ``[B or 1, heads or 1, T, prefix + local]`` of a layer, or None where everything is visible."""
+        sliding = states.plan.sliding
+        if self.tokens == 1 and self.padding is None and sliding is None:
+            return None
+        key = ("mask", states.prefix, sliding, None if sliding is None else id(states.prefix_positions))
+        if key not in self._step_memo:
+            visible = self._visible_local()
+            prefix = torch.ones(1, 1, self.tokens, states.prefix, dtype=torch.bool, device=self.device)
+            visible = torch.cat((prefix.expand(visible.shape[0], -1, -1, -1), visible), dim=-1)
+            if sliding is not None:
+                visible = visible & self._within(states, sliding)
+            self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
+                ~visible, float("-inf")
+            )
+        mask: Tensor = self._step_memo[key]
+        return mask
+
+    def _visible_local(self) -> Tensor:
+        """``[B or 1, 1, T, local]``: causal, without padding (a token always sees itself, so that no row is empty)."""
+        total = self.length + self.tokens
+        rows = torch.arange(self.length, total, device=self.device)[:, None]
+        columns = torch.arange(total, device=self.device)
+        causal = (columns <= rows)[None, None]
+        if self.padding is None:
+            return causal
+        return (causal & self.padding[:, None, None, :]) | (columns == rows)
+
+    def _within(self, states: LayerStates, sliding: int) -> Tensor:
+        """``[B or 1, heads or 1, T, prefix + local]``: less than ``sliding`` positions back."""
+        local = self._all_local_positions()
+        prefix = states.prefix_positions.to(self.device)
+        batch = max(len(local), len(prefix))
+        keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)
+        return self.positions[:, None, :, None] - keys[:, :, None, :] < sliding

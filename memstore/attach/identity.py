@@ -1,0 +1,106 @@
+"""Who a model is: digests for the fingerprint, and the spec of a memory that fits it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import nn
+
+from memstore.attach.architecture import Architecture
+from memstore.errors import InvalidArgument
+from memstore.memory import Fingerprint, MemorySpec
+from memstore.memory.retrieval import Retrieval
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CODE_DIM = 256
+"""Dimensions of the codes that route for all layers; one bit each."""
+SUB_BLOCKS = 16
+"""Mean keys per block where every layer chooses for itself."""
+ROUTING_DEPTH = 0.27
+"""How deep in the model blocks are chosen. Deep enough to know what a token is about, early enough that the layers that
+read what was retrieved come after it."""
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """xxh3-128 over the names, dtypes, shapes and bytes of all weights."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(raw.numpy())
+    return digest.hexdigest()
+
+
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """xxh3-128 over what turns text into ids; padding and truncation, which callers change, do not count."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        content = json.loads(backend.to_str())
+        content.pop("padding", None)
+        content.pop("truncation", None)
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint_of(model: PreTrainedModel, architecture: Architecture, tokenizer: Any, block_size: int) -> Fingerprint:
+    """The fingerprint of states that ``model`` computes."""
+    first = architecture.layers[0]
+    return Fingerprint(
+        architecture=f"{architecture.name}/{len(architecture.layers)}x{first.key_heads}x{first.head_dim}",
+        weights=digest_of_weights(model),
+        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
+        positions=architecture.positions,
+        layout="k, v before positions",
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=block_size,
+    )
+
+
+def spec_for(
+    architecture: Architecture, fingerprint: Fingerprint, retrieval: Retrieval, routing_layers: tuple[int, ...] | None
+) -> MemorySpec:
+    """The spec of a new memory for a model: what is stored of a block, and which landmarks it has."""
+    layers, size = architecture.layers, fingerprint.block_size
+    if len({(plan.key_heads, plan.head_dim, plan.value_dim) for plan in layers}) > 1:
+        raise InvalidArgument(f"the layers of {architecture.name} have key-value states of different shapes")
+    first = layers[0]
+    shapes = {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)}
+    common: dict[str, Any] = {
+        "layers": len(layers),
+        "fields": shapes,
+        "block_size": size,
+        "dtype": fingerprint.dtype,
+        "fingerprint": fingerprint,
+    }
+    if retrieval.share == "model":
+        return MemorySpec(
+            index_layers=_routing_layers(len(layers), retrieval, routing_layers),
+            key_heads=1,
+            key_dim=min(CODE_DIM, architecture.hidden_size // 8 * 8),
+            keys_per_block=size,
+            key_dtype="bit",
+            **common,
+        )
+    return MemorySpec(
+        index_layers=tuple(plan.index for plan in layers if not plan.local),
+        key_heads=first.key_heads,
+        key_dim=first.head_dim,
+        keys_per_block=min(SUB_BLOCKS, size),
+        key_dtype="bfloat16",
+        **common,
+    )
+
+
+def _routing_layers(layers: int, retrieval: Retrieval, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+    if asked is None:
+        early = min(layers - 1, max(1, round(layers * ROUTING_DEPTH)))
+        asked = (early,) if retrieval.passes == 1 else tuple(sorted({early, layers // 2}))
+    if not asked or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
+        raise InvalidArgument(f"routing_layers must be ascending layer numbers from 0 to {layers - 1}, got {asked}")
+    return asked

@@ -1,0 +1,257 @@
+"""Reading a text into a memory: segment by segment, each one transaction, resumable at any of them.
+
+A segment is a fixed stretch of the document, ``[i * segment, (i + 1) * segment)``. Its tokens see the sink, the window
+before the segment, the segment up to themselves, and blocks chosen by the last tokens before the segment. All of that
+depends on the position in the document alone: reading in one go, in pieces, or one token at a time, with or without
+closing the memory in between, computes the same states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.attach.call import Call
+from memstore.attach.recent import RecentCodes, RecentStates
+from memstore.attach.visible import as_blocks, visible
+from memstore.attention import sub_block_means
+from memstore.errors import InvalidArgument
+from memstore.memory import Document
+
+if TYPE_CHECKING:
+    from memstore.attach.attached import Attached
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What a call of ``read`` did."""
+
+    document: str
+    tokens: int
+    """Tokens of the document now."""
+    new_tokens: int
+    """Tokens read by this call."""
+    reused_tokens: int
+    """Tokens that were there already."""
+    seconds: float
+    nll: Tensor
+    """Negative log-likelihood of each scored token, ``[n]``, in nats."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of reading the new tokens."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the scored tokens; NaN if none were scored."""
+        return float(self.nll.mean().exp())
+
+
+def read(
+    attached: Attached, token_ids: Sequence[int] | Tensor, name: str, *, progress: bool, score: int, retrieve: bool
+) -> ReadResult:
+    """See ``Attached.read``."""
+    tokens = checked_tokens(token_ids, attached)
+    document = attached.memories[0].document(name)
+    stored = _common_part(document, tokens)
+    attached.calibrate(tokens)
+    reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score)
+    begun = time.perf_counter()
+    with _bar(name, stored, len(tokens), progress) as advance, reader:
+        for segment in _segments(stored, len(tokens), attached.segment):
+            reader.segment(tokens[segment.start : segment.stop])
+            advance(len(segment))
+    seconds = time.perf_counter() - begun
+    new = max(0, len(tokens) - stored)
+    nll = torch.cat(reader.nll) if reader.nll else torch.empty(0)
+    return ReadResult(name, len(document), new, min(stored, len(tokens)), seconds, nll)
+
+
+def checked_tokens(token_ids: Sequence[int] | Tensor, attached: Attached) -> Tensor:
+    """The tokens as int64 ``[n]``. Raises ``InvalidArgument``."""
+    tokens = torch.as_tensor(token_ids)
+    if tokens.dim() == 2 and len(tokens) == 1:
+        tokens = tokens[0]
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+        if tokens.numel():
+            raise InvalidArgument(f"expected one sequence of token ids [n], got {tokens.dtype} {tuple(tokens.shape)}")
+    if not tokens.numel():
+        raise InvalidArgument("there is nothing to read: the text has no tokens")
+    last = attached.vocabulary - 1
+    if int(tokens.min()) < 0 or int(tokens.max()) > last:
+        raise InvalidArgument(f"token ids must be from 0 to {last}, got {int(tokens.min())}..{int(tokens.max())}")
+    return tokens.to("cpu", torch.int64)
+
+
+def _common_part(document: Document, tokens: Tensor) -> int:
+    """How many tokens are stored already. Raises ``InvalidArgument`` if they are not the beginning of ``tokens``."""
+    if document.blocks.start:
+        raise InvalidArgument(f"document {document.name!r} has lost its first blocks; read the text under another name")
+    stored = document.tokens()
+    n = min(len(stored), len(tokens))
+    if not torch.equal(stored[:n], tokens[:n]):
+        first = int((stored[:n] != tokens[:n]).nonzero()[0])
+        raise InvalidArgument(
+            f"document {document.name!r} holds another text (they differ from token {first} on): read this one under "
+            "another name, or forget the document first"
+        )
+    return len(stored)
+
+
+def _segments(start: int, stop: int, size: int) -> Iterator[range]:
+    """Pieces of ``start..stop`` that do not cross a multiple of ``size``."""
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield range(start, end)
+        start = end
+
+
+@contextmanager
+def _bar(name: str, done: int, total: int, show: bool) -> Iterator[object]:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("reading {task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens, {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    begun = time.perf_counter()
+    with Progress(*columns, disable=not show) as bar:
+        task = bar.add_task(name, total=total, completed=min(done, total), speed=0.0)
+        read = 0
+
+        def advance(tokens: int) -> None:
+            nonlocal read
+            read += tokens
+            bar.update(task, advance=tokens, speed=read / (time.perf_counter() - begun))
+
+        yield advance
+
+
+class _Reader:
+    """The state of reading one document. Committing runs in a thread of its own, beside the next segment."""
+
+    def __init__(self, attached: Attached, document: Document, *, retrieve: bool, score_from: int) -> None:
+        self.attached, self.document, self.retrieve, self.score_from = attached, document, retrieve, score_from
+        self.spec = attached.memories[0].spec
+        self.selection = attached.selection
+        self.tokens = len(document)
+        self.nll: list[Tensor] = []
+        self._last_logits: Tensor | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="memstore-writer")
+        self._pending: Future[None] | None = None
+        sliding = [plan.sliding or 0 for plan in attached.architecture.layers if plan.local]
+        keep = max([attached.window, *sliding]) + attached.segment + self.spec.block_size
+        self.states = RecentStates(document, self.spec.block_size, keep=keep)
+        self.codes = {
+            layer: RecentCodes(keep=keep + self.selection.retrieval.span, bits=self.spec.key_dtype == "bit")
+            for layer in ([] if self.selection.by_layer else self.selection.index_layers)
+        }
+        if self.tokens:
+            self._load()
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the last commit, also when reading is interrupted."""
+        try:
+            self._commit()
+        finally:
+            self._writer.shutdown()
+
+    def _load(self) -> None:
+        size = self.spec.block_size
+        for layer in range(self.spec.layers):
+            self.states.load(layer, self.tokens)
+        first = next(iter(self.states.start.values()))
+        blocks = range(first // size, -(-self.tokens // size))
+        for layer, codes in self.codes.items():
+            stored = self.document.layer(layer).landmarks(blocks)  # [n, 1, S, dim]
+            codes.extend(stored[:, 0].flatten(0, 1)[: self.tokens - first], at=first)
+
+    def segment(self, tokens: Tensor) -> None:
+        """Read the next ``tokens [T]``, which lie within one segment, and hand them over to be committed."""
+        begin = self.tokens // self.attached.segment * self.attached.segment
+        if self.attached.window < self.attached.segment:
+            self._commit()  # blocks of the segment before may be retrieved already
+        seen = visible(
+            [self.document],
+            self.spec.block_size,
+            tokens=self.tokens,
+            start=begin,
+            sink=self.attached.sink,
+            window=self.attached.window,
+        )
+        call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.retrieve)
+        if call.routed and not self.selection.by_layer:
+            self._choose(call, begin)
+        logits = self.attached.forward(call, tokens, logits=self._scores(len(tokens)))
+        self._score(tokens, logits)
+        self._keep(call, tokens)
+        self._commit()
+        self._pending = self._writer.submit(self._append, tokens, *self._blocks(len(tokens)))
+        self.tokens += len(tokens)
+
+    def _choose(self, call: Call, begin: int) -> None:
+        layer = self.selection.index_layers[0]
+        queries = self.codes[layer].read(range(begin - self.selection.retrieval.span, begin))
+        chosen = self.selection.route(call.candidates, layer, [queries], begin)
+        call.set_chosen(chosen, from_layer=self.selection.first_layer)
+
+    def _keep(self, call: Call, tokens: Tensor) -> None:
+        """Keep the states of the segment, rounded to what is stored of them."""
+        dtype = getattr(torch, self.spec.dtype)
+        for layer, states in enumerate(call.layers):
+            assert states.fresh is not None
+            keys, values = (x[0].detach().to("cpu", dtype) for x in states.fresh)
+            self.states.extend(layer, keys, values, at=self.tokens)
+        for layer, recent in self.codes.items():
+            recent.extend(call.codes[layer][0], at=self.tokens)
+
+    def _blocks(self, new: int) -> tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]]:
+        """States of all layers as blocks, and landmarks, from the incomplete last block on."""
+        size = self.spec.block_size
+        tokens = range(self.tokens // size * size, self.tokens + new)
+        states = [self.states.read(layer, tokens) for layer in range(self.spec.layers)]
+        blocks = [(as_blocks(keys, size), as_blocks(values, size)) for keys, values in states]
+        if self.selection.by_layer:
+            means = {i: sub_block_means(blocks[i][0], self.spec.keys_per_block) for i in self.spec.index_layers}
+            return blocks, means
+        return blocks, {
+            layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()
+        }
+
+    def _append(self, tokens: Tensor, blocks: list[tuple[Tensor, Tensor]], landmarks: dict[int, Tensor]) -> None:
+        with self.document.append(tokens) as batch:
+            for layer, (keys, values) in enumerate(blocks):
+                batch.put(layer, landmarks=landmarks.get(layer), k=keys, v=values)
+
+    def _commit(self) -> None:
+        """Wait until the segment in hand is committed; what went wrong there is raised here."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _scores(self, new: int) -> bool:
+        return self.tokens + new >= self.score_from
+
+    def _score(self, tokens: Tensor, logits: Tensor | None) -> None:
+        if logits is None:
+            return
+        before, self._last_logits = self._last_logits, logits[-1:]
+        predicted = logits[:-1] if before is None else torch.cat((before, logits[:-1]))
+        nll = F.cross_entropy(predicted.float(), tokens[len(tokens) - len(predicted) :].to(logits.device), reduction="none")
+        first = self.tokens + len(tokens) - len(nll)
+        self.nll.append(nll[max(0, self.score_from - first) :].cpu())

@@ -1,0 +1,112 @@
+"""Rotary positions of a stock model, applied by the model's own code to states that arrive without positions."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Part = Literal["none", "all", "first", "last"]
+CosSin = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How one attention layer turns position-free queries and keys into positioned ones."""
+
+    part: Part
+    """Which dimensions are rotated: none (the layer has no rotary positions), all that the model's function takes, or
+    the first or last ones."""
+    apply: Callable[..., Any] | None = None
+    """The model's ``apply_rotary_pos_emb``."""
+    table: Callable[[Tensor], CosSin] | None = None
+    """Cosines and sines ``[B, T, d]`` of positions ``[B, T]``, by the model's rotary module."""
+
+    def cos_sin(self, positions: Tensor) -> CosSin | None:
+        """Cosines and sines for ``positions [B, T]``; None where the layer has no rotary positions."""
+        return None if self.table is None else self.table(positions)
+
+    def rotate(self, x: Tensor, cos_sin: CosSin | None) -> Tensor:
+        """Rotate ``x [B, heads, T, D]``."""
+        return x if cos_sin is None else self.rotate_pair(x, x[:, :1], cos_sin)[0]
+
+    def rotate_pair(self, q: Tensor, k: Tensor, cos_sin: CosSin | None) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys ``[B, heads, T, D]`` that are at the same positions."""
+        if cos_sin is None or self.apply is None:
+            return q, k
+        cos, sin = cos_sin
+        size, dim = cos.shape[-1], q.shape[-1]
+        match self.part:
+            case "first":
+                q_part, k_part = self.apply(q[..., :size], k[..., :size], cos, sin)
+                return torch.cat((q_part, q[..., size:]), -1), torch.cat((k_part, k[..., size:]), -1)
+            case "last":
+                keep = dim - size
+                q_part, k_part = self.apply(q[..., keep:], k[..., keep:], cos, sin)
+                return torch.cat((q[..., :keep], q_part), -1), torch.cat((k[..., :keep], k_part), -1)
+            case _:
+                q, k = self.apply(q, k, cos, sin)
+                return q, k
+
+
+def identity(cos_sin: CosSin) -> CosSin:
+    """Cosines and sines that leave states without positions."""
+    cos, sin = cos_sin
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def find(model: nn.Module, module: nn.Module, given: CosSin | None, positioned: Tensor, free: Tensor) -> Rotary | None:
+    """The rotary of an attention ``module``, or None if it cannot be told.
+
+    ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are its
+    keys ``[1, G, T, D]`` with these, and with the identity in their place.
+    """
+    if given is None or torch.equal(positioned, free):
+        return Rotary("none") if torch.equal(positioned, free) else None
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    table = _table(model, given)
+    if apply is None or table is None:
+        return None
+    parts: tuple[Part, ...] = ("all", "first", "last")
+    for part in parts:
+        rotary = Rotary(part, apply, table)
+        if _matches(rotary, given, positioned, free):
+            return rotary
+    return None
+
+
+def _matches(rotary: Rotary, given: CosSin, positioned: Tensor, free: Tensor) -> bool:
+    try:
+        rotated = rotary.rotate(free, given)
+    except (RuntimeError, ValueError, TypeError):  # a part of a size that this model's function does not take
+        return False
+    return rotated.shape == positioned.shape and torch.allclose(rotated, positioned, rtol=1e-2, atol=1e-3)
+
+
+def _table(model: nn.Module, given: CosSin) -> Callable[[Tensor], CosSin] | None:
+    """The rotary module (and layer type) of ``model`` that makes exactly ``given`` for the positions 0..T-1."""
+    positions = torch.arange(given[0].shape[1], device=given[0].device)[None]
+    for candidate in _candidates(model, given[0]):
+        made = candidate(positions)
+        if all(torch.equal(x.expand_as(y), y) for x, y in zip(made, given, strict=True)):
+            return candidate
+    return None
+
+
+def _candidates(model: nn.Module, like: Tensor) -> list[Callable[[Tensor], CosSin]]:
+    sample = torch.empty(0, dtype=like.dtype, device=like.device)
+    found: list[Callable[[Tensor], CosSin]] = []
+    for rotary in model.modules():
+        if not type(rotary).__name__.endswith("RotaryEmbedding"):
+            continue
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            kinds = dict.fromkeys(getattr(rotary, "layer_types", None) or rotary.config.layer_types)
+            found += [lambda p, r=rotary, kind=kind: r(sample, p, kind) for kind in kinds]  # type: ignore[misc]
+        else:
+            found.append(lambda p, r=rotary: r(sample, p))  # type: ignore[misc]
+    return found

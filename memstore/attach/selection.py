@@ -1,0 +1,97 @@
+"""Which blocks a call attends to: the options, the routers and the trace, for one attached model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memstore.attach.architecture import Architecture, LayerPlan
+from memstore.attach.trace import Retrieved, Trace
+from memstore.attach.visible import Candidates
+from memstore.attention import Router, choose, late_interaction, pooled
+from memstore.attention.routing import inherited
+from memstore.memory.retrieval import Retrieval
+
+
+class Selection:
+    """Chooses candidates by number; knows nothing of states and positions."""
+
+    def __init__(self, architecture: Architecture, retrieval: Retrieval, block_size: int, index_layers: Sequence[int]) -> None:
+        self.architecture, self.retrieval, self.block_size = architecture, retrieval, block_size
+        self.index_layers = tuple(index_layers)
+        self.routers: dict[int, Router] = {}
+        self.trace = Trace()
+
+    @property
+    def by_layer(self) -> bool:
+        """True if every layer chooses for itself."""
+        return self.retrieval.share != "model"
+
+    @property
+    def first_layer(self) -> int:
+        """The first layer that attends to a routed list: the layers before the routing one see sink and window only."""
+        return self.index_layers[0]
+
+    @property
+    def position_limit(self) -> int:
+        """Where local tokens may start at most with clamped positions: a quarter of the trained range is left to them."""
+        return self.architecture.max_positions * 3 // 4
+
+    def slots(self, candidates: Candidates) -> int:
+        """Blocks in a list over ``candidates``."""
+        top_k = self.retrieval.top_k
+        return len(candidates) if top_k == "all" else min(top_k, len(candidates))
+
+    def everything(self, candidates: Candidates) -> Tensor | None:
+        """All candidates as a list ``[1, 1, N]`` if a list holds them all, else None: then somebody has to choose."""
+        if self.slots(candidates) < len(candidates):
+            return None
+        return torch.arange(len(candidates))[None, None]
+
+    def encode(self, layer: int, hidden: Tensor) -> Tensor:
+        """Codes ``[B, T, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
+        return self.routers[layer].encode(hidden.detach().cpu())
+
+    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor], step: int) -> Tensor:
+        """One list for all layers from each row's query codes ``[t, dim]``: numbers ``[B, 1, K]``."""
+        return torch.stack([self._route_row(candidates, layer, codes, step, row) for row, codes in enumerate(rows)])
+
+    def _route_row(self, candidates: Candidates, layer: int, codes: Tensor, step: int, row: int) -> Tensor:
+        options = self.retrieval
+        codes = codes if options.query == "all" else codes[-options.span :]
+        scores = candidates.score(layer, codes[None])[0]  # [t, N]
+        blocks = late_interaction(scores, span=options.span, pool=options.pool)
+        numbers, best = choose(inherited(blocks, candidates.consecutive()), self.slots(candidates))
+        self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
+        return numbers[None]
+
+    def choose_in_layer(
+        self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], step: int, *, whole: bool
+    ) -> Tensor:
+        """The layer's own lists from each row's queries ``[H, t, D]``: numbers ``[B, lists, K]``.
+
+        ``whole`` lets all query tokens choose; otherwise the options say which do.
+        """
+        options = self.retrieval
+        lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
+        chosen = []
+        for row, queries in enumerate(rows):
+            queries = queries if whole or options.query == "all" else queries[:, -options.span :]
+            scores = candidates.score(plan.index, queries.detach().float().cpu())  # [H, t, N]
+            numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
+            for head in range(lists):
+                self._note(candidates, numbers[head], best[head], step=step, row=row, layer=plan.index, head=head)
+            chosen.append(numbers)
+        return torch.stack(chosen)
+
+    def _note(self, candidates: Candidates, numbers: Tensor, scores: Tensor, **where: int) -> None:
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for number, score in zip(numbers.tolist(), scores.tolist(), strict=True):
+            document, block = candidates.locate(number)
+            blocks, values = found.setdefault(document.name, ([], []))
+            blocks.append(block)
+            values.append(score)
+        for name, (blocks, values) in found.items():
+            self.trace.append(Retrieved(document=name, blocks=blocks, scores=values, **where))

@@ -1,0 +1,123 @@
+"""What a call sees of the documents: sink, candidates for retrieval, and direct tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from memstore.memory import Document
+
+States = tuple[Tensor, Tensor]
+"""Position-free keys and values."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The blocks that may be retrieved, numbered 0..N-1 over one or several documents."""
+
+    parts: tuple[tuple[Document, range], ...]
+
+    def __len__(self) -> int:
+        return sum(len(blocks) for _, blocks in self.parts)
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """Document and block of candidate ``number``."""
+        for document, blocks in self.parts:
+            if number < len(blocks):
+                return document, blocks[number]
+            number -= len(blocks)
+        raise IndexError(number)
+
+    def blocks(self) -> Tensor:
+        """Block id of every candidate, ``[N]``."""
+        return torch.cat([torch.arange(blocks.start, blocks.stop) for _, blocks in self.parts])
+
+    def consecutive(self) -> Tensor:
+        """``[N]``: True where a candidate directly follows the one before it in the same document."""
+        follows = torch.ones(len(self), dtype=torch.bool)
+        start = 0
+        for _, blocks in self.parts:
+            if len(blocks):
+                follows[start] = False
+            start += len(blocks)
+        return follows
+
+    def score(self, layer: int, queries: Tensor) -> Tensor:
+        """Best inner product of each of ``queries [H, T, D]`` with each candidate's landmarks, ``[H, T, N]``."""
+        scores = [document.layer(layer).score(queries, allowed=blocks)[0] for document, blocks in self.parts if blocks]
+        return torch.cat(scores, dim=-1)
+
+    def gather(self, layer: int, numbers: Tensor) -> States:
+        """Keys and values ``[n, G, S, D]`` of the candidates ``numbers [n]`` (ascending)."""
+        states, start = [], 0
+        for document, blocks in self.parts:
+            mine = numbers[(numbers >= start) & (numbers < start + len(blocks))]
+            if len(mine):
+                states.append(document.layer(layer).gather(mine - start + blocks.start))
+            start += len(blocks)
+        return torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The parts of the memory that the tokens of one call see."""
+
+    sink: range
+    """Tokens at the beginning of the document, always attended to."""
+    candidates: Candidates
+    direct: range
+    """The tokens right before the call, always attended to: the window, and what came after it was set."""
+
+    def direct_for(self, sliding: int | None) -> range:
+        """The direct tokens of a layer that sees ``sliding`` tokens back and needs no memory."""
+        return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
+
+
+def visible(documents: Sequence[Document], block_size: int, *, tokens: int, start: int, sink: int, window: int) -> Visible:
+    """What a call sees that continues the last of ``documents`` after ``tokens`` tokens.
+
+    ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment
+    while reading, so that the same tokens are seen however a segment is cut into calls.
+    Blocks of the other documents are candidates as far as they are complete.
+    """
+    others = tuple((document, document.complete_blocks) for document in documents[:-1])
+    own = documents[-1]
+    first = own.blocks.start * block_size
+    window_start = (start - window) // block_size * block_size
+    if window_start <= first + sink:
+        return Visible(range(first, first), Candidates(others), range(first, tokens))
+    between = range((first + sink) // block_size, window_start // block_size)
+    return Visible(range(first, first + sink), Candidates((*others, (own, between))), range(window_start, tokens))
+
+
+class DocumentStates:
+    """Position-free states of runs of tokens of one document, read from its store."""
+
+    def __init__(self, document: Document, block_size: int) -> None:
+        self.document, self.block_size = document, block_size
+
+    def read(self, layer: int, tokens: range) -> States:
+        """Keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
+        size = self.block_size
+        blocks = range(tokens.start // size, -(-tokens.stop // size))
+        states = self.document.layer(layer).gather(list(blocks))
+        skip = tokens.start - blocks.start * size
+        keys, values = (as_tokens(states[name])[:, skip : skip + len(tokens)] for name in ("k", "v"))
+        return keys, values
+
+
+def as_tokens(blocks: Tensor) -> Tensor:
+    """Blocks ``[n, G, S, D]`` as one run of tokens ``[G, n * S, D]``."""
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+def as_blocks(tokens: Tensor, block_size: int) -> Tensor:
+    """A run of tokens ``[G, n, D]`` as blocks ``[ceil(n / S), G, S, D]``, the last one padded with zeros."""
+    missing = -tokens.shape[1] % block_size
+    padded = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
+    return padded.unflatten(1, (-1, block_size)).transpose(0, 1)

@@ -1,0 +1,58 @@
+"""Where the tokens of a memory are placed when a query attends to them.
+
+States are stored without positions; positions are applied when blocks are fetched. What a query sees is, in this order,
+
+    sink | retrieved blocks, oldest first | direct tokens (the window) | local tokens (the segment itself)
+
+``stingy`` gives these consecutive positions from 0 on, however long the document is (after section 3.2.1 of Mohtashami &
+Jaggi 2023, which uses one slot per retrieved block). ``true`` gives every token its place in the document; it is exact
+while the document is shorter than what the model was trained for. ``clamped`` is ``true``, moved down so that the local
+tokens end inside the trained range, with everything older than that range at position 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Positions of everything that comes before the local tokens."""
+
+    sink: Tensor
+    """``[1, 1, sink tokens]``"""
+    retrieved: Tensor
+    """``[B, heads, K * S]``, or ``[1, 1, K * S]`` where all rows agree."""
+    local_start: int
+    """Position of the first local token; direct tokens are placed right before it."""
+
+
+def place(
+    kind: Literal["stingy", "true", "clamped"],
+    *,
+    sink: range,
+    direct: range,
+    blocks: Tensor,
+    block_size: int,
+    limit: int,
+) -> Placement:
+    """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]`` (-1: none).
+
+    ``limit`` is the highest position that the local tokens may start at, for ``clamped``.
+    """
+    within = torch.arange(block_size)
+    if kind == "stingy":
+        slots = torch.arange(blocks.shape[-1])[:, None] * block_size + within
+        start = len(sink) + blocks.shape[-1] * block_size + len(direct)
+        return Placement(torch.arange(len(sink))[None, None], (len(sink) + slots).reshape(1, 1, -1), start)
+    shift = max(0, direct.stop - limit) if kind == "clamped" else 0
+    true = blocks.clamp(min=0).unsqueeze(-1) * block_size + within
+    return Placement(
+        (torch.arange(sink.start, sink.stop) - shift).clamp(min=0)[None, None],
+        (true - shift).clamp(min=0).flatten(-2),
+        direct.stop - shift,
+    )

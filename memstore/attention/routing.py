@@ -1,0 +1,109 @@
+"""Choosing blocks: one list for all layers from whitened hidden states, or lists per layer from the layer's own keys.
+
+**One list for all layers** (the default for stock models). The hidden states ``h`` that enter one layer become unit
+vectors ``a = normalise((h / |h| - mean) U)``, where the columns of ``U`` are the leading eigenvectors of the covariance,
+each divided by the square root of its eigenvalue: directions in which all tokens are alike stop counting. A block's score
+for a query token is its best token's ``a_query . a_key``, standardised over blocks; a block's score for a group of query
+tokens is the sum of these, each at least 1, so that only tokens for which the block stands out count (a late
+interaction, as in Khattab & Zaharia 2020, without any training).
+
+**Lists per layer** use the layer's own position-free queries, and means of a few consecutive keys as landmarks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOOR = 1.0
+"""Standard deviations above the mean from which a block counts as standing out for a query token."""
+INHERITED = 0.95
+"""Share of its score that a block passes on to the block after it, for content that straddles their border."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """Turns the hidden states of one layer into codes that can be compared by inner product."""
+
+    mean: Tensor
+    """``[hidden]`` float32: mean of the normalised hidden states."""
+    basis: Tensor
+    """``[hidden, dim]`` float32: whitening directions."""
+
+    @classmethod
+    def fit(cls, hidden: Tensor, dim: int) -> Router:
+        """Fit to sample states ``hidden [n, hidden]``; a few thousand of any text will do."""
+        unit = F.normalize(hidden.double(), dim=-1)
+        mean = unit.mean(0)
+        centred = unit - mean
+        values, vectors = torch.linalg.eigh(centred.T @ centred / len(unit))
+        values, vectors = values[-dim:], vectors[:, -dim:]
+        # A short sample has directions without any variance; they must not be blown up.
+        scale = values.clamp(min=max(float(values[-1]) * 1e-6, 1e-12)).rsqrt()
+        return cls(mean.float(), (vectors * scale).float())
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        """Codes ``[..., dim]`` (float32, unit length) of hidden states ``[..., hidden]``."""
+        unit = F.normalize(hidden.float(), dim=-1)
+        return F.normalize((unit - self.mean) @ self.basis, dim=-1)
+
+    def to_arrays(self) -> dict[str, Tensor]:
+        """What has to be stored to make the router again."""
+        return {"mean": self.mean, "basis": self.basis}
+
+
+def late_interaction(scores: Tensor, *, span: int, pool: Literal["max", "mean"]) -> Tensor:
+    """Score of each block for a query of ``T`` tokens: ``[T, N]`` best inner products to ``[N]``.
+
+    Tokens are taken in groups of ``span``, the last group ending at the last token; ``pool`` is over groups.
+    """
+    z = standardised(scores).clamp(min=FLOOR)
+    groups = [group.sum(0) for group in _groups_from_the_end(z, span)]
+    stacked = torch.stack(groups)
+    return stacked.amax(0) if pool == "max" else stacked.mean(0)
+
+
+def standardised(scores: Tensor) -> Tensor:
+    """Scores ``[..., N]`` with mean 0 and standard deviation 1 over the blocks."""
+    centred = scores - scores.mean(-1, keepdim=True)
+    return centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+
+
+def _groups_from_the_end(x: Tensor, span: int) -> list[Tensor]:
+    first = len(x) % span
+    rest = list(x[first:].split(span)) if len(x) > first else []
+    return [x[:first], *rest] if first else rest
+
+
+def inherited(scores: Tensor, consecutive: Tensor) -> Tensor:
+    """Scores ``[..., N]`` where each block has at least a share of the score of the block before it.
+
+    ``consecutive [N]`` is True where a block directly follows, in its document, the one before it in the list.
+    """
+    before = F.pad(scores[..., :-1], (1, 0), value=float("-inf"))
+    return torch.where(consecutive, torch.maximum(scores, INHERITED * before), scores)
+
+
+def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int) -> Tensor:
+    """Scores of the blocks for each of ``lists`` lists: ``[H, T, N]`` inner products to ``[lists, N]``.
+
+    The ``H / lists`` heads that share a list are standardised, so that none outvotes the others by its scale.
+    """
+    by_head = scores.amax(1) if pool == "max" else scores.mean(1)  # [H, N]
+    return standardised(by_head).reshape(lists, -1, scores.shape[-1]).mean(1)
+
+
+def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` best of ``scores [..., N]``, in the order of the blocks: their numbers and scores ``[..., K]``."""
+    numbers = scores.topk(min(top_k, scores.shape[-1]), dim=-1).indices.sort(dim=-1).values
+    return numbers, scores.gather(-1, numbers)
+
+
+def sub_block_means(keys: Tensor, keys_per_block: int) -> Tensor:
+    """Landmarks ``[n, G, P, D]`` of blocks of keys ``[n, G, S, D]``: means of ``S / P`` consecutive keys, in float32."""
+    blocks, heads, _, dim = keys.shape
+    return keys.float().reshape(blocks, heads, keys_per_block, -1, dim).mean(3)

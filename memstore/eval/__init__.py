@@ -1,0 +1,1 @@
+"""Measuring whether a memory gives back what was put into it."""

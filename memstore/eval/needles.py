@@ -1,0 +1,140 @@
+"""Needles in haystacks: sentences hidden in long texts, and the questions that ask for them.
+
+The filler haystack is that of the landmark paper (Mohtashami & Jaggi 2023, appendix B: grass, sky and sun), with several
+labelled pass keys instead of one. The prose haystack is Python's own language reference, which every Python carries.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memstore.errors import InvalidArgument
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+FILLER_START = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about the important information there. "
+)
+COLOURS = ("red", "white", "black", "purple", "orange", "silver", "golden", "brown", "pink", "grey")
+NAMES = ("Margaret", "Tobias", "Eleanor", "Frederick", "Beatrice", "Leopold", "Harriet", "Dominic", "Rosalind", "Gilbert")
+FOODS = ("cinnamon", "honey", "garlic", "ginger", "mustard", "saffron", "pepper", "vanilla", "mint", "butter")
+ANIMALS = ("tiger", "penguin", "elephant", "rabbit", "dolphin", "camel", "owl", "wolf", "turtle", "horse")
+PLACES = ("Lisbon", "Vienna", "Cairo", "Dublin", "Prague", "Havana", "Oslo", "Athens", "Warsaw", "Lima")
+OBJECTS = ("violin", "telescope", "hammer", "candle", "mirror", "umbrella", "compass", "ladder", "lantern", "basket")
+PROFESSIONS = ("baker", "pilot", "carpenter", "dentist", "farmer", "painter", "lawyer", "sailor", "tailor", "teacher")
+MONTHS = ("January", "March", "April", "June", "July", "August", "October", "December")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A sentence to hide, the beginning of the answer to ask with, and the answer."""
+
+    kind: str
+    sentence: str
+    question: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """What follows the document when it is asked."""
+        return f"\n\nQuestion: {self.question}\nAnswer: {self.sentence.split(self.answer)[0].rstrip()}"
+
+    def found_in(self, text: str) -> bool:
+        """True if the generated ``text`` begins with the whole answer."""
+        return text.strip().lower().removeprefix("a ").removeprefix("the ").startswith(self.answer.lower())
+
+
+KINDS: tuple[tuple[str, str, str, Sequence[str] | int], ...] = (
+    ("name", "The name of the lighthouse keeper at Port Salter is {}.", "What is the name of the lighthouse keeper?", NAMES),
+    ("ingredient", "The secret ingredient in grandmother Olga's soup is {}.", "What is the secret ingredient?", FOODS),
+    ("animal", "The animal that guards the old library of Brenholm is a {}.", "Which animal guards the old library?", ANIMALS),
+    ("place", "The treasure of Captain Moraine is buried near {}.", "Where is the treasure buried?", PLACES),
+    ("number", "The number of the locker with the blue door is {}.", "What is the number of the locker?", 4),
+    ("object", "The stolen object in the case of the midnight train was a {}.", "What object was stolen?", OBJECTS),
+    ("profession", "Before the war, the mayor of Tarnow worked as a {}.", "What did the mayor work as before?", PROFESSIONS),
+    ("month", "The annual festival of the paper boats is held in {}.", "In which month is the festival held?", MONTHS),
+    ("code", "The combination of the safe in the cellar is {}.", "What is the combination of the safe?", 5),
+    ("gift", "For her ninth birthday, little Wilma was given a {}.", "What was Wilma given?", OBJECTS),
+    ("spice", "The cook of the royal ship seasoned every dish with {}.", "What did the cook season with?", FOODS),
+    ("city", "The violinist Arkady Belov was born in {}.", "Where was the violinist born?", PLACES),
+)
+FIVE_KINDS = ("name", "ingredient", "animal", "place", "number")
+
+
+def passkeys(count: int, rng: random.Random) -> list[Needle]:
+    """Pass keys of five digits, each for a door of another colour."""
+    return [_passkey(colour, f"{rng.randrange(10_000, 100_000)}") for colour in rng.sample(COLOURS, count)]
+
+
+def _passkey(colour: str, key: str) -> Needle:
+    sentence = f"The pass key for the {colour} door is {key}. Remember it. {key} is the pass key for the {colour} door."
+    return Needle("passkey", sentence, f"What is the pass key for the {colour} door?", key)
+
+
+def prose_needles(kinds: Iterable[str], rng: random.Random) -> list[Needle]:
+    """One needle of each of ``kinds``, with a random answer."""
+    by_kind = {kind: (sentence, question, answers) for kind, sentence, question, answers in KINDS}
+    return [_prose_needle(kind, *by_kind[kind], rng) for kind in kinds]
+
+
+def _prose_needle(kind: str, sentence: str, question: str, answers: Sequence[str] | int, rng: random.Random) -> Needle:
+    answer = f"{rng.randrange(10 ** (answers - 1), 10**answers)}" if isinstance(answers, int) else rng.choice(answers)
+    return Needle(kind, sentence.format(answer), question, answer)
+
+
+def filler_text(characters: int) -> str:
+    """The landmark paper's filler, at least ``characters`` long."""
+    return FILLER_START + FILLER * (characters // len(FILLER) + 1)
+
+
+def prose_text(rng: random.Random | None = None) -> str:
+    """Python's language reference; ``rng`` shuffles the order of its topics. Raises ``InvalidArgument`` without it."""
+    try:
+        from pydoc_data.topics import topics  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InvalidArgument("this Python comes without pydoc_data; give a text of your own") from error
+    names = sorted(topics)
+    if rng is not None:
+        rng.shuffle(names)
+    return "\n\n".join(str(topics[name]) for name in names)
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Token ids of a text with needles in it."""
+
+    tokens: list[int]
+    needles: list[Needle]
+    positions: list[int]
+    """Token at which each needle begins."""
+
+
+def hide(text: str, needles: Sequence[Needle], tokenizer: Any, tokens: int, rng: random.Random) -> Haystack:
+    """Put ``needles`` into the first ``tokens`` tokens of ``text``, each at a random sentence end of its share of it."""
+    characters = round(len(text) * min(1.0, 1.1 * tokens / max(1, _estimate(text, tokenizer))))
+    hay: list[int] = tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
+    hidden: list[list[int]] = [tokenizer(f" {n.sentence} ", add_special_tokens=False)["input_ids"] for n in needles]
+    length = tokens - sum(map(len, hidden))
+    if len(hay) < length:
+        raise InvalidArgument(f"the text has {len(hay)} tokens, {length} are needed")
+    ends = {i for i, token in enumerate(hay[:length]) if tokenizer.decode([token]).rstrip().endswith(".")}
+    share = length / len(needles)
+    result: list[int] = []
+    positions, previous = [], 0
+    for i, ids in enumerate(hidden):
+        wanted = int((i + rng.uniform(0.1, 0.9)) * share)
+        at = min(range(wanted, length), key=lambda p: (p - 1 not in ends, p), default=wanted)
+        result += hay[previous:at]
+        positions.append(len(result))
+        result += ids
+        previous = at
+    return Haystack(result + hay[previous:length], list(needles), positions)
+
+
+def _estimate(text: str, tokenizer: Any) -> int:
+    """Roughly how many tokens ``text`` has, from its beginning."""
+    sample = text[:20_000]
+    return round(len(tokenizer(sample, add_special_tokens=False)["input_ids"]) * len(text) / max(1, len(sample)))

@@ -1,0 +1,5 @@
+"""Pure tensor functions, one folder per operation: ``api.py`` checks and dispatches, ``reference.py`` defines the truth."""
+
+from memstore.kernels.block_attention import block_attention, merge_attention
+
+__all__ = ["block_attention", "merge_attention"]

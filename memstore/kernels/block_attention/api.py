@@ -1,0 +1,122 @@
+"""Public functions of block attention: meaning is checked here, the work is done in the chosen back end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+
+Backend = Literal["auto", "reference", "torch"]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: Literal["auto", "reference"] = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries over gathered blocks, with what is needed to merge it with other partial results.
+
+    Args:
+        q: queries ``[B, H, T, D]``.
+        k: keys ``[B, G, N, D]``, or blocks of keys ``[B, G, K, S, D]``; ``H`` is a multiple of ``G``.
+        v: values, shaped like ``k`` (the last dimension may differ).
+        mask: ``True`` or 0 where a query sees a key; broadcasts to ``[B, H, T, N]``.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        sinks: ``[H]`` logits of a virtual key with value 0 (gpt-oss).
+        backend: ``"reference"`` is the only one so far.
+
+    Returns:
+        The output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]`` (float32).
+
+    Raises:
+        InvalidArgument: shapes do not fit, or the back end is unknown.
+    """
+    k, v = _flat(k), _flat(v)
+    _check(q, k, v)
+    match backend:
+        case "auto" | "reference":
+            from memstore.kernels.block_attention import reference
+
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+        case _:
+            raise InvalidArgument(f"backend must be 'auto' or 'reference', got {backend!r}")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The output of ``block_attention`` alone, which PyTorch computes several times faster without the log-sum-exp.
+
+    ``mask`` is additive here and broadcasts to ``[B, 1, T, N]``. ``"auto"`` takes ``"torch"`` unless a cap or sinks,
+    which it does not have, are asked for.
+    """
+    k, v = _flat(k), _flat(v)
+    _check(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    special = softcap is not None or sinks is not None
+    match backend:
+        case "torch" if special:
+            raise InvalidArgument("backend 'torch' has no softcap and no sinks; use 'auto' or 'reference'")
+        case "auto" | "torch" if not special:
+            from memstore.kernels.block_attention import fused
+
+            return fused.attend(q, k, v, mask=mask, scale=scale)
+        case "auto" | "reference":
+            from memstore.kernels.block_attention import reference
+
+            return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
+        case _:
+            raise InvalidArgument(f"backend must be 'auto', 'reference' or 'torch', got {backend!r}")
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results over disjoint sets of keys; exact.
+
+    Args:
+        outs: partial outputs ``[B, H, T, D]``.
+        lses: their log-sum-exps ``[B, H, T]``.
+
+    Returns:
+        The output and log-sum-exp over all keys.
+    """
+    if not outs or len(outs) != len(lses):
+        raise InvalidArgument(f"expected as many outputs as log-sum-exps, at least one, got {len(outs)} and {len(lses)}")
+    from memstore.kernels.block_attention import reference
+
+    return reference.merge_attention(outs, lses)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[B, G, K, S, D]`` as ``[B, G, K * S, D]``."""
+    return x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise InvalidArgument(f"expected q [B, H, T, D] and k, v [B, G, N, D], got {_shapes(q, k, v)}")
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim or k.shape[:3] != v.shape[:3] or heads % k.shape[1]:
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {_shapes(q, k, v)}")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

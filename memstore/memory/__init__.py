@@ -1,0 +1,51 @@
+"""Memories: documents of blocks on a store, with an index for each layer that has landmarks.
+
+``memory.py`` is the way in; ``append.py`` writes, ``view.py`` searches and gathers, ``verify.py`` checks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memstore.memory.append import Append
+    from memstore.memory.audit import Finding
+    from memstore.memory.document import Document
+    from memstore.memory.fingerprint import Fingerprint
+    from memstore.memory.memory import Memory, open_memory
+    from memstore.memory.retrieval import Retrieval
+    from memstore.memory.spec import MemorySpec
+    from memstore.memory.view import Hits, LayerView
+
+_HOMES = {
+    "Append": "append",
+    "Document": "document",
+    "Finding": "audit",
+    "Fingerprint": "fingerprint",
+    "Hits": "view",
+    "LayerView": "view",
+    "Memory": "memory",
+    "MemorySpec": "spec",
+    "Retrieval": "retrieval",
+    "open_memory": "memory",
+}
+
+__all__ = [
+    "Append",
+    "Document",
+    "Finding",
+    "Fingerprint",
+    "Hits",
+    "LayerView",
+    "Memory",
+    "MemorySpec",
+    "Retrieval",
+    "open_memory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"memstore.memory.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,168 @@
+"""One append: the tokens of a segment and what every layer keeps of them, committed together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.memory.shared import Shared
+from memstore.memory.state import LAST_ITEM, Address, DocumentState
+from memstore.memory.tensors import TORCH_DTYPES, byte_rows, to_record
+from memstore.store.contract import Batch, Key, Record
+
+Tokens = Sequence[int] | npt.NDArray[np.integer] | Tensor
+
+_LARGEST_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Layer:
+    fields: list[Tensor]  # [n, *shape] each
+    landmarks: Tensor | None  # [n, G, P, D]
+
+
+class Append:
+    """What ``with document.append(tokens) as batch`` gives: put every layer once; leaving the body commits.
+
+    Tensors must not change before that: where they have the right type already they are not copied.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        state: DocumentState,
+        tokens: Tensor,
+        commit: Callable[[Append], None],
+    ) -> None:
+        self._shared = shared
+        self._commit = commit
+        self._layers: dict[int, _Layer] = {}
+        self.before = state
+        """State of the document that this append starts from."""
+        self.after = state.grown(len(tokens), shared.spec.block_size, shared.spec.capacity)
+        """State of the document once it is committed."""
+        self.tokens = tokens
+        """Token ids ``[t]`` int32."""
+        first = state.tokens // shared.spec.block_size
+        self.blocks = range(first, self.after.blocks if len(tokens) else first)
+        """Blocks whose states must be put: the first is the incomplete last block, rewritten whole, if there is one."""
+
+    def put(self, layer: int, *, landmarks: Tensor | None = None, **fields: Tensor) -> None:
+        """States of ``self.blocks`` in one layer: each field ``[n, *shape]``, the last block padded with zeros.
+
+        ``landmarks [n, key_heads, P, key_dim]`` go with the layers that are searched, and with no others.
+        Raises ``InvalidArgument``, naming layer and field.
+        """
+        self._shared.check_layer(layer)
+        if layer in self._layers:
+            raise InvalidArgument(f"layer {layer} was put already; put all its fields at once.")
+        spec = self._shared.spec
+        if set(fields) != set(spec.fields):
+            raise InvalidArgument(f"layer {layer}: expected the fields {list(spec.fields)}, not {list(fields)}.")
+        tensors = [self._checked(layer, name, fields[name], shape) for name, shape in spec.fields.items()]
+        self._layers[layer] = _Layer(tensors, self._checked_landmarks(layer, landmarks))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self.blocks:
+            self._check_whole()
+            self._commit(self)
+
+    def compose(self, document: int, last_tokens: Tensor) -> Batch:
+        """All changes. ``last_tokens [t] int32`` are those of the incomplete last block. Raises ``DamagedError``."""
+        batch = Batch()
+        address = Address(document)
+        self._leave(batch, address)
+        self._put_tokens(batch, address, torch.cat([last_tokens, self.tokens]))
+        for number, layer in sorted(self._layers.items()):
+            self._put_layer(batch, address, number, layer)
+        batch.put(address.entry, self.after.to_record())
+        return batch
+
+    def _leave(self, batch: Batch, address: Address) -> None:
+        """Delete the blocks for which there is no capacity any more."""
+        gone = range(self.before.first, min(self.after.first, self.before.blocks))
+        if not gone:
+            return
+        delete_blocks(batch, address, self._shared.spec.layers, gone.start, gone.stop - 1)
+        for layer in self._shared.spec.index_layers:
+            self._shared.runs(address.id, layer).leave(batch, range(gone.start, self.after.first))
+
+    def _put_tokens(self, batch: Batch, address: Address, tokens: Tensor) -> None:
+        pieces = torch.split(tokens, self._shared.spec.block_size)
+        for block, piece in zip(self.blocks, pieces, strict=True):
+            if block >= self.after.first:
+                batch.put(address.tokens(block), to_record(piece))
+
+    def _put_layer(self, batch: Batch, address: Address, number: int, layer: _Layer) -> None:
+        layouts = self._shared.block_layouts
+        payloads = [byte_rows(field) for field in layer.fields]
+        for row, block in enumerate(self.blocks):
+            if block >= self.after.first:
+                records = (Record(layout, rows[row]) for layout, rows in zip(layouts, payloads, strict=True))
+                batch.put(address.block(number, block), *records)
+        if layer.landmarks is not None:
+            runs = self._shared.runs(address.id, number)
+            runs.write(batch, self.blocks.start, layer.landmarks, self.after.first)
+
+    def _check_whole(self) -> None:
+        if missing := sorted(set(range(self._shared.spec.layers)) - set(self._layers)):
+            raise InvalidArgument(f"layers {missing} were not put; nothing was written. Put every layer in the body.")
+
+    def _checked(self, layer: int, name: str, tensor: object, shape: tuple[int, ...]) -> Tensor:
+        expected = (len(self.blocks), *shape)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != expected:
+            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidArgument(f"layer {layer}, {name}: expected floating point {list(expected)}, not {found}.")
+        return tensor.detach().to("cpu", TORCH_DTYPES[self._shared.spec.dtype])
+
+    def _checked_landmarks(self, layer: int, landmarks: Tensor | None) -> Tensor | None:
+        spec = self._shared.spec
+        if layer not in spec.index_layers:
+            if landmarks is not None:
+                raise InvalidArgument(f"layer {layer} has no landmarks; layers that have: {spec.index_layers}.")
+            return None
+        expected = [len(self.blocks), spec.key_heads, spec.keys_per_block, spec.key_dim]
+        if landmarks is None or not landmarks.is_floating_point() or list(landmarks.shape) != expected:
+            found = "none" if landmarks is None else f"{landmarks.dtype} {list(landmarks.shape)}"
+            raise InvalidArgument(f"layer {layer}, landmarks: expected floating point {expected}, not {found}.")
+        if not bool(landmarks.isfinite().all()):
+            raise InvalidArgument(f"layer {layer}, landmarks: they contain NaN or infinity, which no search can order.")
+        return landmarks.detach().cpu()
+
+
+def delete_blocks(batch: Batch, address: Address, layers: int, first: int, last: int = LAST_ITEM) -> None:
+    """Delete tokens and states of blocks ``first`` to ``last`` (included) in all layers."""
+    ranges: list[tuple[Key, Key]] = [(address.tokens(first), address.tokens(last))]
+    ranges += [(address.block(layer, first), address.block(layer, last)) for layer in range(layers)]
+    for start, stop in ranges:
+        batch.delete(start, stop)
+
+
+def as_tokens(tokens: Tokens) -> Tensor:
+    """Token ids as int32 ``[t]``. Raises ``InvalidArgument`` for what is not an id."""
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidArgument(f"tokens must be integers of shape [t] ({error}).") from None
+    if ids.dim() == 1 and not ids.numel():
+        return torch.empty(0, dtype=torch.int32)
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise InvalidArgument(f"tokens must be integers of shape [t], not {ids.dtype} of {list(ids.shape)}.")
+    if int(ids.min()) < 0 or int(ids.max()) > _LARGEST_TOKEN:
+        raise InvalidArgument(
+            f"token ids must be from 0 to {_LARGEST_TOKEN}; these are {int(ids.min())} to {int(ids.max())}."
+        )
+    return ids.detach().to("cpu", torch.int32)

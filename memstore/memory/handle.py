@@ -1,0 +1,59 @@
+"""A document by name, and its state at the last commit: what a document and its views share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memstore.errors import NotFound
+from memstore.memory.shared import Shared
+from memstore.memory.state import Address, DocumentState
+
+
+@dataclass(frozen=True)
+class _Seen:
+    version: int
+    state: DocumentState
+
+
+class Handle:
+    """Knows the number of a document once it has one, and reads its entry again after every commit."""
+
+    def __init__(self, shared: Shared, name: str, find: Callable[[str], int | None]) -> None:
+        self.shared = shared
+        self.name = name
+        self.id = find(name)
+        """Number of the document; None before its first append."""
+        self._find = find
+        self._seen: _Seen | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where its values lie; only for a document that has some."""
+        assert self.id is not None
+        return Address(self.id)
+
+    def current(self) -> DocumentState:
+        """The state at the last commit of whoever; reads the store only if something was committed since.
+
+        Raises ``NotFound`` where the document was forgotten, and ``DamagedError``.
+        """
+        # The version is read first: a commit between the two reads only makes the next call look again.
+        version = self.shared.store.version()
+        seen = self._seen
+        if seen is None or seen.version != version:
+            seen = _Seen(version, self._load())
+            self._seen = seen
+        return seen.state
+
+    def _load(self) -> DocumentState:
+        if self.id is None:
+            self.id = self._find(self.name)
+        if self.id is None:
+            return DocumentState(name=self.name)
+        state = self.shared.state(self.id)
+        if state is None:
+            raise NotFound(
+                f"document {self.name!r} of memory {self.shared.url} was forgotten; ask the memory for it again."
+            )
+        return state

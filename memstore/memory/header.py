@@ -1,0 +1,48 @@
+"""The header of a memory: META item 0, written once when the memory is made."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from memstore._version import __version__
+from memstore.errors import ForeignMemory, InvalidArgument, NotAMemory
+from memstore.memory.layouts import block_layouts, blocks_per_run
+from memstore.memory.spec import MemorySpec
+from memstore.memory.state import HEADER
+from memstore.memory.urls import Blank
+from memstore.store.contract import Batch, BlockStore, Record
+
+FORMAT = 1
+
+
+class Header(NamedTuple):
+    """What the header says."""
+
+    spec: MemorySpec
+    blocks_per_run: int
+    """Blocks whose landmarks are stored together."""
+
+
+def blank(spec: MemorySpec) -> Blank:
+    """What makes an empty store a memory with this spec."""
+    batch = Batch()
+    values = {"format": FORMAT, "library": __version__, "spec": spec.to_dict(), "blocks_per_run": blocks_per_run(spec)}
+    batch.put(HEADER, Record.from_json(values))
+    return Blank(batch, sum(layout.nbytes for layout in block_layouts(spec)))
+
+
+def read_header(store: BlockStore, url: str) -> Header:
+    """Raises ``NotAMemory``, ``ForeignMemory`` or ``DamagedError``."""
+    records = store.get(HEADER)
+    if records is None:
+        raise NotAMemory(f"{url} has no header of a memory; it holds something else, or was made by hand.")
+    values: dict[str, Any] = records[0].to_json()
+    if values["format"] > FORMAT:
+        raise ForeignMemory(
+            f"memory {url} has format {values['format']}, made by memstore {values['library']}; "
+            f"memstore {__version__} reads up to {FORMAT}. Upgrade memstore."
+        )
+    try:
+        return Header(MemorySpec.from_dict(values["spec"]), values["blocks_per_run"])
+    except InvalidArgument as error:
+        raise ForeignMemory(f"memory {url} has a spec that this memstore cannot use: {error}") from error

@@ -1,0 +1,72 @@
+"""Named arrays and facts that belong to the memory itself, in the META table behind its header."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.memory.shared import Shared
+from memstore.memory.state import FIRST_NAMED, LAST_ITEM
+from memstore.memory.tensors import from_record, to_record
+from memstore.store.contract import Batch, Key, Record, Table
+
+
+class Named:
+    """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
+        """Store tensors under ``name``, replacing what was there, in one transaction."""
+        records = [to_record(tensor) for tensor in arrays.values()]
+        self._put("arrays", name, {"arrays": list(arrays)}, records)
+
+    def get_arrays(self, name: str) -> dict[str, Tensor] | None:
+        """The tensors under ``name``, or None."""
+        found = self._find("arrays", name)
+        if found is None:
+            return None
+        head, *records = found[1]
+        return dict(zip(head.to_json()["arrays"], map(from_record, records), strict=True))
+
+    def put_info(self, name: str, value: Any) -> None:
+        """Store a small JSON value under ``name``, replacing what was there."""
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{name!r} must be a JSON value ({error}).") from None
+        self._put("info", name, {"value": value}, [])
+
+    def get_info(self, name: str) -> Any:
+        """The JSON value under ``name``, or None."""
+        found = self._find("info", name)
+        return None if found is None else found[1][0].to_json()["value"]
+
+    def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
+        with self._shared.writing:
+            found = self._find(kind, name)
+            item = (
+                max((key.item for key in self._keys()), default=FIRST_NAMED.item - 1) + 1
+                if found is None
+                else found[0].item
+            )
+            head = Record.from_json({"kind": kind, "name": name, **facts})
+            batch = Batch()
+            batch.put(Key(Table.META, item=item), head, *records)
+            self._shared.store.write(batch)
+
+    def _find(self, kind: str, name: str) -> tuple[Key, tuple[Record, ...]] | None:
+        for key in self._keys():
+            records = self._shared.store.get(key)
+            if records is not None:
+                head = records[0].to_json()
+                if (head["kind"], head["name"]) == (kind, name):
+                    return key, records
+        return None
+
+    def _keys(self) -> list[Key]:
+        return self._shared.store.keys(FIRST_NAMED, Key(Table.META, item=LAST_ITEM))

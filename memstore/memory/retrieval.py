@@ -1,0 +1,65 @@
+"""How blocks are chosen: the options that every method of retrieval takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memstore.errors import InvalidArgument
+
+Share = Literal["none", "group", "layer", "model"]
+Positions = Literal["stingy", "true", "clamped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """How many blocks are retrieved, how often, for whom, and where they are placed."""
+
+    top_k: int | Literal["all"] = 8
+    """Blocks in a list. ``"all"`` attends to everything stored: exact, and as slow as full attention."""
+
+    every: int | Literal["segment"] = "segment"
+    """Tokens between two choices while generating. ``"segment"`` chooses once per prompt and keeps the list while
+    answering; 1 chooses for every token. (While reading, a list is chosen at the start of each segment.)"""
+
+    share: Share = "model"
+    """Who shares one list: all layers, a layer, the query heads of a key-value head, or nobody."""
+
+    pool: Literal["max", "mean"] = "max"
+    """``share="model"``: a block's score is that of its best (or mean) group of ``span`` query tokens.
+    Otherwise: the score of its best (or mean) query token."""
+
+    span: int = 32
+    """Query tokens that choose together. Pooling over hundreds of tokens loses what a question asks for."""
+
+    query: Literal["last", "all"] = "last"
+    """Which tokens of a prompt choose: the last ``span`` ones, or all of them, in groups of ``span``."""
+
+    passes: Literal[1, 2] = 1
+    """2 reads a prompt twice: the first pass chooses, at the last layer that has landmarks; the second attends."""
+
+    positions: Positions = "stingy"
+    """Where retrieved blocks are placed: in small consecutive slots before the window, where they truly were, or
+    there but never further away than the model was trained for."""
+
+    def __post_init__(self) -> None:
+        self._positive("top_k", "all")
+        self._positive("every", "segment")
+        self._positive("span")
+        self._one_of("share", ("none", "group", "layer", "model"))
+        self._one_of("pool", ("max", "mean"))
+        self._one_of("query", ("last", "all"))
+        self._one_of("passes", (1, 2))
+        self._one_of("positions", ("stingy", "true", "clamped"))
+
+    def _positive(self, name: str, *words: str) -> None:
+        value = getattr(self, name)
+        if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return
+        expected = " or ".join(["a whole number of at least 1", *(repr(word) for word in words)])
+        raise InvalidArgument(f"Retrieval.{name} must be {expected}, got {value!r}")
+
+    def _one_of(self, name: str, allowed: tuple[object, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise InvalidArgument(f"Retrieval.{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,90 @@
+"""What the parts of one open memory share."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.index import VectorIndex, open_index
+from memstore.memory.landmarks import index_dtype
+from memstore.memory.layouts import block_layouts
+from memstore.memory.runs import LandmarkRuns
+from memstore.memory.spec import MemorySpec
+from memstore.memory.state import LAST_DOCUMENT, NEXT_DOCUMENT, Address, DocumentState
+from memstore.store.contract import BlockStore, Layout, Record
+
+_locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A store, how to read it, and the lock that writers of this process hold."""
+
+    store: BlockStore
+    spec: MemorySpec
+    url: str
+    mode: str
+    index: str
+    """Kind of the vector indexes."""
+    run_length: int
+    """Blocks whose landmarks are stored together."""
+
+    @property
+    def writing(self) -> threading.RLock:
+        """Held while a batch is composed and written; one for all memories on the same store."""
+        with _guard:
+            return _locks.setdefault(self.store, threading.RLock())
+
+    @property
+    def block_layouts(self) -> list[Layout]:
+        """Layout of each field of a block, in the order of the records."""
+        return block_layouts(self.spec)
+
+    def runs(self, document: int, layer: int) -> LandmarkRuns:
+        """The stored landmarks of one layer of a document."""
+        return LandmarkRuns(self.store, self.spec, Address(document), layer, self.run_length)
+
+    def new_index(self) -> VectorIndex:
+        """An empty index for one layer of a document."""
+        spec = self.spec
+        return open_index(
+            self.index,
+            key_heads=spec.key_heads,
+            key_dim=spec.key_dim,
+            keys_per_block=spec.keys_per_block,
+            dtype=index_dtype(spec.key_dtype),
+        )
+
+    def documents(self) -> list[int]:
+        """Numbers of the documents, in the order they were made."""
+        first, last = Address(0).entry, Address(LAST_DOCUMENT).entry
+        return [key.document for key in self.store.keys(first, last)]
+
+    def state(self, document: int) -> DocumentState | None:
+        """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
+        records = self.store.get(Address(document).entry)
+        return None if records is None else DocumentState.from_record(records[0])
+
+    def next_document(self) -> int:
+        """The number that the next new document gets."""
+        records = self.store.get(NEXT_DOCUMENT)
+        return 1 if records is None else int(records[0].to_json()["next_document"])
+
+    def check_layer(self, layer: int) -> None:
+        """Raise ``InvalidArgument`` for a layer that the memory does not have."""
+        if not 0 <= layer < self.spec.layers:
+            raise InvalidArgument(f"layer must be from 0 to {self.spec.layers - 1}, not {layer}.")
+
+
+def next_document_record(number: int) -> Record:
+    """The record under ``NEXT_DOCUMENT``."""
+    return Record.from_json({"next_document": number})
+
+
+def not_found(name: str, url: str, names: list[str]) -> NotFound:
+    """The error for a document that does not exist."""
+    shown = ", ".join(repr(known) for known in names[:10]) + (", ..." if len(names) > 10 else "")
+    return NotFound(f"memory {url} has no document {name!r}; it has {shown or 'none'}.")

@@ -1,0 +1,109 @@
+"""The layout of a memory: sizes, element types and the fingerprint of the model it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from memstore.errors import InvalidArgument
+from memstore.memory.fingerprint import Fingerprint, check_names
+
+DTYPES = ("float32", "float16", "bfloat16")
+KEY_DTYPES = ("float32", "bfloat16", "bit")
+CODECS = ("none",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySpec:
+    """Everything about a memory that never changes after it was made. Raises ``InvalidArgument``."""
+
+    layers: int
+    """Layers that keep states."""
+    fields: Mapping[str, tuple[int, ...]] = field(hash=False)
+    """Name of each tensor of a block -> its shape, such as ``{"k": (G, S, D), "v": (G, S, D)}``."""
+    index_layers: tuple[int, ...]
+    """Layers that have landmarks: all, or the one that routes for all."""
+    key_heads: int
+    """Heads that have keys of their own in a landmark."""
+    key_dim: int
+    """Size of one key."""
+    block_size: int
+    """Tokens per block."""
+    keys_per_block: int
+    """Keys per block and key head."""
+    dtype: str = "float32"
+    """Element type of the fields as stored: float32, float16 or bfloat16."""
+    key_dtype: str = "float32"
+    """Element type of the landmarks as stored: float32, bfloat16, or bit (the signs, one bit each)."""
+    capacity: int | None = None
+    """Blocks per document; the oldest leave when there are more. None: no limit."""
+    codec: str = "none"
+    """Compression of the states as stored."""
+    fingerprint: Fingerprint
+    """What must agree before the states are reused."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", {name: tuple(shape) for name, shape in self.fields.items()})
+        object.__setattr__(self, "index_layers", tuple(self.index_layers))
+        for name in ("layers", "key_heads", "key_dim", "block_size", "keys_per_block"):
+            _positive(name, getattr(self, name))
+        if self.capacity is not None:
+            _positive("capacity", self.capacity)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("key_dtype", self.key_dtype, KEY_DTYPES)
+        _one_of("codec", self.codec, CODECS)
+        self._check_fields()
+        self._check_index()
+
+    def differences(self, other: MemorySpec) -> list[str]:
+        """What differs between this spec and the ``other``, which is the memory's; the fingerprint first."""
+        names = [item.name for item in fields(self) if item.name != "fingerprint"]
+        return self.fingerprint.differences(other.fingerprint) + [
+            f"{name}: {getattr(self, name)} here, {getattr(other, name)} in the memory"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        # A list of pairs, for the order of the fields is the order of the records and must survive sorted JSON.
+        values["fields"] = [[name, list(shape)] for name, shape in self.fields.items()]
+        return values | {"index_layers": list(self.index_layers), "fingerprint": self.fingerprint.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemorySpec:
+        """The inverse of ``to_dict``. Raises ``ForeignMemory`` for what this version does not know."""
+        check_names("spec", values, {item.name for item in fields(cls)})
+        shapes = {name: tuple(shape) for name, shape in values["fields"]}
+        fingerprint = Fingerprint.from_dict(values["fingerprint"])
+        return cls(**{**values, "fields": shapes, "fingerprint": fingerprint})
+
+    def _check_fields(self) -> None:
+        if not self.fields:
+            raise InvalidArgument("fields is empty; a block needs at least one tensor, such as {'k': (G, S, D)}.")
+        for name, shape in self.fields.items():
+            if not name.isidentifier() or name in ("layer", "landmarks"):
+                raise InvalidArgument(f"fields: {name!r} cannot be the name of a tensor; use a word such as 'k'.")
+            for size in shape:
+                _positive(f"fields[{name!r}]", size)
+
+    def _check_index(self) -> None:
+        known = range(self.layers)
+        if sorted(set(self.index_layers)) != list(self.index_layers) or not set(self.index_layers) <= set(known):
+            raise InvalidArgument(
+                f"index_layers must be ascending layers from 0 to {self.layers - 1}, not {self.index_layers}."
+            )
+        if self.key_dtype == "bit" and self.key_dim % 8:
+            raise InvalidArgument(f"key_dim must be a multiple of 8 where key_dtype is 'bit', not {self.key_dim}.")
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgument(f"{name} must be an integer of at least 1, not {value!r}.")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidArgument(f"{name} must be one of {', '.join(choices)}, not {value!r}.")

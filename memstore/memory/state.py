@@ -1,0 +1,93 @@
+"""What the store knows about one document, and where its values lie."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from memstore.errors import ForeignMemory
+from memstore.store.contract import Key, Record, Table
+
+LAST_DOCUMENT = 2**32 - 2
+LAST_ITEM = 2**63 - 1
+
+HEADER = Key(Table.META)
+"""JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""
+NEXT_DOCUMENT = Key(Table.META, item=1)
+"""JSON ``{"next_document": n}``: numbers of documents are never used twice."""
+FIRST_NAMED = Key(Table.META, item=16)
+"""From here on: arrays and facts under names, see ``named.py``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentState:
+    """The DOCUMENTS entry: lengths of one document at one commit."""
+
+    name: str
+    tokens: int = 0
+    """Tokens ever appended (and not truncated), those of blocks that have left included."""
+    blocks: int = 0
+    """One more than the last block, which may be incomplete."""
+    first: int = 0
+    """First live block; those before it have left, because of ``capacity``."""
+    edits: int = 0
+    """Number of truncations. While it stays the same, complete blocks never change."""
+    state: str = "live"
+    """Room for other states in later versions."""
+
+    def live(self) -> range:
+        """All live blocks."""
+        return range(self.first, self.blocks)
+
+    def complete(self, block_size: int) -> range:
+        """Live blocks that are full."""
+        return range(self.first, max(self.first, self.tokens // block_size))
+
+    def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
+        """After an append of ``tokens`` tokens."""
+        total = self.tokens + tokens
+        blocks = -(-total // block_size)
+        first = self.first if capacity is None else max(self.first, blocks - capacity)
+        return replace(self, tokens=total, blocks=blocks, first=first)
+
+    def cut(self, blocks: int, block_size: int) -> DocumentState:
+        """After a truncation to ``blocks``."""
+        tokens = min(self.tokens, blocks * block_size)
+        return replace(self, tokens=tokens, blocks=blocks, first=min(self.first, blocks), edits=self.edits + 1)
+
+    def to_record(self) -> Record:
+        """As stored."""
+        return Record.from_json(asdict(self))
+
+    @classmethod
+    def from_record(cls, record: Record) -> DocumentState:
+        """The inverse of ``to_record``."""
+        values = record.to_json()
+        if unknown := set(values) - set(cls.__dataclass_fields__):
+            raise ForeignMemory(
+                f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Keys of the values of document number ``id``."""
+
+    id: int
+
+    @property
+    def entry(self) -> Key:
+        """Of its DOCUMENTS entry."""
+        return Key(Table.DOCUMENTS, self.id)
+
+    def tokens(self, block: int) -> Key:
+        """Of the token ids of a block."""
+        return Key(Table.TOKENS, self.id, 0, block)
+
+    def block(self, layer: int, block: int) -> Key:
+        """Of the states of a block."""
+        return Key(Table.BLOCKS, self.id, layer, block)
+
+    def run(self, layer: int, run: int) -> Key:
+        """Of the landmarks of a run of blocks."""
+        return Key(Table.LANDMARKS, self.id, layer, run)

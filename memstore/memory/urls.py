@@ -1,0 +1,114 @@
+"""From the url of a memory to its store: a path, ``ram:``, or a scheme that another package provides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.store.contract import Batch, BlockStore
+from memstore.store.ram import RamStore
+
+ENTRY_POINTS = "memstore.stores"
+"""Entry point group of other packages' stores: scheme -> a callable ``(url, mode, blank) -> Opened``."""
+
+Mode = Literal["a", "r", "x"]
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):")
+_named: dict[str, RamStore] = {}
+
+
+class Blank(NamedTuple):
+    """What a store needs to become a new memory."""
+
+    batch: Batch
+    """The first batch; the memory must exist with all of it, or not at all."""
+    block_bytes: int
+    """Bytes of one block of one layer, a hint for packing small blocks."""
+
+
+class Opened(NamedTuple):
+    """A store that holds a memory."""
+
+    store: BlockStore
+    own: bool = True
+    """Whether closing the memory closes the store."""
+
+
+def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
+    """Open the store at ``url``, or make one from ``blank`` where ``mode`` and ``blank`` allow it.
+
+    Raises ``NotFound``, ``NotAMemory``, ``InvalidArgument`` and whatever the store raises.
+    """
+    if mode not in ("a", "r", "x"):
+        raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
+    if mode == "x" and blank is None:
+        raise InvalidArgument("mode 'x' creates a memory, which needs a spec; pass spec=MemorySpec(...).")
+    scheme = _SCHEME.match(url) if isinstance(url, str) else None
+    if scheme is None:
+        return _open_lmdb(Path(url), mode, blank)
+    if scheme[1] == "ram":
+        return _open_ram(str(url)[4:], mode, blank)
+    return _plugin(scheme[1], str(url))(str(url), mode, blank)
+
+
+def is_path(url: str | Path) -> bool:
+    """Whether ``url`` names a folder."""
+    return not isinstance(url, str) or _SCHEME.match(url) is None
+
+
+def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened]:
+    plugins = entry_points(group=ENTRY_POINTS)
+    if scheme not in plugins.names:
+        others = "".join(f", {name}:..." for name in sorted(plugins.names))
+        raise InvalidArgument(
+            f"cannot open {url!r}: supported are a path (for a folder of this name, ./{url}), ram:, ram:NAME{others}."
+        )
+    return cast("Callable[[str, Mode, Blank | None], Opened]", plugins[scheme].load())
+
+
+def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
+    if name in _named:
+        if mode == "x":
+            raise InvalidArgument(
+                f"the memory ram:{name} exists already; open it with mode 'a', or choose another name."
+            )
+        return Opened(_named[name], own=False)
+    if mode == "r" or blank is None:
+        raise _missing(f"ram:{name}", mode)
+    store = RamStore()
+    store.write(blank.batch)
+    if name:
+        _named[name] = store
+    return Opened(store, own=not name)
+
+
+def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
+    from memstore.store.lmdb import LmdbStore
+
+    if mode == "r":
+        return Opened(LmdbStore.open(folder, read_only=True))
+    if mode == "a" and (folder / "data.mdb").exists():
+        try:
+            return Opened(LmdbStore.open(folder))
+        except NotFound:  # its creation was interrupted
+            if blank is None:
+                raise
+    if blank is None:
+        if folder.exists():
+            return Opened(LmdbStore.open(folder))  # which says what the path is instead
+        raise _missing(str(folder), mode)
+    return Opened(LmdbStore.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
+
+
+def _blocks_per_value(block_bytes: int) -> int:
+    # LMDB rounds values up to pages of 4 KiB, so small blocks share values of 32 to 64 KiB.
+    return max(1, (48 << 10) // block_bytes)
+
+
+def _missing(url: str, mode: Mode) -> NotFound:
+    way_out = "create it first (mode 'a' with a spec), or check the path" if mode == "r" else "pass a spec to create it"
+    return NotFound(f"there is no memory at {url}; {way_out}.")

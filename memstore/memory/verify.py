@@ -1,0 +1,88 @@
+"""Check every value of a memory, and whether the values fit together.
+
+Run as ``python -m memstore.memory.verify PATH`` it prints one JSON object per finding and a last one,
+``{"done": true}``. ``Memory.verify`` runs it like that, since damage to the tree around the values can kill the process
+that walks it (a page number that points past the end of the map is a bus error, not an exception).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+
+from memstore.errors import MemstoreError
+from memstore.memory.audit import Audit, Finding
+from memstore.store.contract import BlockStore
+
+_ATTEMPTS = 5
+
+
+def check(store: BlockStore) -> list[Finding]:
+    """Check a store in this process. Never raises ``MemstoreError``: what stops the check is a finding."""
+    findings: list[Finding] = []
+    for _ in range(_ATTEMPTS):
+        version = store.version()
+        try:
+            findings = Audit(store).run()
+        except MemstoreError as error:
+            return [Finding(kind="damaged", message=str(error))]
+        # A writer may have moved on in the middle: then values of different commits were compared.
+        if not findings or store.version() == version:
+            return findings
+    return findings
+
+
+def in_child(path: str) -> list[Finding]:
+    """Check the memory in folder ``path`` in a child process, whose crash is a finding too."""
+    command = [sys.executable, "-m", "memstore.memory.verify", "--", path]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
+    lines = [json.loads(line) for line in child.stdout.splitlines()]
+    findings = [_from_json(line) for line in lines if "done" not in line]
+    if child.returncode or {"done": True} not in lines:
+        findings.append(Finding(kind="crash", message=_last_words(child.returncode, child.stderr)))
+    return findings
+
+
+def _from_json(line: dict[str, object]) -> Finding:
+    tokens = line.pop("tokens")
+    span = (int(tokens[0]), int(tokens[1])) if isinstance(tokens, list) else None
+    return Finding(**line, tokens=span)  # type: ignore[arg-type]  # the child is this very module
+
+
+def _last_words(code: int, errors: str) -> str:
+    reason = f"with exit status {code}"
+    if code < 0:
+        reason = f"by {signal.Signals(-code).name}"
+    words = errors.strip().splitlines()[-1:] or ["it said nothing"]
+    return (
+        f"the process that checked the memory was ended {reason} ({words[0]}): the tree around the values is damaged, "
+        "and not every value could be read. Restore the memory from a copy, or read its documents again."
+    )
+
+
+def main(path: str) -> None:
+    """Check the memory in folder ``path`` and print the findings."""
+    from memstore.store.lmdb import LmdbStore
+
+    try:
+        store = LmdbStore.open(path, read_only=True)
+    except MemstoreError as error:
+        findings = [Finding(kind="damaged", message=str(error))]
+    else:
+        findings = check(store)
+        store.close()
+    for finding in findings:
+        _say(asdict(finding))
+    _say({"done": True})
+
+
+def _say(line: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])

@@ -1,0 +1,128 @@
+"""One layer of a document, as an attention layer sees it: search, then gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.memory.handle import Handle
+from memstore.memory.layer_index import LayerIndex
+from memstore.memory.tensors import Rows
+
+
+class Hits(NamedTuple):
+    """Blocks found, best first; block -1 with score -inf where there are fewer than ``top_k``."""
+
+    scores: Tensor
+    """``[H, T, top_k]`` float32"""
+    blocks: Tensor
+    """``[H, T, top_k]`` int64"""
+    offsets: Tensor
+    """``[H, T, top_k]`` int64: which of a block's keys matched best."""
+
+
+class LayerView:
+    """The blocks of one layer of one document. Safe to use while another thread appends."""
+
+    def __init__(self, handle: Handle, layer: int) -> None:
+        self._handle = handle
+        self._shared = handle.shared
+        self._name = handle.name
+        self._layer = layer
+        self.index = LayerIndex(handle, layer) if layer in self._shared.spec.index_layers else None
+        """The index of this layer, or None where it has no landmarks."""
+
+    def __repr__(self) -> str:
+        return f"LayerView({self._name!r}, layer {self._layer})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the index of this layer holds."""
+        return self.index.nbytes if self.index else 0
+
+    def search(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> Hits:
+        """The ``top_k`` complete blocks for each of ``queries [H, T, D]``, among ``allowed`` (a range or int64 ids).
+
+        Query head ``h`` of ``H`` uses key head ``h // (H // G)``. Raises ``InvalidArgument``, ``DamagedError``.
+        """
+        return Hits(*self._searchable().search(queries, top_k, allowed))
+
+    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The score of every complete block: ``([H, T, N] float32, blocks [N])``."""
+        return self._searchable().score(queries, allowed)
+
+    def gather(self, blocks: Tensor | Sequence[int]) -> dict[str, Tensor]:
+        """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified.
+
+        Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
+        """
+        ids = _as_ids(blocks)
+        self._check_live(ids)
+        rows = Rows(len(ids), self._shared.block_layouts)
+        if not ids:
+            return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
+        keys = [self._handle.address.block(self._layer, block) for block in ids]
+        try:
+            self._shared.store.read(keys, self._shared.block_layouts, rows.out)
+        except (DamagedError, NotFound) as error:
+            raise self._blame(ids, error) from error
+        return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
+
+    def landmarks(self, blocks: range) -> Tensor:
+        """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block."""
+        self._searchable()
+        if blocks.step != 1:
+            raise InvalidArgument(f"blocks must be a range of step 1, not {blocks}.")
+        self._check_live(blocks)
+        spec = self._shared.spec
+        if not blocks:
+            return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
+        runs = self._shared.runs(self._handle.address.id, self._layer)
+        return torch.cat([keys for _, keys in runs.read(blocks)])
+
+    def _searchable(self) -> LayerIndex:
+        if self.index is None:
+            layers = ", ".join(str(layer) for layer in self._shared.spec.index_layers) or "none"
+            raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
+        return self.index
+
+    def _check_live(self, blocks: Sequence[int]) -> None:
+        if not blocks:
+            return
+        live = self._handle.current().live()
+        if min(blocks) < live.start or max(blocks) >= live.stop:
+            wrong = min(blocks) if min(blocks) < live.start else max(blocks)
+            there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
+            raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
+
+    def _blame(self, blocks: list[int], error: Exception) -> Exception:
+        """Find the block that could not be read: the error for it, by the names that a user knows."""
+        self._check_live(blocks)  # they may have left in the meantime
+        for block in blocks:
+            try:
+                self._read_one(block)
+            except (DamagedError, NotFound) as reason:
+                return DamagedError(
+                    f"document {self._name!r}, layer {self._layer}, block {block} is damaged or lost ({reason}). "
+                    "Nothing of it was used. Run verify to see what else is; forget the document and read it again."
+                )
+        return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
+
+    def _read_one(self, block: int) -> None:
+        layouts = self._shared.block_layouts
+        self._shared.store.read([self._handle.address.block(self._layer, block)], layouts, Rows(1, layouts).out)
+
+
+def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(blocks, Tensor):
+        if blocks.dim() != 1 or blocks.dtype.is_floating_point or blocks.dtype == torch.bool:
+            raise InvalidArgument(f"blocks must be integers of shape [K], not {blocks.dtype} of {list(blocks.shape)}.")
+        return [int(block) for block in blocks.tolist()]
+    try:
+        return [block.__index__() for block in blocks]
+    except (AttributeError, TypeError):
+        raise InvalidArgument(f"blocks must be a sequence of integers, not {type(blocks).__name__}.") from None

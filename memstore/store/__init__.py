@@ -1,0 +1,41 @@
+"""Block stores: typed, checksummed records under ordered keys, written in atomic batches.
+
+``contract.py`` says what a store is, ``ram.py`` and ``lmdb.py`` are two of them; ``docs/format.md`` has the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memstore.store.contract import Batch, BlockStore, Capabilities, Key, Layout, Record, Scanned, Table
+
+if TYPE_CHECKING:
+    from memstore.store.lmdb import LmdbStore
+    from memstore.store.ram import RamStore
+
+__all__ = [
+    "Batch",
+    "BlockStore",
+    "Capabilities",
+    "Key",
+    "Layout",
+    "LmdbStore",
+    "RamStore",
+    "Record",
+    "Scanned",
+    "Table",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a store when it is first asked for: each brings libraries of its own."""
+    match name:
+        case "LmdbStore":
+            from memstore.store.lmdb import LmdbStore
+
+            return LmdbStore
+        case "RamStore":
+            from memstore.store.ram import RamStore
+
+            return RamStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,69 @@
+"""Checks of arguments that every store makes before it touches anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from memstore.errors import InvalidArgument
+from memstore.store.contract import ITEM_BYTES, Batch, Bytes, Key, Layout, Record, Table
+from memstore.store.records import MAX_DIMENSIONS, describe
+
+MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb.py``
+MAX_LAYER = 2**32 - 1
+MAX_ITEM = 2**64 - 1
+
+
+def check_key(key: Key) -> None:
+    """Raise ``InvalidArgument`` for a key whose numbers are out of range."""
+    if not (0 <= key.document <= MAX_DOCUMENT and 0 <= key.layer <= MAX_LAYER and 0 <= key.item <= MAX_ITEM):
+        raise InvalidArgument(f"document and layer are numbers of 32 bits, the item has 64; {key} does not fit")
+
+
+def check_range(first: Key, last: Key) -> None:
+    """Raise ``InvalidArgument`` unless both ends are keys of one table."""
+    check_key(first)
+    check_key(last)
+    if first.table != last.table:
+        raise InvalidArgument(f"a range lies in one table; {describe(first)} and {describe(last)} do not")
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise ``InvalidArgument`` for anything in a batch that cannot be stored."""
+    for first, last in batch.deletes:
+        check_range(first, last)
+    for key, records in batch.puts:
+        check_key(key)
+        if not 0 < len(records) < 256:
+            raise InvalidArgument(f"a value has 1 to 255 records; {describe(key)} was given {len(records)}")
+        for record in records:
+            _check_record(key, record)
+
+
+def _check_record(key: Key, record: Record) -> None:
+    layout = record.layout
+    if layout.dtype not in ITEM_BYTES or len(layout.shape) > MAX_DIMENSIONS:
+        raise InvalidArgument(
+            f"a record is one of {list(ITEM_BYTES)} of up to {MAX_DIMENSIONS} dimensions, not {layout}"
+        )
+    if any(not 0 <= size < 2**32 for size in layout.shape):
+        raise InvalidArgument(f"{describe(key)}: a dimension has 32 bits; {layout} does not fit")
+    if record.payload.nbytes != layout.nbytes:
+        raise InvalidArgument(
+            f"{describe(key)}: {layout} takes {layout.nbytes} bytes, the payload has {record.payload.nbytes}"
+        )
+
+
+def check_out(keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+    """Raise ``InvalidArgument`` unless ``out`` has a row of the right length for each key and layout."""
+    expected = [(len(keys), layout.nbytes) for layout in layouts]
+    found = [rows.shape for rows in out]
+    if found != expected or any(rows.dtype != np.uint8 or rows.strides[1] != 1 for rows in out if rows.size):
+        raise InvalidArgument(f"out must be uint8 arrays of shapes {expected} with contiguous rows, not {found}")
+
+
+def document_ranges(document: int) -> list[tuple[Key, Key]]:
+    """The ranges of keys that belong to one document. META belongs to the memory, so it is not among them."""
+    tables = [table for table in Table if table != Table.META]
+    return [(Key(table, document), Key(table, document, MAX_LAYER, MAX_ITEM)) for table in tables]

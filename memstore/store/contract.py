@@ -1,0 +1,175 @@
+"""The contract of a block store: typed records under ordered keys, written in atomic batches.
+
+A store knows bytes, shapes and checksums, and nothing of attention. The memory above it decides what the records mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memstore.errors import DamagedError
+
+Bytes = npt.NDArray[np.uint8]
+
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "json": 1,
+}
+"""Size of one element of each dtype that a record can have, in bytes. ``json`` is UTF-8 text."""
+
+
+class Table(IntEnum):
+    """The five tables of a memory."""
+
+    META = 0
+    DOCUMENTS = 1
+    TOKENS = 2
+    BLOCKS = 3
+    LANDMARKS = 4
+
+
+class Key(NamedTuple):
+    """Address of one value. Values are ordered by table, document, layer, item."""
+
+    table: Table
+    document: int = 0
+    layer: int = 0
+    item: int = 0
+    """Block, run of blocks, or number of an entry, depending on the table."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Element type and shape of one record."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Payload length in bytes."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One typed array as stored: its layout and its raw little-endian bytes."""
+
+    layout: Layout
+    payload: Bytes
+
+    @classmethod
+    def from_json(cls, value: Any) -> Record:
+        """Wrap a JSON-serialisable value."""
+        payload = np.frombuffer(json.dumps(value, sort_keys=True).encode(), np.uint8)
+        return cls(Layout("json", (payload.size,)), payload)
+
+    def to_json(self) -> Any:
+        """Unwrap a value made by ``from_json``."""
+        return json.loads(self.payload.tobytes())
+
+
+@dataclass
+class Batch:
+    """Changes that become visible together or not at all. Deletions come first, then puts, in order."""
+
+    deletes: list[tuple[Key, Key]] = field(default_factory=list)
+    puts: list[tuple[Key, tuple[Record, ...]]] = field(default_factory=list)
+
+    def put(self, key: Key, *records: Record) -> None:
+        """Write a value of one or several records, replacing what was under ``key``."""
+        self.puts.append((key, records))
+
+    def delete(self, first: Key, last: Key | None = None) -> None:
+        """Delete every value from ``first`` to ``last``, both included. Both must be of one table."""
+        self.deletes.append((first, first if last is None else last))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a store can do beyond the contract."""
+
+    durable: bool
+    """Committed batches survive the process."""
+    shared: bool
+    """Other processes can read while one writes."""
+
+
+class Scanned(NamedTuple):
+    """One value met by ``scan``: its records, or what is wrong with it."""
+
+    key: Key
+    records: tuple[Record, ...]
+    damage: DamagedError | None
+
+
+class BlockStore(ABC):
+    """Ordered, checksummed values with atomic batches.
+
+    A store instance is used by one process; reads may come from several threads, writes from one thread at a time.
+    """
+
+    capabilities: Capabilities
+    read_only: bool
+
+    @abstractmethod
+    def write(self, batch: Batch) -> None:
+        """Apply ``batch`` in one transaction, durable on return (where the store is durable).
+
+        Raises ``StoreFull`` or ``ReadOnlyMemory``; nothing of the batch is visible then.
+        """
+
+    @abstractmethod
+    def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+        """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
+
+        All keys are read in one snapshot. Every record is verified first: checksums, identity, dtype and shape.
+        Raises ``NotFound`` or ``DamagedError``, which names the key.
+        """
+
+    @abstractmethod
+    def get(self, key: Key) -> tuple[Record, ...] | None:
+        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
+
+    @abstractmethod
+    def keys(self, first: Key, last: Key) -> list[Key]:
+        """Existing keys from ``first`` to ``last`` (of one table), in order."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Scanned]:
+        """Every value of every table, in order, verified; damaged ones are reported, not raised."""
+
+    @abstractmethod
+    def delete(self, document: int) -> None:
+        """Delete everything of one document, in one transaction."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return when everything committed so far is on disk."""
+
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Bytes taken (on disk, for a durable store)."""
+
+    @abstractmethod
+    def version(self) -> int:
+        """A number that grows with every committed batch, also those of other processes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Closing twice is allowed."""

@@ -1,0 +1,237 @@
+"""LMDB environments of this process: opened once per memory, shared by every store on it, never used across a fork.
+
+LMDB's locks belong to the process and are lost when *any* descriptor of ``lock.mdb`` in it is closed. So an environment
+must not be opened twice, and nothing here opens that file beside LMDB.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from memstore.errors import (
+    DamagedError,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+)
+
+DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
+MAP_BYTES = 1 << 40
+"""Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
+
+_OWN_NAMES = (DATA_NAME, LOCK_NAME, "writer.lock", "writer.json")  # and these with a suffix, while being made
+_FIRST_PAGES = 2 * 4096  # bytes; a data file shorter than its two meta pages was never finished
+_LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
+_TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass
+class Environment:
+    """An open LMDB environment; ``users`` counts the stores that share it."""
+
+    folder: Path
+    env: lmdb.Environment
+    key: tuple[int, int, int]
+    read_only: bool
+    users: int = 1
+
+    def check_process(self) -> None:
+        """Raise ``MemoryInUse`` in a process that was forked after the environment was opened."""
+        if self.key[2] != os.getpid():
+            raise _forked(self.folder, self.key[2])
+
+
+# A parent's entries stay in its forks, untouched: closing one there would free the parent's place among the readers.
+_open: dict[tuple[int, int, int], Environment] = {}
+_guard = threading.Lock()
+
+
+def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -> Environment:
+    """Open the environment in ``folder``, or share the one that this process has open.
+
+    Without ``create`` its file must exist. Raises ``NotFound`` (nothing there, or never finished), ``NotAMemory``,
+    ``DamagedError`` or ``InvalidArgument``.
+    """
+    with _guard:
+        data = folder / DATA_NAME
+        if create:
+            _prepare(data)
+        key = _identity(data, create)
+        if key in _open:
+            _open[key].users += 1
+            return _open[key]
+        for other in _open:
+            if other[:2] == key[:2]:
+                raise _forked(folder, other[2])
+        env = _open_lmdb(folder, map_bytes)
+        try:
+            _check_length(env, data)
+        except BaseException:
+            env.close()
+            raise
+        _open[key] = Environment(folder, env, key, env.flags()["readonly"])
+        return _open[key]
+
+
+def _forked(folder: Path, parent: int) -> MemoryInUse:
+    return MemoryInUse(
+        f"memory {folder} was open in process {parent} when it forked this process, {os.getpid()}, and LMDB cannot be "
+        "used across a fork; open the memory after forking, or start processes with the 'spawn' method"
+    )
+
+
+def release(environment: Environment) -> None:
+    """Give back one use; the last one closes. In a fork the environment is the parent's and is left alone."""
+    with _guard:
+        environment.users -= 1
+        if environment.users == 0 and environment.key[2] == os.getpid():
+            environment.env.close()
+            del _open[environment.key]
+
+
+def _prepare(data: Path) -> None:
+    """Make the files that a new environment starts from, and clear the rest of an interrupted creation."""
+    try:
+        if data.exists() and data.stat().st_size < _FIRST_PAGES:
+            data.unlink()
+        data.touch(mode=0o644)
+        _allocate_lock_file(data.parent)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise full(data.parent, str(error)) from error
+        raise ReadOnlyMemory(f"memory {data.parent} cannot be created ({error}); choose another folder") from None
+
+
+def _allocate_lock_file(folder: Path) -> None:
+    """Give ``lock.mdb`` its disk space now: it is mapped, and on a full disk a sparse page of it would be a bus error.
+
+    The file appears whole, under its final name, or not at all.
+    """
+    if (folder / LOCK_NAME).exists():
+        return
+    handle, part = tempfile.mkstemp(dir=folder, prefix=f"{LOCK_NAME}.")
+    try:
+        os.posix_fallocate(handle, 0, _LOCK_FILE_BYTES)
+        os.fchmod(handle, 0o644)
+        with suppress(FileExistsError):
+            os.link(part, folder / LOCK_NAME)
+    finally:
+        os.close(handle)
+        Path(part).unlink()
+
+
+def _identity(data: Path, create: bool) -> tuple[int, int, int]:
+    """The data file and this process; a path would not do, for a folder may be deleted and made anew."""
+    try:
+        facts = data.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if not data.parent.exists():
+            raise NotFound(f"there is no memory at {data.parent}; create one, or check the path") from None
+        if data.parent.is_dir() and not strangers(data.parent):
+            raise unfinished(data.parent) from None
+        raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}") from None
+    if facts.st_size < _FIRST_PAGES and not create:
+        raise unfinished(data.parent)
+    return facts.st_dev, facts.st_ino, os.getpid()
+
+
+def strangers(folder: Path) -> list[str]:
+    """Names in ``folder`` that no memory has, nor what an interrupted creation leaves."""
+    return sorted(file.name for file in folder.iterdir() if not file.name.startswith(_OWN_NAMES))
+
+
+def check_exists(folder: Path) -> None:
+    """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it."""
+    _identity(folder / DATA_NAME, create=False)
+
+
+def unfinished(folder: Path) -> NotFound:
+    """The error for a memory whose creation was interrupted: there is nothing in it yet."""
+    return NotFound(f"the creation of memory {folder} was interrupted, it holds nothing; create it again")
+
+
+def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
+    # Opened for writing wherever that is possible, since a store that writes may have to share it later. Where not even
+    # the lock file may be written, readers go unlocked: a writer of another user could then reuse pages under a read,
+    # which the checksums find.
+    files = [folder / DATA_NAME, folder / LOCK_NAME]
+    writable = os.access(folder, os.W_OK) and all(os.access(file, os.W_OK) for file in files if file.exists())
+    read_only_lock = not writable and not os.access(files[1], os.W_OK)
+    try:
+        return lmdb.open(
+            str(folder),
+            map_size=map_bytes,
+            readonly=not writable,
+            lock=not read_only_lock,
+            create=False,
+            mode=0o644,
+        )
+    except lmdb.Error as error:
+        raise translate(error, folder) from error
+
+
+def _check_length(env: lmdb.Environment, data: Path) -> None:
+    """Refuse a data file that has lost its end: reading a page past it would be a bus error, not an exception."""
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    length = data.stat().st_size
+    if length + _TAIL_BYTES < needed:
+        raise DamagedError(f"{data} is truncated: {length} of {needed} bytes; restore it from a copy")
+    if length < needed and not env.flags()["readonly"]:
+        with suppress(OSError), data.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, whatever a writer does now
+
+
+def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
+    """The error of ours that says what an LMDB error means for a memory."""
+    match error:
+        case lmdb.MapFullError() | lmdb.TxnFullError() | lmdb.DiskError():
+            return full(folder, str(error))
+        case lmdb.MemoryError():
+            return InvalidArgument(
+                f"the address space for memory {folder} is limited, LMDB cannot map it ({error}); "
+                "raise the limit (ulimit -v unlimited) or pass a smaller map_bytes"
+            )
+        case lmdb.MapResizedError():
+            return InvalidArgument(f"memory {folder} has outgrown map_bytes; open it again with a larger one")
+        case lmdb.ReadersFullError():
+            return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some")
+    if error.code in _FULL:
+        return full(folder, str(error))
+    return DamagedError(f"memory {folder} is damaged or its disk fails: {error}; run verify, or restore a copy")
+
+
+def full(folder: Path, why: str) -> StoreFull:
+    """The error for a batch that found no room."""
+    return StoreFull(
+        f"no room for this batch in memory {folder} ({why}); none of it was stored, what was committed before stands. "
+        "Free some space, or forget documents, and try again"
+    )
+
+
+def has_room(folder: Path, nbytes: int) -> bool:
+    """Whether a file in ``folder`` can grow by ``nbytes``: disk, quota and the process's limit on file sizes."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and (folder / DATA_NAME).stat().st_size + nbytes > limit:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, nbytes)
+    except OSError:
+        return False
+    return True

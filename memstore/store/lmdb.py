@@ -1,0 +1,362 @@
+"""The store on disk: one LMDB environment in a folder. One process writes, any number read, none waits.
+
+A batch is one LMDB transaction, synced to disk before ``write`` returns. LMDB never overwrites a page that a committed
+transaction refers to, so a process that dies at any instruction leaves the last commit whole, and recovery is nothing.
+``docs/format.md`` describes every byte; this folder's files ``records.py`` and ``runs.py`` implement it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import lmdb
+
+from memstore.errors import ForeignMemory, InvalidArgument, NotAMemory, NotFound, ReadOnlyMemory
+from memstore.store import environment as environments
+from memstore.store import runs
+from memstore.store.checks import MAX_DOCUMENT, check_batch, check_key, check_out, check_range, document_ranges
+from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned, Table
+from memstore.store.environment import MAP_BYTES, Environment
+from memstore.store.records import ValueReader, damaged, decode_value, describe, encode_value
+from memstore.store.writer import WriterLock
+
+FORMAT = 1
+STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
+"""Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
+
+_KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
+_Txn = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
+
+
+class LmdbStore(BlockStore):
+    """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
+
+    capabilities = Capabilities(durable=True, shared=True)
+
+    def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
+        """Not for callers: use ``create`` or ``open``."""
+        self.path = environment.folder
+        self.read_only = writer is None
+        self._environment = environment
+        self._env = environment.env
+        self._lengths = [1] * len(Table)  # items per LMDB value, by table
+        self._close = weakref.finalize(self, _release, environment, writer)
+
+    @classmethod
+    def create(
+        cls, path: str | Path, *, blocks_per_value: int = 1, batch: Batch | None = None, map_bytes: int = MAP_BYTES
+    ) -> Self:
+        """Make a new memory folder and open it for writing.
+
+        ``blocks_per_value`` consecutive blocks share one LMDB value. ``batch`` is written in the transaction that makes
+        the memory exist: after a kill there is either nothing, which can be created again, or all of it.
+
+        Raises ``InvalidArgument`` if there is a memory already, ``NotAMemory`` if the folder holds something else,
+        ``MemoryInUse``, ``ReadOnlyMemory`` or ``StoreFull``.
+        """
+        if blocks_per_value < 1:
+            raise InvalidArgument(f"blocks_per_value is a positive number of blocks, not {blocks_per_value}")
+        folder = _make_folder(Path(path))
+        writer = WriterLock(folder)
+        store = cls._attach(folder, writer, create=True, map_bytes=map_bytes)
+        try:
+            store._initialise(blocks_per_value, batch or Batch())
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES) -> Self:
+        """Open an existing memory folder.
+
+        Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
+        ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
+        """
+        folder = Path(path)
+        environments.check_exists(folder)
+        writer = None if read_only else WriterLock(folder)
+        store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
+        try:
+            store._read_facts()
+            if writer:
+                store._env.reader_check()  # frees the slots of readers that died
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool, map_bytes: int) -> Self:
+        try:
+            environment = environments.acquire(folder, create=create, map_bytes=map_bytes)
+            if writer and environment.read_only:
+                environments.release(environment)
+                raise ReadOnlyMemory(
+                    f"the files of memory {folder} cannot be written, or could not when this process first opened it; "
+                    "close it and open it again, or use mode='r'"
+                )
+            return cls(environment, writer)
+        except BaseException:
+            if writer:
+                writer.release()
+            raise
+
+    def _initialise(self, blocks_per_value: int, batch: Batch) -> None:
+        if self._raw(STORE_KEY) is not None:
+            raise InvalidArgument(f"{self.path} holds a memory already; open it, or choose another folder")
+        if self._env.stat()["entries"]:
+            raise self._without_facts()
+        check_batch(batch)
+        self._lengths[Table.BLOCKS] = blocks_per_value
+        facts = Record.from_json({"format": FORMAT, "blocks_per_value": blocks_per_value})
+        self._commit(batch.deletes, [(STORE_KEY, (facts,)), *batch.puts])
+        for folder in (self.path, self.path.absolute().parent):
+            _sync_folder(folder)
+
+    def _read_facts(self) -> None:
+        value = self._raw(STORE_KEY)
+        if value is None:
+            raise self._without_facts()
+        facts = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
+        if facts["format"] > FORMAT:
+            raise ForeignMemory(
+                f"memory {self.path} was written by a newer memstore (format {facts['format']}); upgrade"
+            )
+        self._lengths[Table.BLOCKS] = facts["blocks_per_value"]
+
+    def _without_facts(self) -> NotFound | NotAMemory:
+        if self._env.stat()["entries"]:
+            return NotAMemory(f"{self.path} holds an LMDB environment of something else, not a memory")
+        return environments.unfinished(self.path)
+
+    @property
+    def blocks_per_value(self) -> int:
+        """How many consecutive blocks share one LMDB value."""
+        return self._lengths[Table.BLOCKS]
+
+    def write(self, batch: Batch) -> None:
+        """Apply ``batch`` in one durable transaction.
+
+        Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` when blocks that share a
+        value with what is written are damaged. Nothing of the batch is visible then, and the store stays usable.
+        """
+        self._check_open()
+        if self.read_only:
+            raise ReadOnlyMemory(f"memory {self.path} is open for reading only; open it with mode='a' to write")
+        check_batch(batch)
+        self._commit(batch.deletes, batch.puts)
+
+    def _commit(self, deletes: Iterable[tuple[Key, Key]], puts: Iterable[tuple[Key, tuple[Record, ...]]]) -> None:
+        changes: dict[Key, dict[int, tuple[Key, tuple[Record, ...]]]] = {}
+        for key, records in puts:
+            changes.setdefault(self._run(key), {})[key.item] = (key, records)
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                for first, last in deletes:
+                    self._delete_range(txn, first, last)
+                for run in sorted(changes):
+                    self._put_run(txn, run, changes[run])
+        except lmdb.Error as error:
+            raise self._failure(error, puts) from error
+
+    def _put_run(self, txn: _Txn, run: Key, changes: dict[int, tuple[Key, tuple[Record, ...]]]) -> None:
+        """Write values of one run, keeping its other items."""
+        values: dict[int, bytes] = {}
+        if self._lengths[run.table] > 1 and (old := txn.get(_pack(run))):
+            values = runs.split(old, run, self._lengths[run.table], without=changes)
+        for item, (key, records) in changes.items():
+            values[item] = encode_value(key, records)
+        self._replace(txn, run, values)
+
+    def _replace(self, txn: _Txn, run: Key, values: dict[int, bytes]) -> None:
+        if values:
+            txn.put(_pack(run), b"".join(values[item] for item in sorted(values)))
+        else:
+            txn.delete(_pack(run))
+
+    def _delete_range(self, txn: _Txn, first: Key, last: Key) -> None:
+        """Delete the runs inside the range; of runs that its ends cut through, keep the rest."""
+        cut = {run for run in (self._run(first), self._run(last)) if run < first or self._run_end(run) > last}
+        for run in cut:
+            self._trim(txn, run, first, last)
+        stop, whole = _pack(self._run(last)), self._run(last) not in cut
+        with txn.cursor() as cursor:
+            cursor.set_range(_pack(first))
+            while (raw := bytes(cursor.key())) and (raw < stop or (whole and raw == stop)):
+                cursor.delete()
+
+    def _trim(self, txn: _Txn, run: Key, first: Key, last: Key) -> None:
+        """Delete the items of one run that lie in the range."""
+        if old := txn.get(_pack(run)):
+            gone = [entry.key.item for entry in self._entries(old, run) if first <= entry.key <= last]
+            self._replace(txn, run, runs.split(old, run, self._lengths[run.table], without=gone))
+
+    def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+        """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
+
+        One snapshot, one pass in the order of the keys, one copy, verified. Raises ``NotFound`` or ``DamagedError``.
+        """
+        self._check_open()
+        check_out(keys, layouts, out)
+        readers: dict[Table, ValueReader] = {}
+        try:
+            with self._env.begin(buffers=True) as txn:
+                for row in sorted(range(len(keys)), key=keys.__getitem__):
+                    key = keys[row]
+                    reader = readers.get(key.table) or readers.setdefault(key.table, ValueReader(key.table, layouts))
+                    self._read_one(txn, key, reader, [memoryview(rows[row]) for rows in out])
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def _read_one(self, txn: _Txn, key: Key, reader: ValueReader, rows: list[memoryview]) -> None:
+        length = self._lengths[key.table]
+        run = key if length == 1 else runs.run_start(key, length)
+        view = txn.get(_pack(run))
+        start = None if view is None else 0 if length == 1 else runs.find(view, key, run, length, reader)
+        if start is None:
+            raise NotFound(f"there is no {describe(key)} in memory {self.path}")
+        end = reader.copy(view, start, key, rows)
+        if length == 1 and end != len(view):
+            raise damaged(key, f"{len(view) - end} bytes follow its records")
+
+    def get(self, key: Key) -> tuple[Record, ...] | None:
+        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
+        self._check_open()
+        check_key(key)
+        value = self._raw(self._run(key))
+        if value is None:
+            return None
+        view = memoryview(value)
+        start = next((entry.start for entry in self._entries(view, self._run(key)) if entry.key == key), None)
+        return None if start is None else decode_value(view, start, key)[0]
+
+    def keys(self, first: Key, last: Key) -> list[Key]:
+        """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
+        self._check_open()
+        check_range(first, last)
+        found: list[Key] = []
+        try:
+            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
+                valid = cursor.set_range(_pack(self._run(first)))
+                while valid and (run := _unpack(cursor.key())) <= last:
+                    found += [run] if self._lengths[run.table] == 1 else self._items(cursor.value(), run)
+                    valid = cursor.next()
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+        return [key for key in found if first <= key <= last]
+
+    def scan(self) -> Iterator[Scanned]:
+        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
+        self._check_open()
+        run = Key(Table.META)
+        try:
+            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
+                for raw, value in cursor:
+                    run = _unpack(raw)
+                    found = runs.scan(value, run, self._lengths[run.table])
+                    yield from (scanned for scanned in found if scanned.key != STORE_KEY or scanned.damage)
+        except (lmdb.Error, struct.error, ValueError) as error:
+            yield Scanned(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
+
+    def delete(self, document: int) -> None:
+        """Delete everything of one document in one transaction; META belongs to the memory and stays."""
+        self.write(Batch(deletes=document_ranges(document)))
+
+    def sync(self) -> None:
+        """Every commit is synced already; this asks the disk once more."""
+        self._check_open()
+        if not self._environment.read_only:
+            self._env.sync(True)
+
+    def size_bytes(self) -> int:
+        """Bytes allocated on disk by the files of the folder."""
+        self._check_open()
+        return sum(file.stat().st_blocks * 512 for file in self.path.iterdir() if file.is_file())
+
+    def version(self) -> int:
+        """Number of the last committed transaction, of whichever process."""
+        self._check_open()
+        return self._env.info()["last_txnid"]
+
+    def close(self) -> None:
+        """Release the environment and the right to write. Closing twice is allowed."""
+        self._close()
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise InvalidArgument(f"this store of memory {self.path} is closed; open the memory again")
+        self._environment.check_process()
+
+    def _raw(self, run: Key) -> bytes | None:
+        try:
+            with self._env.begin() as txn:
+                return txn.get(_pack(run))
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def _run(self, key: Key) -> Key:
+        return runs.run_start(key, self._lengths[key.table])
+
+    def _run_end(self, run: Key) -> Key:
+        return run._replace(item=run.item + self._lengths[run.table] - 1)
+
+    def _entries(self, view: memoryview, run: Key) -> Iterator[runs.Entry]:
+        return runs.entries(view, run, self._lengths[run.table])
+
+    def _items(self, view: memoryview, run: Key) -> list[Key]:
+        return [entry.key for entry in self._entries(view, run)]
+
+    def _failure(self, error: lmdb.Error, puts: Iterable[tuple[Key, tuple[Record, ...]]] = ()) -> Exception:
+        """The error to raise for one of LMDB's."""
+        if not self._close.alive:
+            return InvalidArgument(f"this store of memory {self.path} was closed while it was in use")
+        needed = sum(record.payload.nbytes for _, records in puts for record in records)
+        # LMDB reports a write that was cut short as EIO, and a nearly full disk cuts writes short.
+        if needed and error.code == errno.EIO and not environments.has_room(self.path, needed):
+            return environments.full(self.path, "the disk took only part of it")
+        return environments.translate(error, self.path)
+
+
+def _pack(key: Key) -> bytes:
+    return _KEY.pack(*key)
+
+
+def _unpack(raw: memoryview) -> Key:
+    table, document, layer, item = _KEY.unpack(raw)
+    return Key(Table(table), document, layer, item)
+
+
+def _release(environment: Environment, writer: WriterLock | None) -> None:
+    environments.release(environment)
+    if writer:
+        writer.release()
+
+
+def _make_folder(folder: Path) -> Path:
+    """Make the folder, or accept one that is empty or holds what an interrupted creation left."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        strange = environments.strangers(folder)
+    except (FileExistsError, NotADirectoryError):
+        raise NotAMemory(f"{folder} is a file; a memory is a folder, choose another path") from None
+    except OSError as error:
+        raise ReadOnlyMemory(f"memory {folder} cannot be created ({error.strerror}); choose another folder") from None
+    if strange:
+        raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
+    return folder
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

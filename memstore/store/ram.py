@@ -1,0 +1,105 @@
+"""A store in host memory: for tests, for short-lived memories, and as the plainest implementation of the contract."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.store.checks import check_batch, check_out, check_range, document_ranges
+from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned
+from memstore.store.records import check_layouts, describe
+
+
+class RamStore(BlockStore):
+    """A dict with sorted keys. Everything that goes in or comes out is copied."""
+
+    capabilities = Capabilities(durable=False, shared=False)
+
+    def __init__(self) -> None:
+        self.read_only = False
+        self._values: dict[Key, tuple[Record, ...]] = {}
+        self._sorted: list[Key] = []
+        self._version = 0
+        self._closed = False
+        self._lock = threading.RLock()
+
+    def write(self, batch: Batch) -> None:
+        """Apply ``batch``. Raises ``InvalidArgument``; nothing of the batch is visible then."""
+        check_batch(batch)
+        puts = {key: tuple(_copy(record) for record in records) for key, records in batch.puts}
+        with self._locked():
+            for first, last in batch.deletes:
+                for key in self.keys(first, last):
+                    del self._values[key]
+                self._sorted = sorted(self._values)
+            self._values.update(puts)
+            self._sorted = sorted(self._values)
+            self._version += 1
+
+    def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+        """Fill row ``i`` of each ``out[f]`` with record ``f`` of ``keys[i]``.
+
+        Raises ``NotFound`` or ``DamagedError``.
+        """
+        check_out(keys, layouts, out)
+        with self._locked():
+            for row, key in enumerate(keys):
+                records = self._values.get(key)
+                if records is None:
+                    raise NotFound(f"there is no {describe(key)}")
+                check_layouts(key, records, layouts)
+                for rows, record in zip(out, records, strict=True):
+                    rows[row] = record.payload
+
+    def get(self, key: Key) -> tuple[Record, ...] | None:
+        """The records under ``key``, copied, or None."""
+        with self._locked():
+            records = self._values.get(key)
+        return None if records is None else tuple(_copy(record) for record in records)
+
+    def keys(self, first: Key, last: Key) -> list[Key]:
+        """Existing keys from ``first`` to ``last``, in order."""
+        check_range(first, last)
+        with self._locked():
+            return self._sorted[bisect_left(self._sorted, first) : bisect_right(self._sorted, last)]
+
+    def scan(self) -> Iterator[Scanned]:
+        """Every value in order, as it was when the scan began."""
+        with self._locked():
+            snapshot = [(key, self._values[key]) for key in self._sorted]
+        return (Scanned(key, tuple(_copy(record) for record in records), None) for key, records in snapshot)
+
+    def delete(self, document: int) -> None:
+        """Delete everything of one document; META stays."""
+        self.write(Batch(deletes=document_ranges(document)))
+
+    def sync(self) -> None:
+        """Nothing to wait for."""
+        self._locked()
+
+    def size_bytes(self) -> int:
+        """Bytes of all payloads."""
+        with self._locked():
+            return sum(record.payload.nbytes for records in self._values.values() for record in records)
+
+    def version(self) -> int:
+        """Number of batches written."""
+        self._locked()
+        return self._version
+
+    def close(self) -> None:
+        """Drop everything."""
+        self._closed = True
+        self._values, self._sorted = {}, []
+
+    def _locked(self) -> threading.RLock:
+        if self._closed:
+            raise InvalidArgument("this store is closed; open the memory again")
+        return self._lock
+
+
+def _copy(record: Record) -> Record:
+    return replace(record, payload=record.payload.reshape(-1).copy())

@@ -1,0 +1,223 @@
+"""Byte format of one record, version 1: a header of 96 bytes, the payload, zero bytes up to a multiple of 16.
+
+All numbers are little-endian; ``docs/format.md`` has the table of offsets. The address (table, document, layer, item,
+number of the record) is part of the header, and the header has a checksum of its own: a value that turns up under
+another key is found just like a flipped bit. There is no bit in a value that no check covers.
+
+The magic, the version and the checksum over the first 88 bytes stay where they are in every later version. So a header
+that is whole but newer can be told from a damaged one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
+
+from memstore.errors import DamagedError, ForeignMemory
+from memstore.store.contract import Bytes, Key, Layout, Record, Table
+
+MAGIC = b"MSTR"
+VERSION = 1
+NO_CODEC = 0
+HEADER_BYTES = 96
+ALIGNMENT = 16  # bytes; LMDB starts large values at such an address, so payloads are aligned in the map as well
+MAX_DIMENSIONS = 8
+DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "json")
+"""The number of a dtype in the header is its position here. Only ever append."""
+
+_KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, record, records, dimensions: 12 bytes
+_ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
+_EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
+_SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
+_ADDRESS_AT, _EXTENT_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 80, 88
+
+
+class Header(NamedTuple):
+    """What a verified header says. ``records`` is the number of records in the value, ``nbytes`` the payload length."""
+
+    key: Key
+    record: int
+    records: int
+    layout: Layout
+    nbytes: int
+    payload_sum: int
+
+
+def describe(key: Key) -> str:
+    """Name a value in words, for messages."""
+    place = f"table {Table(key.table).name.lower()}, document {key.document}, layer {key.layer}"
+    return f"{place}, {'block' if key.table in (Table.BLOCKS, Table.TOKENS) else 'item'} {key.item}"
+
+
+def damaged(key: Key, what: str) -> DamagedError:
+    """The error for a value that fails a check."""
+    return DamagedError(f"{describe(key)} is damaged: {what}; nothing of it was used")
+
+
+def padding(nbytes: int) -> int:
+    """Zero bytes after a payload of ``nbytes``."""
+    return -nbytes % ALIGNMENT
+
+
+def encode_value(key: Key, records: Sequence[Record]) -> bytes:
+    """Return the bytes of one value: each record's header, payload and padding. ``checks.py`` has the preconditions."""
+    parts: list[bytes | memoryview] = []
+    for number, record in enumerate(records):
+        payload = _raw(record.payload)
+        header = _encode_header(key, number, len(records), record.layout, checksum(payload))
+        parts += [header, payload, bytes(padding(payload.nbytes))]
+    return b"".join(parts)
+
+
+def _raw(payload: Bytes) -> memoryview:
+    return np.ascontiguousarray(payload).reshape(-1).view(np.uint8).data
+
+
+def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
+    return _KIND.pack(
+        MAGIC, VERSION, NO_CODEC, DTYPES.index(layout.dtype), table, number, count, len(layout.shape)
+    )  # [12 bytes]
+
+
+def _extent(layout: Layout) -> bytes:
+    return _EXTENT.pack(*layout.shape, *(0,) * (MAX_DIMENSIONS - len(layout.shape)), layout.nbytes, 0)  # [48 bytes]
+
+
+def _encode_header(key: Key, number: int, count: int, layout: Layout, payload_sum: int) -> bytes:
+    address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
+    start = _head(key.table, number, count, layout) + address + _extent(layout) + payload_sum.to_bytes(8, "little")
+    return start + checksum(start).to_bytes(8, "little")
+
+
+def decode_header(view: memoryview, start: int, key: Key) -> Header:
+    """Verify and parse the header at byte ``start``. ``key`` only names the value in errors.
+
+    Raises ``DamagedError``, or ``ForeignMemory`` for a whole header of a newer format.
+    """
+    raw = bytes(view[start : start + HEADER_BYTES])
+    if len(raw) < HEADER_BYTES:
+        raise damaged(key, f"it is truncated: {len(raw)} bytes at offset {start}, a header takes {HEADER_BYTES}")
+    payload_sum, header_sum = _SUMS.unpack_from(raw, _SUMS_AT)
+    if checksum(raw[:_HEADER_SUM_AT]) != header_sum:
+        raise damaged(key, f"the header checksum at offset {start} does not match")
+    magic, version, codec, dtype, table, record, records, dimensions = _KIND.unpack_from(raw)
+    if magic != MAGIC:
+        raise damaged(key, f"no record starts at offset {start}")
+    if version > VERSION or codec != NO_CODEC or dtype >= len(DTYPES):
+        raise ForeignMemory(
+            f"{describe(key)} was written by a newer memstore (format {version}, codec {codec}, dtype {dtype}); upgrade"
+        )
+    document, layer, _, item = _ADDRESS.unpack_from(raw, _ADDRESS_AT)
+    *shape, nbytes, _ = _EXTENT.unpack_from(raw, _EXTENT_AT)
+    layout = Layout(DTYPES[dtype], tuple(shape[:dimensions]))
+    canonical = raw[:_EXTENT_AT] + _extent(layout) == raw[:_SUMS_AT]  # unused dimensions and reserved bytes are zero
+    if nbytes != layout.nbytes or table not in iter(Table) or record >= records or not canonical:
+        raise damaged(key, f"the header at offset {start} contradicts itself")
+    return Header(Key(Table(table), document, layer, item), record, records, layout, nbytes, payload_sum)
+
+
+def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[Record, Header, int]:
+    """Verify and copy record ``number`` of ``key`` at byte ``start``; return it, its header and the byte after it."""
+    header = decode_header(view, start, key)
+    if header.key != key or header.record != number:
+        found = f"record {header.record} of {describe(header.key)}"
+        raise damaged(key, f"wrong address: where record {number} should be lies {found}")
+    body = start + HEADER_BYTES
+    end = body + header.nbytes
+    stop = end + padding(header.nbytes)
+    if stop > len(view):
+        raise damaged(key, f"record {number} is truncated: {len(view) - body} of {stop - body} bytes")
+    payload = np.frombuffer(view[body:end], np.uint8).copy()
+    if checksum(payload.data) != header.payload_sum:
+        raise damaged(key, f"the payload checksum of record {number} does not match")
+    if any(view[end:stop]):
+        raise damaged(key, f"the padding after record {number} is not zero")
+    return Record(header.layout, payload), header, stop
+
+
+def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, ...], int]:
+    """Verify and copy the value of ``key`` at byte ``start``; return its records and the byte after them."""
+    records: list[Record] = []
+    count = 1
+    while len(records) < count:
+        record, header, start = decode_record(view, start, key, len(records))
+        if records and header.records != count:
+            raise damaged(key, f"its records disagree on how many there are: {count} and {header.records}")
+        records.append(record)
+        count = header.records
+    return tuple(records), start
+
+
+class _Plan(NamedTuple):
+    head: bytes
+    extent: bytes
+    nbytes: int
+    zeros: bytes
+
+
+class ValueReader:
+    """Copies values of one table and one tuple of layouts into rows, verified, with little work per record.
+
+    The headers that must be there are known beforehand but for the address and the checksums, so one comparison of
+    bytes replaces parsing. Whatever does not match is handed to ``decode_value``, which finds the words for it.
+    """
+
+    def __init__(self, table: Table, layouts: Sequence[Layout]) -> None:
+        self._plans = [
+            _Plan(
+                _head(table, number, len(layouts), layout),
+                _extent(layout),
+                layout.nbytes,
+                bytes(padding(layout.nbytes)),
+            )
+            for number, layout in enumerate(layouts)
+        ]
+        self.layouts = tuple(layouts)
+        self.size = sum(HEADER_BYTES + plan.nbytes + len(plan.zeros) for plan in self._plans)
+        """Bytes of one value."""
+
+    def fits(self, view: memoryview, start: int, key: Key) -> bool:
+        """Whether the first header at byte ``start`` is the one that ``key`` should have (checksums apart)."""
+        plan = self._plans[0]
+        address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
+        return bytes(view[start : start + _SUMS_AT]) == plan.head + address + plan.extent
+
+    def copy(self, view: memoryview, start: int, key: Key, rows: Sequence[memoryview]) -> int:
+        """Fill ``rows[f]`` (uint8, ``layouts[f].nbytes`` long) with record ``f``; return the byte after the value.
+
+        The copy is what gets hashed, not the map: what is handed out is what was verified.
+        Raises ``DamagedError``; the rows then hold bytes that must not be used.
+        """
+        address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
+        position = start
+        for plan, row in zip(self._plans, rows, strict=True):
+            body = position + HEADER_BYTES
+            end = body + plan.nbytes
+            position = end + len(plan.zeros)
+            header = bytes(view[body - HEADER_BYTES : body])
+            if position > len(view) or header[:_SUMS_AT] != plan.head + address + plan.extent:
+                self._explain(view, start, key)
+            row[:] = view[body:end]
+            payload_sum, header_sum = _SUMS.unpack_from(header, _SUMS_AT)
+            if checksum(row) != payload_sum or checksum(header[:_HEADER_SUM_AT]) != header_sum:
+                self._explain(view, start, key)
+            if plan.zeros and bytes(view[end:position]) != plan.zeros:
+                self._explain(view, start, key)
+        return position
+
+    def _explain(self, view: memoryview, start: int, key: Key) -> None:
+        """Raise the error for a value that is not as expected."""
+        records, _ = decode_value(view, start, key)
+        check_layouts(key, records, self.layouts)
+        raise damaged(key, "it changed while it was read")
+
+
+def check_layouts(key: Key, records: Sequence[Record], layouts: Sequence[Layout]) -> None:
+    """Raise ``DamagedError`` unless the records under ``key`` are of these layouts."""
+    found = [record.layout for record in records]
+    if found != list(layouts):
+        raise damaged(key, f"it holds {found}, and {list(layouts)} was expected")

@@ -1,0 +1,129 @@
+"""Runs: the values of several consecutive items, one after the other in one LMDB value.
+
+LMDB rounds a value up to pages of 4 KiB, so blocks smaller than a few pages are stored in runs. A run has no header: it
+is the concatenation of its blocks' values in order of their items, each with headers and checksums of its own. A table
+that is not packed has runs of one item. Nothing here knows LMDB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+from memstore.errors import DamagedError, ForeignMemory
+from memstore.store.contract import Key, Scanned
+from memstore.store.records import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    MAGIC,
+    ValueReader,
+    damaged,
+    decode_header,
+    decode_value,
+    padding,
+)
+
+
+class Entry(NamedTuple):
+    """One item's value inside a run: bytes ``start`` to ``end``."""
+
+    key: Key
+    start: int
+    end: int
+
+
+def run_start(key: Key, length: int) -> Key:
+    """The key of the run of ``length`` items that ``key`` belongs to."""
+    return key._replace(item=key.item - key.item % length)
+
+
+def entries(view: memoryview, run: Key, length: int) -> Iterator[Entry]:
+    """Walk the values of a run, in order. Verifies headers and addresses, not payloads. Raises ``DamagedError``."""
+    start, following = 0, run.item
+    while start < len(view):
+        entry = _entry(view, start, run._replace(item=following))
+        if not following <= entry.key.item < run.item + length or entry.key._replace(item=run.item) != run:
+            raise damaged(run, f"wrong address: {entry.key} lies in it at offset {start}")
+        yield entry
+        start, following = entry.end, entry.key.item + 1
+
+
+def _entry(view: memoryview, start: int, expected: Key) -> Entry:
+    """The extent of the value that starts at byte ``start``, from the headers of its records."""
+    first = decode_header(view, start, expected)
+    end, header = start, first
+    for number in range(first.records):
+        header = decode_header(view, end, first.key) if number else first
+        if header[:3] != (first.key, number, first.records):
+            raise damaged(expected, f"wrong address: record {header.record} of {header.key} at offset {end}")
+        end += HEADER_BYTES + header.nbytes + padding(header.nbytes)
+        if end > len(view):
+            raise damaged(expected, f"record {number} is truncated")
+    return Entry(first.key, start, end)
+
+
+def find(view: memoryview, key: Key, run: Key, length: int, reader: ValueReader) -> int | None:
+    """The byte at which the value of ``key`` starts, or None. The value itself is yet to be verified.
+
+    Blocks of one size lie at multiples of it, so the place is guessed first and only walked to if the guess is wrong.
+    """
+    guess = (key.item - _first_item(view, run)) * reader.size
+    if guess >= 0 and reader.fits(view, guess, key):
+        return guess
+    return next((entry.start for entry in entries(view, run, length) if entry.key == key), None)
+
+
+def _first_item(view: memoryview, run: Key) -> int:
+    """Item of the first value as its header has it, unverified; the start of the run if there is no header."""
+    return int.from_bytes(view[24:32], "little") if len(view) >= HEADER_BYTES else run.item
+
+
+def split(view: memoryview, run: Key, length: int, without: Container[int] = ()) -> dict[int, bytes]:
+    """Item -> bytes of its value, verified, for the items of a run that are not in ``without``."""
+    kept = [entry for entry in entries(view, run, length) if entry.key.item not in without]
+    for entry in kept:
+        decode_value(view, entry.start, entry.key)
+    return {entry.key.item: bytes(view[entry.start : entry.end]) for entry in kept}
+
+
+def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:
+    """Every value of a run, verified. What is damaged is reported under its key, and the rest is still found."""
+    start, following = 0, run.item
+    while start < len(view) or following == run.item:
+        expected = run._replace(item=min(following, run.item + length - 1))
+        try:
+            entry = next(entries(view[start:], run._replace(item=expected.item), run.item + length - expected.item))
+        except (DamagedError, ForeignMemory) as error:
+            yield Scanned(expected, (), _as_damage(error))
+            start, following = _resume(view, start + ALIGNMENT, run), expected.item + 1
+            continue
+        except StopIteration:
+            yield Scanned(run, (), damaged(run, "it is empty"))
+            return
+        yield _decoded(view[start + entry.start : start + entry.end], entry.key)
+        start, following = start + entry.end, entry.key.item + 1
+
+
+def _decoded(view: memoryview, key: Key) -> Scanned:
+    try:
+        records, _ = decode_value(view, 0, key)
+    except (DamagedError, ForeignMemory) as error:
+        return Scanned(key, (), _as_damage(error))
+    return Scanned(key, records, None)
+
+
+def _as_damage(error: DamagedError | ForeignMemory) -> DamagedError:
+    return error if isinstance(error, DamagedError) else DamagedError(str(error))
+
+
+def _resume(view: memoryview, start: int, run: Key) -> int:
+    """The next byte at which a whole value of this run starts, or the end: how a scan passes a damaged header."""
+    for position in range(start, len(view), ALIGNMENT):
+        if view[position : position + 4] == MAGIC:
+            try:
+                header = decode_header(view, position, run)
+            except (DamagedError, ForeignMemory):
+                continue
+            if header.record == 0 and header.key._replace(item=run.item) == run:
+                return position
+    return len(view)

@@ -1,0 +1,80 @@
+"""One writer per memory: a file lock, and a small file that says who holds it.
+
+The lock is the operating system's, so it is gone when its process is, however it died. ``writer.json`` is only there to
+be read by people and error messages; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from memstore.errors import MemoryInUse, ReadOnlyMemory
+
+LOCK_NAME = "writer.lock"
+HOLDER_NAME = "writer.json"
+
+
+class WriterLock:
+    """The right to write one memory, held from construction to ``release``.
+
+    Raises ``MemoryInUse``, which names the process that holds it, or ``ReadOnlyMemory``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pid = os.getpid()
+        self._holder = folder / HOLDER_NAME
+        self._lock = FileLock(folder / LOCK_NAME, thread_local=False)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise MemoryInUse(_in_use(folder)) from None
+        except OSError as error:
+            raise ReadOnlyMemory(
+                f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that"
+            ) from None
+        _announce(self._holder)
+
+    def release(self) -> None:
+        """Let others write. In a forked child it does nothing: the lock is the parent's."""
+        if os.getpid() != self._pid or not self._lock.is_locked:
+            return
+        with suppress(OSError):
+            self._holder.unlink()
+        self._lock.release()
+
+
+def _announce(holder: Path) -> None:
+    """Write who we are, whole or not at all. A full disk must not keep anybody from deleting, so failure is allowed."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    words = json.dumps({"pid": os.getpid(), "command": _command_line(), "started": now})
+    with suppress(OSError):
+        part = holder.with_name(f"{holder.name}.{os.getpid()}")
+        part.write_text(words + "\n", encoding="utf-8")
+        part.replace(holder)
+
+
+def _command_line() -> str:
+    """This process's command, shortened: enough to recognise it."""
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return " ".join([program, *sys.argv[1:]])[:200]
+
+
+def _in_use(folder: Path) -> str:
+    try:
+        facts: dict[str, Any] = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
+        mine = " (this one)" if facts["pid"] == os.getpid() else ""
+        since = datetime.fromisoformat(facts["started"]).astimezone()
+        today = since.date() == datetime.now().astimezone().date()
+        holder = f"process {facts['pid']}{mine} ({facts['command']}) since {since:%H:%M}"
+        holder += "" if today else f" on {since:%Y-%m-%d}"
+    except (OSError, ValueError, KeyError, TypeError):
+        holder = "another process"
+    return f"memory {folder} is being written by {holder}; wait for it, or open with mode='r'"

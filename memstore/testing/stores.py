@@ -1,0 +1,314 @@
+"""The conformance suite of block stores. A new back end proves itself by subclassing.
+
+    class TestMyStore(StoreTests):
+        def open_store(self, path): return MyStore(path)
+
+``open_store`` makes the store at ``path`` or opens the one that is there. Every test gets a store of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.store import Batch, BlockStore, Key, Layout, Record, Table
+
+LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
+"""Two records per value: 40 bytes, and 6 bytes, which no alignment suits."""
+
+BLOCKS = (Key(Table.BLOCKS), Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**64 - 1))
+"""The range of all keys of the table of blocks."""
+
+
+def block(item: int, *, document: int = 1, layer: int = 0) -> Key:
+    """Key of a block."""
+    return Key(Table.BLOCKS, document, layer, item)
+
+
+def value(seed: int) -> tuple[Record, ...]:
+    """Records of ``LAYOUTS`` with bytes that follow from ``seed``."""
+    random = np.random.default_rng(seed)
+    return tuple(Record(layout, random.integers(0, 256, layout.nbytes, np.uint8)) for layout in LAYOUTS)
+
+
+def rows(count: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+    """Places for ``count`` values, filled with a pattern that no test stores."""
+    return [np.full((count, layout.nbytes), 0xA5, np.uint8) for layout in LAYOUTS]
+
+
+def put_blocks(store: BlockStore, items: range, **where: int) -> None:
+    """Write blocks whose contents follow from their items."""
+    batch = Batch()
+    for item in items:
+        batch.put(block(item, **where), *value(item))
+    store.write(batch)
+
+
+def same(found: tuple[Record, ...] | None, expected: tuple[Record, ...]) -> bool:
+    """Whether two values have equal layouts and bytes."""
+    return found is not None and [(record.layout, record.payload.tobytes()) for record in found] == [
+        (record.layout, record.payload.tobytes()) for record in expected
+    ]
+
+
+class StoreTests:
+    """What every block store must do."""
+
+    def open_store(self, path: Path) -> BlockStore:
+        """Make the store at ``path`` or open the one that is there. Subclasses say how."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[BlockStore]:
+        """An empty store."""
+        store = self.open_store(tmp_path / "store")
+        yield store
+        store.close()
+
+    def test_roundtrip(self, store: BlockStore) -> None:
+        """What is put is got, every dtype and shape of it."""
+        for number, dtype in enumerate(("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")):
+            for shape in ((), (0,), (7,), (2, 3, 4), (1, 2, 1, 2, 1, 2, 1, 2)):
+                layout = Layout(dtype, shape)
+                record = Record(layout, np.arange(layout.nbytes, dtype=np.uint8))
+                key = Key(Table.LANDMARKS, number, 0, len(shape))
+                store.write(Batch(puts=[(key, (record,))]))
+                assert same(store.get(key), (record,))
+
+    def test_json(self, store: BlockStore) -> None:
+        """JSON values come back equal."""
+        facts = {"name": "Moby-Dick — é", "tokens": 3, "list": [1, None, True]}
+        store.write(Batch(puts=[(Key(Table.META), (Record.from_json(facts),))]))
+        records = store.get(Key(Table.META))
+        assert records is not None
+        assert records[0].to_json() == facts
+
+    def test_read_fills_rows_in_the_order_asked(self, store: BlockStore) -> None:
+        """Rows follow the keys given, not the order on disk; a key may be asked for twice."""
+        put_blocks(store, range(20))
+        wanted = [17, 3, 3, 0, 19]
+        out = rows(len(wanted))
+        store.read([block(item) for item in wanted], LAYOUTS, out)
+        for row, item in enumerate(wanted):
+            assert [rows[row].tobytes() for rows in out] == [record.payload.tobytes() for record in value(item)]
+
+    def test_read_of_nothing(self, store: BlockStore) -> None:
+        """No keys, no work."""
+        store.read([], LAYOUTS, rows(0))
+
+    def test_keys_are_ordered_as_numbers(self, store: BlockStore) -> None:
+        """Order is by document, layer, item, each as a number: 256 comes after 255."""
+        keys = [block(i, document=d, layer=n) for d in (1, 256, 70000) for n in (0, 255, 256) for i in (0, 255, 256)]
+        store.write(Batch(puts=[(key, value(0)) for key in reversed(keys)]))
+        assert store.keys(*BLOCKS) == keys
+        assert store.keys(keys[4], keys[9]) == keys[4:10]
+        assert store.keys(block(1, layer=255), block(254, layer=255)) == []
+
+    def test_tables_are_apart(self, store: BlockStore) -> None:
+        """The same numbers in two tables are two values."""
+        for table in Table:
+            store.write(Batch(puts=[(Key(table, 1, 2, 3), value(table))]))
+        for table in Table:
+            assert same(store.get(Key(table, 1, 2, 3)), value(table))
+
+    def test_largest_key(self, store: BlockStore) -> None:
+        """Documents and layers have 32 bits, items 64; the last document is the store's own."""
+        store.write(Batch(puts=[(BLOCKS[1], value(1))]))
+        assert same(store.get(BLOCKS[1]), value(1))
+        with pytest.raises(InvalidArgument, match="does not fit"):
+            store.write(Batch(puts=[(Key(Table.BLOCKS, 2**32), value(1))]))
+
+    def test_missing_keys(self, store: BlockStore) -> None:
+        """``get`` says None, ``read`` raises and names the key."""
+        put_blocks(store, range(3))
+        assert store.get(block(3)) is None
+        with pytest.raises(NotFound, match="block 7"):
+            store.read([block(1), block(7)], LAYOUTS, rows(2))
+
+    def test_wrong_layout(self, store: BlockStore) -> None:
+        """Other shapes, dtypes or numbers of records than asked for are damage, not data."""
+        put_blocks(store, range(1))
+        wrong = [
+            (Layout("float32", (5, 2)), LAYOUTS[1]),
+            (LAYOUTS[0], Layout("float16", (3,))),
+            (LAYOUTS[0],),
+            (*LAYOUTS, Layout("uint8", (1,))),
+        ]
+        for layouts in wrong:
+            out = [np.zeros((1, layout.nbytes), np.uint8) for layout in layouts]
+            with pytest.raises(DamagedError, match="block 0"):
+                store.read([block(0)], layouts, out)
+
+    def test_wrong_rows(self, store: BlockStore) -> None:
+        """Rows that do not fit the layouts are refused before anything is read."""
+        put_blocks(store, range(1))
+        with pytest.raises(InvalidArgument, match="out must be"):
+            store.read([block(0)], LAYOUTS, rows(2))
+
+    def test_a_batch_is_all_or_nothing(self, store: BlockStore) -> None:
+        """A batch that fails in its middle leaves no trace."""
+        put_blocks(store, range(5))
+        before = store.version()
+        bad = Record(LAYOUTS[0], np.zeros(3, np.uint8))
+        batch = Batch()
+        batch.delete(block(0), block(2))
+        batch.put(block(9), *value(9))
+        batch.put(block(10), bad)
+        with pytest.raises(InvalidArgument, match="block 10"):
+            store.write(batch)
+        assert store.keys(*BLOCKS) == [block(item) for item in range(5)]
+        assert store.version() == before
+
+    def test_deletes_come_before_puts(self, store: BlockStore) -> None:
+        """In one batch, whatever the order it was filled in; of two puts the later one stands."""
+        put_blocks(store, range(4))
+        batch = Batch()
+        batch.put(block(2), *value(100))
+        batch.put(block(2), *value(101))
+        batch.delete(block(0), block(3))
+        store.write(batch)
+        assert store.keys(*BLOCKS) == [block(2)]
+        assert same(store.get(block(2)), value(101))
+
+    @pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 3), (5, 18), (0, 7), (8, 15), (13, 40), (7, 8), (9, 4)])
+    def test_range_deletes_keep_the_rest(self, store: BlockStore, first: int, last: int) -> None:
+        """Also where the ends of the range lie among blocks that are stored together."""
+        put_blocks(store, range(21))
+        put_blocks(store, range(21), layer=1)
+        store.write(Batch(deletes=[(block(first), block(last))]))
+        kept = [item for item in range(21) if not first <= item <= last]
+        assert store.keys(block(0), block(99)) == [block(item) for item in kept]
+        assert all(same(store.get(block(item)), value(item)) for item in kept)
+        assert len(store.keys(block(0, layer=1), block(99, layer=1))) == 21
+
+    def test_a_range_across_layers(self, store: BlockStore) -> None:
+        """A range may begin in one layer and end in another."""
+        for layer in range(3):
+            put_blocks(store, range(10), layer=layer)
+        store.write(Batch(deletes=[(block(7, layer=0), block(2, layer=2))]))
+        kept = [block(item, layer=0) for item in range(7)] + [block(item, layer=2) for item in range(3, 10)]
+        assert store.keys(*BLOCKS) == kept
+
+    def test_a_range_lies_in_one_table(self, store: BlockStore) -> None:
+        """Both ends must be keys of the same table."""
+        with pytest.raises(InvalidArgument, match="one table"):
+            store.write(Batch(deletes=[(block(0), Key(Table.TOKENS, 1))]))
+
+    def test_replacing_changes_the_layout_too(self, store: BlockStore) -> None:
+        """A put replaces the whole value, also by a longer or shorter one among neighbours."""
+        put_blocks(store, range(5))
+        other = Record(Layout("uint8", (1000,)), np.arange(1000, dtype=np.uint8))
+        store.write(Batch(puts=[(block(2), (other,))]))
+        assert same(store.get(block(2)), (other,))
+        out = rows(2)
+        store.read([block(1), block(3)], LAYOUTS, out)
+        assert out[0][1].tobytes() == value(3)[0].payload.tobytes()
+
+    def test_copies_do_not_alias(self, store: BlockStore) -> None:
+        """Neither what was handed in nor what was handed out is the store's memory."""
+        records = value(1)
+        store.write(Batch(puts=[(block(0), records)]))
+        records[0].payload[:] = 0
+        first = store.get(block(0))
+        assert same(first, value(1))
+        assert first is not None
+        first[0].payload[:] = 0
+        assert same(store.get(block(0)), value(1))
+
+    def test_scan_meets_every_value_once_in_order(self, store: BlockStore) -> None:
+        """All tables, verified."""
+        put_blocks(store, range(10))
+        store.write(Batch(puts=[(Key(table, 1), value(table)) for table in Table if table != Table.BLOCKS]))
+        found = list(store.scan())
+        expected = [Key(table, 1) for table in (Table.META, Table.DOCUMENTS, Table.TOKENS)]
+        expected += [block(item) for item in range(10)] + [Key(Table.LANDMARKS, 1)]
+        assert [scanned.key for scanned in found] == expected
+        assert not any(scanned.damage for scanned in found)
+        assert same(found[4].records, value(1))
+
+    def test_scan_is_a_snapshot(self, store: BlockStore) -> None:
+        """What is written while a scan runs is not part of it."""
+        put_blocks(store, range(10))
+        scan = store.scan()
+        next(scan)
+        put_blocks(store, range(10, 20))
+        store.delete(1)
+        assert [scanned.key.item for scanned in scan] == list(range(1, 10))
+
+    def test_delete_takes_a_document_and_nothing_else(self, store: BlockStore) -> None:
+        """Its neighbours stay, and so does META, whichever number the document has."""
+        for document in (0, 1, 2):
+            for table in Table:
+                store.write(Batch(puts=[(Key(table, document, 1, 5), value(document))]))
+        store.delete(0)
+        store.delete(1)
+        left = [scanned.key for scanned in store.scan()]
+        assert left == [Key(Table.META, d, 1, 5) for d in (0, 1, 2)] + [Key(t, 2, 1, 5) for t in Table if t]
+
+    def test_version_grows_with_every_commit(self, store: BlockStore) -> None:
+        """And with nothing else."""
+        versions = [store.version()]
+        for item in range(3):
+            put_blocks(store, range(item, item + 1))
+            versions.append(store.version())
+        store.get(block(0))
+        assert versions == sorted(set(versions))
+        assert store.version() == versions[-1]
+
+    def test_size_grows(self, store: BlockStore) -> None:
+        """A store that holds more takes more bytes."""
+        before = store.size_bytes()
+        payload = np.ones(1 << 20, np.uint8)
+        store.write(Batch(puts=[(block(0), (Record(Layout("uint8", (payload.size,)), payload),))]))
+        assert store.size_bytes() >= before + payload.size
+
+    def test_reads_see_whole_batches(self, store: BlockStore) -> None:
+        """One thread writes, others read: all rows of one read are from the same batch."""
+        keys = [block(item) for item in (0, 9, 30)]
+        store.write(Batch(puts=[(key, value(0)) for key in keys]))
+        torn: list[bytes] = []
+        done = threading.Event()
+
+        def read() -> None:
+            while not done.is_set():
+                out = rows(len(keys))
+                store.read(keys, LAYOUTS, out)
+                torn.extend(row.tobytes() for row in out[0] if row.tobytes() != out[0][0].tobytes())
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for seed in range(30):
+            store.write(Batch(puts=[(key, value(seed)) for key in keys]))
+        done.set()
+        for reader in readers:
+            reader.join()
+        assert torn == []
+
+    def test_reopening_keeps_everything(self, store: BlockStore, tmp_path: Path) -> None:
+        """A durable store has the same values after it was closed and opened again."""
+        if not store.capabilities.durable:
+            pytest.skip("the store is not durable, and says so")
+        put_blocks(store, range(30))
+        version = store.version()
+        store.sync()
+        store.close()
+        again = self.open_store(tmp_path / "store")
+        assert again.keys(*BLOCKS) == [block(item) for item in range(30)]
+        assert same(again.get(block(29)), value(29))
+        assert again.version() == version
+        again.close()
+
+    def test_closing_twice(self, store: BlockStore) -> None:
+        """The second time nothing happens; using a closed store is an error that says so."""
+        store.close()
+        store.close()
+        with pytest.raises(InvalidArgument, match="closed"):
+            store.get(block(0))
+        with pytest.raises(InvalidArgument, match="closed"):
+            store.write(Batch())

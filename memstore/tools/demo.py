@@ -1,0 +1,260 @@
+"""``memstore demo``: a small model reads four times its training length, and answers from the memory in a new process."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import memstore
+from memstore.errors import InvalidArgument, MemstoreError
+from memstore.eval import needles
+from memstore.eval.needles import Haystack, Needle
+from memstore.eval.resources import PeakMemory, disk_bytes
+from memstore.tools.models import Loaded, load_model
+
+if TYPE_CHECKING:
+    from memstore.attach.reading import ReadResult
+
+TOKENS = 32_768
+"""Length of each of the two texts."""
+SCORED = 2_048
+"""Tokens at the end of the prose whose perplexity is measured."""
+ANSWER_TOKENS = 12
+DECODED = 48
+TOP_K = 4
+FILLER, PROSE = "filler", "prose"
+
+
+class Text(NamedTuple):
+    """One document of the demo."""
+
+    name: str
+    hay: Haystack
+
+
+def run(
+    *,
+    json: bool = False,
+    model: str = "smollm2",
+    dtype: str = "auto",
+    threads: int | None = None,
+    seed: int = 0,
+    keep: Path | None = None,
+    tokens: int = TOKENS,
+) -> dict[str, Any]:
+    """Run the demo and return its figures; without ``json`` it also tells what it is doing."""
+    with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
+        folder = Path(scratch) / "demo.mem" if keep is None else keep
+        if keep is not None and keep.exists():
+            raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
+        with PeakMemory() as peak:
+            loaded = load_model(model, dtype)
+            texts = build_texts(loaded, seed, tokens)
+            figures = _read(loaded, texts, folder, model, say=not json)
+        del loaded
+        if not json:
+            print("\nThe memory is closed. A new process opens it and asks.\n", flush=True)
+        asked = _ask_in_new_process(folder, texts, threads)
+        result = figures | {
+            **_counts(asked["answers"]),
+            "decode_ms": asked["decode_ms"],
+            "bare_decode_ms": asked["bare_decode_ms"],
+            "peak_anonymous_bytes": max(peak.anonymous_bytes, asked["peak_anonymous_bytes"]),
+            "peak_rss_bytes": max(peak.rss_bytes, asked["peak_rss_bytes"]),
+            "disk_bytes": disk_bytes(folder),
+            "reopened_in_new_process": asked["pid"] != _own_pid(),
+            "seed": seed,
+            "answers": asked["answers"],
+        }
+    if not json:
+        _print(result)
+    return result
+
+
+def _own_pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def build_texts(loaded: Loaded, seed: int, tokens: int = TOKENS) -> list[Text]:
+    """The filler with five pass keys, and the prose with five needles of other kinds."""
+    rng = random.Random(seed)
+    tokenizer = loaded.tokenizer
+    keys = needles.passkeys(5, rng)
+    facts = needles.prose_needles(needles.FIVE_KINDS, rng)
+    return [
+        Text(FILLER, needles.hide(needles.filler_text(8 * tokens), keys, tokenizer, tokens, rng)),
+        Text(PROSE, needles.hide(needles.prose_text(), facts, tokenizer, tokens, rng)),
+    ]
+
+
+def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, say: bool) -> dict[str, Any]:
+    from memstore.tools.read import model_info
+
+    results: dict[str, ReadResult] = {}
+    retrieval = memstore.Retrieval(top_k=TOP_K)
+    with memstore.attach(loaded.model, folder, tokenizer=loaded.tokenizer, retrieval=retrieval) as attached:
+        attached.memories[0].put_info("model", model_info(name, loaded))
+        for text in texts:
+            score = SCORED if text.name == PROSE else 0
+            results[text.name] = attached.read(text.hay.tokens, text.name, progress=say, score=score)
+    read = sum(result.new_tokens for result in results.values())
+    return {
+        "tokens_read": read,
+        "read_tokens_per_s": round(read / sum(result.seconds for result in results.values()), 1),
+        "ppl_window": round(window_perplexity(loaded, texts[-1].hay.tokens), 3),
+        "ppl_memory": round(results[PROSE].perplexity, 3),
+    }
+
+
+def window_perplexity(loaded: Loaded, tokens: list[int]) -> float:
+    """Perplexity of the last tokens with sink and window alone."""
+    near = tokens[-(SCORED + 1024) :]
+    with memstore.attach(loaded.model, "ram:", tokenizer=loaded.tokenizer) as attached:
+        return attached.read(near, "near", score=SCORED, retrieve=False).perplexity
+
+
+# The second process
+
+
+def _ask_in_new_process(folder: Path, texts: list[Text], threads: int | None) -> dict[str, Any]:
+    questions = [
+        [text.name, needle.kind, needle.prompt, needle.answer] for text in texts for needle in text.hay.needles
+    ]
+    request = {"folder": str(folder), "questions": questions, "threads": threads}
+    command = [sys.executable, "-m", "memstore.tools.demo"]
+    done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+    answer: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def answer_questions(folder: str, questions: list[list[str]], threads: int | None) -> dict[str, Any]:
+    """Open the memory and ask everything; what the second process does."""
+    import os
+
+    from memstore.tools.ask import load_recorded
+    from memstore.tools.options import use_threads
+
+    use_threads(threads)
+    with PeakMemory() as peak, memstore.open(folder, mode="r") as memory:
+        loaded = load_recorded(memory, None, None, device="cpu")
+        answers = [_answer(loaded, memory, *question) for question in questions]
+        with_memory = decode_milliseconds(loaded, memory, questions[-1][0])
+        bare = decode_milliseconds(loaded, None, "")
+    return {
+        "answers": answers,
+        "decode_ms": round(with_memory, 2),
+        "bare_decode_ms": round(bare, 2),
+        "peak_anonymous_bytes": peak.anonymous_bytes,
+        "peak_rss_bytes": peak.rss_bytes,
+        "pid": os.getpid(),
+    }
+
+
+def _answer(
+    loaded: Loaded, memory: memstore.Memory, document: str, kind: str, prompt: str, expected: str
+) -> dict[str, Any]:
+    from memstore.tools.ask import answer, used_blocks
+
+    retrieval = memstore.Retrieval(top_k=TOP_K)
+    with memstore.attach(
+        loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval
+    ) as attached:
+        text = answer(loaded, prompt, ANSWER_TOKENS)["answer"]
+        blocks = used_blocks(attached, memory, loaded)
+    found = Needle(kind, "", "", expected).found_in(text)
+    keep = ("block", "text")
+    return {
+        "document": document,
+        "kind": kind,
+        "prompt": prompt.strip(),
+        "expected": expected,
+        "answer": text.strip(),
+        "found": found,
+        "blocks": [{name: block[name] for name in keep} for block in blocks],
+    }
+
+
+def decode_milliseconds(loaded: Loaded, memory: memstore.Memory | None, document: str) -> float:
+    """Median time per generated token, with ``memory`` attached or without one."""
+    if memory is None:
+        return _decode(loaded)
+    retrieval = memstore.Retrieval(top_k=TOP_K)
+    with memstore.attach(loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval):
+        return _decode(loaded)
+
+
+def _decode(loaded: Loaded) -> float:
+    import torch
+
+    token = torch.tensor([[loaded.tokenizer.encode(" the", add_special_tokens=False)[0]]])
+    times, cache = [], None
+    with torch.inference_mode():
+        for _ in range(DECODED):
+            begun = time.perf_counter()
+            output = loaded.model(token, past_key_values=cache, use_cache=True)
+            token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            times.append(time.perf_counter() - begun)
+    return 1000 * median(times[4:])
+
+
+# What people see
+
+
+def _counts(answers: list[dict[str, Any]]) -> dict[str, int]:
+    keys = [a for a in answers if a["document"] == FILLER]
+    facts = [a for a in answers if a["document"] == PROSE]
+    return {
+        "passkeys_asked": len(keys),
+        "passkeys_found": sum(a["found"] for a in keys),
+        "needles_asked": len(facts),
+        "needles_found": sum(a["found"] for a in facts),
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    from memstore.tools.output import Page
+
+    page = Page()
+    for answer in result["answers"]:
+        page.line(
+            f"{'found ' if answer['found'] else 'MISSED'}  {answer['prompt'].splitlines()[-1]} [{answer['answer']}]"
+        )
+        for block in answer["blocks"]:
+            text = " ".join(block["text"].split())
+            where = text.find(answer["expected"])
+            shown = text[max(0, where - 60) : where + 60] if where >= 0 else text[:120]
+            page.line(f"          {answer['document']} block {block['block']:>4}  {'*' if where >= 0 else ' '} {shown}")
+    page.line()
+    page.facts(_facts(result))
+
+
+def _facts(result: dict[str, Any]) -> dict[str, object]:
+    mebi = 1 / 2**20
+    return {
+        "pass keys found in filler": f"{result['passkeys_found']} of {result['passkeys_asked']}",
+        "needles found in prose": f"{result['needles_found']} of {result['needles_asked']}",
+        "tokens read": result["tokens_read"],
+        "reading": f"{result['read_tokens_per_s']:,.0f} tokens/s",
+        "one token, with memory": f"{result['decode_ms']:.1f} ms",
+        "one token, bare model": f"{result['bare_decode_ms']:.1f} ms",
+        f"perplexity of the last {SCORED:,} tokens of prose, window only": f"{result['ppl_window']:.2f}",
+        f"perplexity of the last {SCORED:,} tokens of prose, with memory": f"{result['ppl_memory']:.2f}",
+        "peak memory, anonymous": f"{result['peak_anonymous_bytes'] * mebi:,.0f} MiB",
+        "peak memory, with mapped pages": f"{result['peak_rss_bytes'] * mebi:,.0f} MiB",
+        "on disk": f"{result['disk_bytes'] * mebi:,.0f} MiB",
+    }
+
+
+if __name__ == "__main__":
+    print(jsonlib.dumps(answer_questions(**jsonlib.load(sys.stdin))))

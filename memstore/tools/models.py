@@ -1,0 +1,128 @@
+"""Finding and loading a stock model by its name: ``smollm2``, a directory, or a hub id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SMOLLM2 = "smollm2"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Loaded(NamedTuple):
+    """A model, ready to read, and its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def resolve_model(name: str) -> str:
+    """What ``from_pretrained`` takes for ``name``. ``smollm2`` is fetched and converted at its first use."""
+    if name == SMOLLM2:
+        from memstore.tools.smollm2 import smollm2_path
+
+        return str(smollm2_path())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise InvalidArgument(f"{name} is not a model directory: it has no config.json.")
+        return str(path.resolve())
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
+        raise NotFound(f"no model directory {name}. Name a directory, a hub id such as owner/name, or {SMOLLM2}.")
+    return name
+
+
+def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
+    """Load the model called ``name``, in evaluation mode, with its tokenizer."""
+    precision = resolve_dtype(dtype, device=device)
+    transformers = require_transformers()
+    source = resolve_model(name)
+    with _loading(name), quiet_transformers():
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)
+    return Loaded(model.eval().to(device), load_tokenizer(name))
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load only the tokenizer of the model called ``name``."""
+    transformers = require_transformers()
+    source = resolve_model(name)
+    with _loading(name), quiet_transformers():
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
+    return tokenizer
+
+
+def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
+    """The torch dtype for ``name``; ``auto`` is bfloat16 on a GPU and on CPUs that compute in it, else float32."""
+    import torch
+
+    if name not in DTYPES:
+        raise InvalidArgument(f"no dtype is called {name!r}. Choose one of {', '.join(DTYPES)}.")
+    if name == "auto":
+        return torch.bfloat16 if device != "cpu" or computes_bfloat16() else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def computes_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16. Where PyTorch cannot tell (before 2.10), the answer is no."""
+    import torch
+
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of ``text``, without special tokens and without a word about its length."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def require_transformers() -> ModuleType:
+    """The module transformers, or an error that says how to get it."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise NotFound("this needs the package transformers: pip install 'torch-memstore[hf]'") from None
+    return transformers
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers from drawing bars and printing advice inside the block."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn what transformers raises for a missing or unknown model into our errors."""
+    try:
+        yield
+    except OSError as error:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise NotFound(f"no model {name!r} could be loaded{offline}: {_first_line(error)}") from error
+    except ValueError as error:
+        raise UnsupportedModel(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

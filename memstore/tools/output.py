@@ -1,0 +1,123 @@
+"""What a verb returns, and how it is shown: one JSON object with ``--json``, tables and lines for people without."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json as jsonlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The outcome of a verb."""
+
+    data: Mapping[str, Any]
+    """What ``--json`` prints."""
+    text: Callable[[Page], None]
+    """Writes the same for people."""
+    exit_code: int = 0
+
+
+class Page:
+    """Writes for people: rich tables on a terminal, aligned plain text anywhere else."""
+
+    def __init__(self) -> None:
+        self._rich = sys.stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        """One paragraph, or an empty line."""
+        print(printable(text))
+
+    def facts(self, facts: Mapping[str, object]) -> None:
+        """Names and values below each other."""
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            print(f"{name:<{width}}  {cell(value)}")
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """One row below the other; numbers are aligned to the right."""
+        numeric = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(columns))]
+        cells = [[cell(value) for value in row] for row in rows]
+        (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
+
+
+def cell(value: object) -> str:
+    """A value as people read it."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey: control characters other than newline and tab are spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def verb(function: Callable[..., Report]) -> Callable[..., int]:
+    """Make a command of a function that returns a report: adds ``--json`` and prints the report.
+
+    The function sees ``json`` only if it has a parameter of that name.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    parameters = list(signature.parameters.values())
+    wants_json = "json" in signature.parameters
+    if not wants_json:
+        parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
+
+    @functools.wraps(function)
+    def command(*, json: bool = False, **arguments: Any) -> int:
+        report = function(json=json, **arguments) if wants_json else function(**arguments)
+        if json:
+            print(jsonlib.dumps(report.data, ensure_ascii=False))
+        else:
+            report.text(Page())
+        return report.exit_code
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__doc__ = _with_verbatim_example(inspect.getdoc(function) or "")
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _with_verbatim_example(doc: str) -> str:
+    """Mark the indented lines of ``doc`` with the sign that keeps typer from filling them."""
+    return doc.replace("\n\n    ", "\n\n\b\n    ")
+
+
+def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+    rows = [columns, *cells]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    for row in rows:
+        padded = [
+            f"{text:>{width}}" if right else f"{text:<{width}}"
+            for text, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(header_style="bold")
+    for name, right in zip(columns, numeric, strict=True):
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console().print(table)

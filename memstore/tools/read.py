@@ -1,0 +1,106 @@
+"""``memstore read``: a model reads a text into a memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import NotFound
+from memstore.tools.failures import Interrupted
+from memstore.tools.models import SMOLLM2, Loaded, encode, load_model
+from memstore.tools.options import BlockSize, Device, Dtype, MemoryUrl, Model, Threads, TopK, use_threads
+from memstore.tools.output import Page, Report
+from memstore.tools.texts import STDIN, read_text
+
+if TYPE_CHECKING:
+    from memstore.attach.attached import Attached
+
+DEFAULT_BLOCK_SIZE = 64
+
+Text = Annotated[str, typer.Argument(metavar="TEXT", help="A text file, or - for standard input.", show_default=False)]
+DocumentName = Annotated[
+    str | None, typer.Option(help="Name of the document. Without it: the file's name without its ending.")
+]
+Encoding = Annotated[str, typer.Option(help="Encoding of the text.")]
+
+
+def read(
+    text: Text,
+    memory: MemoryUrl,
+    *,
+    document: DocumentName = None,
+    model: Model = SMOLLM2,
+    dtype: Dtype = "auto",
+    block_size: BlockSize = None,
+    top_k: TopK = 8,
+    threads: Threads = None,
+    device: Device = "cpu",
+    encoding: Encoding = "utf-8",
+) -> Report:
+    """Let a model read a text into a memory.
+
+    The memory is made if it does not exist. What was read is on disk segment by segment: after an interruption
+    the same command goes on where it stopped.
+
+    Example:
+
+        memstore read moby-dick.txt notes.mem --document moby-dick
+    """
+    content = read_text(text, encoding=encoding)
+    block_size = block_size or existing_block_size(memory) or DEFAULT_BLOCK_SIZE
+    use_threads(threads)
+    loaded = load_model(model, dtype, device=device)
+    retrieval = memstore.Retrieval(top_k=top_k)
+    attach = memstore.attach(
+        loaded.model, memory, tokenizer=loaded.tokenizer, retrieval=retrieval, block_size=block_size
+    )
+    with attach as attached:
+        attached.memories[0].put_info("model", model_info(model, loaded))
+        data = _read(attached, encode(loaded.tokenizer, content), document or default_name(text))
+
+    def show(page: Page) -> None:
+        page.facts(data)
+
+    return Report(data=data, text=show)
+
+
+def existing_block_size(url: str) -> int | None:
+    """Tokens in a block of the memory at ``url``, or None if there is none yet. What is no memory is an error."""
+    try:
+        with memstore.open(url, mode="r") as memory:
+            return memory.spec.block_size
+    except NotFound:
+        return None
+
+
+def default_name(text: str) -> str:
+    """The name of the document that a file becomes."""
+    return "stdin" if text == STDIN else Path(text).stem
+
+
+def model_info(name: str, loaded: Loaded) -> dict[str, str]:
+    """What a memory keeps of its model, so that other verbs need not be told."""
+    path = Path(name).expanduser()
+    return {
+        "name": str(path.resolve()) if path.is_dir() else name,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+    }
+
+
+def _read(attached: Attached, ids: list[int], document: str) -> dict[str, Any]:
+    try:
+        result = attached.read(ids, document=document, progress=True)
+    except KeyboardInterrupt:
+        done = len(attached.memories[0].document(document))
+        raise Interrupted(f"interrupted after {done:,} tokens; run the same command again to go on") from None
+    return {
+        "document": result.document,
+        "tokens": result.tokens,
+        "new_tokens": result.new_tokens,
+        "reused_tokens": result.reused_tokens,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_second": round(result.tokens_per_second, 1),
+    }

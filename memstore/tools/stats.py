@@ -1,0 +1,36 @@
+"""``memstore stats``: how much a memory holds and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import memstore
+from memstore.tools.options import MemoryUrl
+from memstore.tools.output import Page, Report
+
+
+def stats(memory: MemoryUrl) -> Report:
+    """Tell how much a memory holds, and how many bytes that takes.
+
+    Example:
+
+        memstore stats notes.mem
+    """
+    with memstore.open(memory, mode="r") as opened:
+        numbers = opened.stats()
+
+    def text(page: Page) -> None:
+        page.facts(dict(flattened(numbers)))
+
+    return Report(data=numbers, text=text)
+
+
+def flattened(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as one: ``{"bytes": {"blocks": 1}}`` gives ``"bytes blocks", 1``."""
+    for name, value in numbers.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{label} ")
+        else:
+            yield label, value

@@ -1,0 +1,54 @@
+"""Reading a text: from a file or standard input, or a short word on why it is not one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from memstore.errors import InvalidArgument, NotFound
+
+STDIN = "-"
+
+
+def read_text(source: str, *, encoding: str = "utf-8") -> str:
+    """The text in the file ``source`` (``-`` is standard input), with Unix newlines and without a byte order mark.
+
+    Raises ``NotFound`` where there is no file, and ``InvalidArgument`` for what is no text: a folder, binary data,
+    another encoding, nothing but white space.
+    """
+    text = _decode(_read_bytes(source), source, encoding)
+    if "\0" in text:
+        raise InvalidArgument(f"{source} is binary: it has NUL bytes. {_hint(encoding)}")
+    if not text.strip():
+        raise InvalidArgument(f"{source} is empty: there is nothing to read.")
+    return text.replace("\r\n", "\n")
+
+
+def _read_bytes(source: str) -> bytes:
+    if source == STDIN:
+        return sys.stdin.buffer.read()
+    try:
+        return Path(source).read_bytes()
+    except FileNotFoundError:
+        raise NotFound(f"no file {source}. Name a text file, or - for standard input.") from None
+    except IsADirectoryError:
+        raise InvalidArgument(f"{source} is a folder; a text file was expected.") from None
+    except PermissionError:
+        raise InvalidArgument(f"{source} cannot be read: permission denied.") from None
+
+
+def _decode(data: bytes, source: str, encoding: str) -> str:
+    try:
+        return data.decode("utf-8-sig" if encoding.lower() in {"utf-8", "utf8"} else encoding)
+    except UnicodeError as error:
+        where = f" (byte {error.start:,})" if isinstance(error, UnicodeDecodeError) else ""
+        raise InvalidArgument(
+            f"{source} is not {encoding} text{where}: it is binary, or in another encoding. {_hint(encoding)}"
+        ) from None
+    except LookupError:
+        raise InvalidArgument(f"no encoding is called {encoding!r}. Try utf-8, utf-16 or latin-1.") from None
+
+
+def _hint(encoding: str) -> str:
+    other = "utf-8" if encoding.lower().startswith("utf-16") else "utf-16"
+    return f"If it is text, name its encoding: --encoding {other}, --encoding latin-1, ..."

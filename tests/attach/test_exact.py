@@ -1,0 +1,135 @@
+"""Promises 1 and 2: with everything retrieved an attached model is the model; how a text is cut into calls is no matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import memstore
+from memstore import Retrieval
+from tests.attach.models import tiny, tokens
+
+EXACT = Retrieval(top_k="all", positions="true")
+SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "phi",
+    "phi3",
+    "stablelm",
+    "cohere",
+    "cohere2",
+    "glm4",
+    "olmo2",
+    "smollm3",
+    "gpt_oss",
+    "gpt2",
+    "opt",
+    "gpt_bigcode",
+)
+BEAMS = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6}
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny(request.param)
+
+
+def logits_with_memory(model: PreTrainedModel, document: Tensor, rest: Tensor, retrieval: Retrieval = EXACT) -> Tensor:
+    with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
+        attached.read(document)
+        with torch.no_grad():
+            return model(rest[None]).logits[0]
+
+
+def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids[None]).logits[0]
+
+
+def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrainedModel) -> None:
+    ids = tokens(250)
+    want = full_logits(model, ids)[213:]
+    torch.testing.assert_close(logits_with_memory(model, ids[:213], ids[213:]), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_generation_is_that_of_the_whole_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    ids = tokens(150)
+    want = model.generate(ids[None], attention_mask=torch.ones(1, 150), **options)[0, 150:]
+    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
+        attached.read(ids[:131])
+        got = model.generate(ids[None, 131:], attention_mask=torch.ones(1, 19), **options)[0, 19:]
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    document, prompts = tokens(131), tokens(12, seed=1, rows=3)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, :5] = mask[2, :9] = 0
+    prompts = prompts * mask
+    whole = torch.stack([torch.cat((row[:pad], document, row[pad:])) for row, pad in zip(prompts, (0, 5, 9), strict=True)])
+    whole_mask = torch.stack([torch.cat((row[:pad], torch.ones(131, dtype=torch.long), row[pad:])) for row, pad in zip(mask, (0, 5, 9), strict=True)])
+    want = model.generate(whole, attention_mask=whole_mask, **options)[:, 143:]
+    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
+        attached.read(document)
+        got = model.generate(prompts, attention_mask=mask, **options)[:, 12:]
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("share", ["none", "group", "layer", "model"])
+@pytest.mark.parametrize("top_k", [2, 100])
+def test_how_a_text_is_cut_into_calls_is_no_matter(share: Any, top_k: int) -> None:
+    if share != "model" and top_k == 2:
+        pytest.skip("layers that choose for themselves do so from the queries of the call, so its length matters")
+    model, ids, retrieval = tiny("llama"), tokens(230), Retrieval(top_k=top_k, share=share)
+    results = []
+    for lengths in ([230], [100, 101, 230], list(range(1, 231))):
+        with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
+            attached.calibrate(ids)  # else the router would be fitted to the first call's tokens alone
+            for length in lengths:
+                attached.read(ids[:length])
+            results.append(full_logits(model, ids[:5]))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", ["none", "group", "layer", "model"])
+def test_top_k_of_all_blocks_is_everything(share: Any) -> None:
+    model, ids = tiny("qwen3"), tokens(250)
+    retrieval = Retrieval(top_k=64, positions="true", share=share)
+    got = logits_with_memory(model, ids[:213], ids[213:], retrieval)
+    torch.testing.assert_close(got, full_logits(model, ids)[213:], rtol=0, atol=1e-4)
+
+
+def test_a_prompt_token_by_token_is_the_prompt_at_once() -> None:
+    model, ids = tiny("llama"), tokens(150)
+    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached, torch.no_grad():
+        attached.read(ids[:131])
+        cache, steps = None, []
+        for token in ids[131:]:
+            out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits[0])
+        at_once = model(ids[None, 131:]).logits[0]
+    torch.testing.assert_close(torch.cat(steps), at_once, rtol=0, atol=1e-4)
+
+
+def test_scores_are_those_of_the_model() -> None:
+    model, ids = tiny("llama"), tokens(200)
+    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
+        result = attached.read(ids, score=90)
+    want = torch.nn.functional.cross_entropy(full_logits(model, ids)[:-1], ids[1:], reduction="none")[-90:]
+    torch.testing.assert_close(result.nll, want, rtol=0, atol=1e-4)

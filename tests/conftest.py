@@ -1,0 +1,18 @@
+"""What holds for every test: one CPU thread, no network, and uninitialised memory that shows."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+
+# Machines that run tests are shared and slow at times: no deadline for a single example.
+settings.register_profile("memstore", deadline=None, print_blob=True)
+settings.load_profile("memstore")

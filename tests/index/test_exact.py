@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from memstore import index as indexes
+from memstore.errors import InvalidArgument
+from memstore.index import ExactIndex, VectorIndex, exact, open_index
+from memstore.testing.indexes import IndexTests, assert_found, brute_force, small_integers
+
+
+class TestExactFloat32(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return open_index("exact", key_heads=key_heads, key_dim=key_dim, keys_per_block=keys_per_block)
+
+
+class TestExactBfloat16(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block, torch.bfloat16)
+
+
+class TestExactInManySmallPieces(IndexTests):
+    """Chunks of a few keys and tiles of a few queries: every seam is crossed."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(exact, "FIRST_CHUNK_KEYS", 8)
+        monkeypatch.setattr(exact, "LARGEST_CHUNK_KEYS", 64)
+        monkeypatch.setattr(exact, "TILE_KEYS", 12)
+        monkeypatch.setattr(exact, "TILE_QUERIES", 3)
+        monkeypatch.setattr(exact, "GATHERED_NUMBERS", 50)
+
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block)
+
+
+blocks = st.integers(0, 40)
+
+
+@settings(max_examples=60)
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.sets(blocks, min_size=1, max_size=12)), max_size=8),
+    groups=st.integers(1, 3),
+    k=st.integers(1, 12),
+    allowed=st.none()
+    | st.builds(range, blocks, blocks)
+    | st.lists(blocks, max_size=10).map(lambda ids: torch.tensor(ids).long()),
+    seed=st.integers(0, 1000),
+)
+def test_any_history_of_additions_and_removals_equals_brute_force(
+    steps: list[tuple[bool, set[int]]], groups: int, k: int, allowed: range | Tensor | None, seed: int
+) -> None:
+    index = ExactIndex(2, 3, 2)
+    pool = small_integers(41, 2, 2, 3, seed=seed)
+    there: set[int] = set()
+    for adding, chosen in steps:
+        ids = sorted(chosen - there if adding else chosen & there)
+        if adding:
+            index.add(torch.tensor(ids).long(), pool[ids])
+            there |= set(ids)
+        else:
+            index.remove(torch.tensor(ids).long())
+            there -= set(ids)
+    wanted = there if allowed is None else there & {int(block) for block in allowed}
+    ids = torch.tensor(sorted(wanted)).long()
+    queries = small_integers(2 * groups, 2, 3, seed=seed + 1)
+    assert len(index) == len(there)
+    assert_found(index.search(queries, k, allowed=allowed), brute_force(ids, pool[ids], queries, k))
+    scores, found = index.score(queries, allowed=allowed)
+    assert torch.equal(found, ids)
+    assert scores.shape == (2 * groups, 2, len(ids))
+
+
+def test_real_numbers_give_the_true_top_k_in_float32() -> None:
+    torch.manual_seed(0)
+    keys, queries = torch.randn(5000, 1, 4, 16), torch.randn(3, 20, 16)
+    index = ExactIndex(1, 16, 4)
+    index.add(torch.arange(5000), keys)
+    found, expected = index.search(queries, 10), brute_force(torch.arange(5000), keys, queries, 10)
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.offsets, expected.offsets)
+    torch.testing.assert_close(found.scores, expected.scores)
+
+
+def test_bfloat16_finds_nearly_all_and_scores_what_it_found_in_float32() -> None:
+    torch.manual_seed(0)
+    keys, queries = torch.randn(5000, 1, 4, 16).bfloat16().float(), torch.randn(1, 50, 16)
+    index = ExactIndex(1, 16, 4, torch.bfloat16)
+    index.add(torch.arange(5000), keys)
+    found, expected = index.search(queries, 10), brute_force(torch.arange(5000), keys, queries, 10)
+    recall = (found.ids.unsqueeze(-1) == expected.ids.unsqueeze(-2)).any(-1).float().mean()
+    assert recall > 0.97
+    same = found.ids == expected.ids
+    torch.testing.assert_close(found.scores[same], expected.scores[same])
+
+
+def test_growth_never_copies_old_keys() -> None:
+    index = ExactIndex(1, 4, 1)
+    index.add(torch.arange(10), small_integers(10, 1, 1, 4))
+    first = index._chunks[0].keys.data_ptr()
+    index.add(torch.arange(10, 20_000), small_integers(19_990, 1, 1, 4))
+    assert index._chunks[0].keys.data_ptr() == first
+    assert 1 < len(index._chunks) < 6
+
+
+def test_appending_and_truncating_over_and_over_takes_no_more_room() -> None:
+    index = ExactIndex(1, 4, 1)
+    for _ in range(20):
+        index.add(torch.arange(1000), torch.ones(1000, 1, 1, 4))
+        index.remove(torch.arange(1000))
+    index.add(torch.arange(10), torch.ones(10, 1, 1, 4))
+    assert index.nbytes <= 4096 * (16 + 8)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 1), (1, 0, 1), (1, 8, 0)])
+def test_sizes_below_one_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        ExactIndex(*sizes)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="float32 or torch.bfloat16"):
+        ExactIndex(1, 8, 1, torch.float16)
+
+
+def test_an_unknown_index_is_an_error_that_lists_what_there_is() -> None:
+    with pytest.raises(InvalidArgument, match=r"no index 'hnsw'; there is: exact"):
+        open_index("hnsw", key_heads=1, key_dim=4, keys_per_block=1)
+
+
+def test_other_packages_bring_indexes_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plugin(ExactIndex):
+        pass
+
+    class Entry(EntryPoint):
+        def load(self) -> Any:
+            return Plugin
+
+    entries = EntryPoints([Entry(name="mine", value="x:y", group=indexes.ENTRY_POINTS)])
+    monkeypatch.setattr(indexes, "entry_points", lambda group: entries.select(group=group))
+    assert isinstance(open_index("mine", key_heads=1, key_dim=4, keys_per_block=1), Plugin)
+    with pytest.raises(InvalidArgument, match="exact, mine"):
+        open_index("other", key_heads=1, key_dim=4, keys_per_block=1)

@@ -1,0 +1,116 @@
+"""Block attention equals attention, in every form, and partial results merge to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.kernels import block_attention, merge_attention
+from memstore.kernels.block_attention import attend
+
+SIZES = [(1, 1, 1, 1), (2, 4, 2, 63), (1, 9, 3, 111), (3, 2, 2, 1)]  # B, H, G, N
+
+
+def inputs(b: int, h: int, g: int, n: int, t: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(b * 1000 + n)
+    q = torch.randn(b, h, t, 16, generator=gen, dtype=dtype)
+    k, v = (torch.randn(b, g, n, 16, generator=gen, dtype=dtype) for _ in range(2))
+    return q, k, v
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention as one would write it down, with repeated heads."""
+    r = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(r, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ v.repeat_interleave(r, 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_attention(size: tuple[int, int, int, int]) -> None:
+    q, k, v = inputs(*size)
+    out, lse = block_attention(q, k, v)
+    torch.testing.assert_close(out, dense(q, k, v))
+    assert lse.shape == q.shape[:3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_are_those_of_attention(size: tuple[int, int, int, int]) -> None:
+    tensors = [x.requires_grad_() for x in inputs(*size)]
+    got = torch.autograd.grad(block_attention(*tensors)[0].square().sum(), tensors)
+    want = torch.autograd.grad(dense(*tensors).square().sum(), tensors)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("cuts", [(40,), (1, 2), (10, 60, 100)])
+def test_merged_parts_equal_the_whole(cuts: tuple[int, ...]) -> None:
+    q, k, v = inputs(2, 6, 2, 111)
+    parts = [
+        block_attention(q, k_part, v_part)
+        for k_part, v_part in zip(k.tensor_split(cuts, 2), v.tensor_split(cuts, 2), strict=True)
+    ]
+    out, lse = merge_attention([o for o, _ in parts], [s for _, s in parts])
+    whole, whole_lse = block_attention(q, k, v)
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(lse, whole_lse)
+
+
+def test_a_part_without_visible_keys_changes_nothing() -> None:
+    q, k, v = inputs(1, 4, 2, 8)
+    nothing = block_attention(q, k, v, mask=torch.zeros(5, 8, dtype=torch.bool))
+    assert not nothing[0].any() and nothing[1].eq(float("-inf")).all()
+    whole = block_attention(q, k, v)
+    torch.testing.assert_close(merge_attention([nothing[0], whole[0]], [nothing[1], whole[1]]), whole)
+
+
+def test_blocks_are_their_tokens_in_order() -> None:
+    q, k, v = inputs(2, 4, 2, 24)
+    blocks = block_attention(q, k.unflatten(2, (4, 6)), v.unflatten(2, (4, 6)))
+    torch.testing.assert_close(blocks, block_attention(q, k, v))
+
+
+def test_masks_boolean_and_additive_agree() -> None:
+    q, k, v = inputs(2, 4, 2, 24)
+    mask = torch.ones(5, 24, dtype=torch.bool).tril(19)
+    additive = torch.zeros(5, 24, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+    torch.testing.assert_close(block_attention(q, k, v, mask=mask)[0], dense(q, k, v, mask))
+    torch.testing.assert_close(block_attention(q, k, v, mask=additive)[0], dense(q, k, v, mask))
+
+
+def test_a_sink_is_a_key_with_value_zero() -> None:
+    q, k, v = inputs(1, 4, 2, 24)
+    sinks = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=q.dtype)
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.25
+    column = sinks.view(1, 4, 1, 1).expand(1, 4, 5, 1)
+    weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(block_attention(q, k, v, sinks=sinks)[0], weights @ v.repeat_interleave(2, 1))
+
+
+def test_softcap_bounds_the_scores() -> None:
+    q, k, v = inputs(1, 2, 2, 24)
+    scores = 3.0 * torch.tanh(q @ k.transpose(-1, -2) * 0.25 / 3.0)
+    torch.testing.assert_close(block_attention(q, k, v, softcap=3.0)[0], scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_fast_form_is_as_exact_as_plain_low_precision(dtype: torch.dtype, tokens: int) -> None:
+    q, k, v = (x.to(dtype) for x in inputs(2, 6, 2, 111, t=tokens))
+    mask = torch.zeros(tokens, 111, dtype=dtype).masked_fill(~torch.ones(tokens, 111).bool().tril(105), float("-inf"))
+    exact = dense(q.double(), k.double(), v.double(), mask == 0)
+    plain = dense(q, k, v, mask == 0)
+    allowed = (plain.double() - exact).abs().max() + 2 * torch.finfo(dtype).eps
+    assert (attend(q, k, v, mask=mask).double() - exact).abs().max() <= allowed
+
+
+def test_wrong_shapes_and_back_ends_are_named() -> None:
+    q, k, v = inputs(1, 4, 2, 8)
+    with pytest.raises(InvalidArgument, match=r"q \(1, 3, 5, 16\), k \(1, 2, 8, 16\)"):
+        block_attention(q[:, :3], k, v)
+    with pytest.raises(InvalidArgument, match="'auto' or 'reference'"):
+        block_attention(q, k, v, backend="triton")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="no softcap"):
+        attend(q, k, v, softcap=1.0, backend="torch")

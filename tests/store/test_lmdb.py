@@ -1,0 +1,326 @@
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+)
+from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table
+from memstore.store.lmdb import STORE_KEY
+from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
+
+
+class TestLmdbStore(StoreTests):
+    def open_store(self, path: Path) -> BlockStore:
+        return LmdbStore.open(path) if path.exists() else LmdbStore.create(path)
+
+
+class TestPackedLmdbStore(StoreTests):
+    def open_store(self, path: Path) -> BlockStore:
+        return LmdbStore.open(path) if path.exists() else LmdbStore.create(path, blocks_per_value=8)
+
+
+def test_small_blocks_share_a_value(tmp_path: Path) -> None:
+    sizes = {}
+    for length in (1, 16):
+        with_length = LmdbStore.create(tmp_path / str(length), blocks_per_value=length)
+        payload = Record.from_json("x" * 2200)
+        with_length.write(Batch(puts=[(block(item), (payload,)) for item in range(512)]))
+        sizes[length] = with_length.size_bytes()
+        with_length.close()
+    assert sizes[16] < 0.75 * sizes[1]
+
+
+def test_the_number_of_blocks_per_value_is_kept(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m", blocks_per_value=12).close()
+    store = LmdbStore.open(tmp_path / "m", read_only=True)
+    assert store.blocks_per_value == 12
+    assert list(store.scan()) == []
+    store.close()
+
+
+def test_the_first_batch_is_part_of_creation(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m", batch=Batch(puts=[(Key(Table.META), value(5))]))
+    assert same(store.get(Key(Table.META)), value(5))
+    store.close()
+
+
+def test_reader_and_writer_of_one_process_share_an_environment(tmp_path: Path) -> None:
+    writer = LmdbStore.create(tmp_path / "m")
+    readers = [LmdbStore.open(tmp_path / "m", read_only=True) for _ in range(2)]
+    put_blocks(writer, range(3))
+    assert all(reader.keys(*BLOCKS) == [block(0), block(1), block(2)] for reader in readers)
+    assert readers[0].version() == writer.version()
+    writer.close()
+    readers[0].close()
+    assert same(readers[1].get(block(1)), value(1))
+    again = LmdbStore.open(tmp_path / "m")
+    put_blocks(again, range(3, 4))
+    assert same(readers[1].get(block(3)), value(3))
+    readers[1].close()
+    again.close()
+
+
+def test_a_store_for_reading_refuses_to_write(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    store = LmdbStore.open(tmp_path / "m", read_only=True)
+    with pytest.raises(ReadOnlyMemory, match="mode='a'"):
+        put_blocks(store, range(1))
+    store.close()
+
+
+def test_a_deleted_folder_made_anew_is_another_memory(tmp_path: Path) -> None:
+    old = LmdbStore.create(tmp_path / "m")
+    put_blocks(old, range(3))
+    shutil.rmtree(tmp_path / "m")
+    new = LmdbStore.create(tmp_path / "m")
+    assert new.keys(*BLOCKS) == []
+    assert len(old.keys(*BLOCKS)) == 3
+    new.close()
+    old.close()
+
+
+def test_two_names_of_one_folder_are_one_memory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    store = LmdbStore.create(tmp_path / "m")
+    reader = LmdbStore.open(tmp_path / "link", read_only=True)
+    with pytest.raises(MemoryInUse):
+        LmdbStore.open(tmp_path / "link")
+    put_blocks(store, range(1))
+    assert same(reader.get(block(0)), value(0))
+    reader.close()
+    store.close()
+
+
+def test_a_forgotten_store_lets_go(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m")
+    LmdbStore.open(tmp_path / "m").close()
+
+
+# Forking is the point here; Python warns about it once other tests have started threads.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_is_told_to_open_for_itself(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(1))
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def child() -> None:
+        for use in (lambda: store.get(block(0)), lambda: LmdbStore.open(tmp_path / "m", read_only=True)):
+            try:
+                use()
+            except MemoryInUse as error:
+                sender.send(str(error))
+        store.close()
+
+    process = context.Process(target=child)
+    process.start()
+    for _ in range(2):
+        assert receiver.poll(20)
+        assert f"was open in process {os.getpid()} when it forked this process, {process.pid}" in receiver.recv()
+    process.join()
+    put_blocks(store, range(1, 2))
+    assert len(store.keys(*BLOCKS)) == 2
+    with pytest.raises(MemoryInUse):
+        LmdbStore.open(tmp_path / "m")
+    store.close()
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no memory at"):
+        LmdbStore.open(tmp_path / "m")
+    with pytest.raises(NotFound):
+        LmdbStore.open(tmp_path / "m", read_only=True)
+    assert not (tmp_path / "m").exists()
+
+
+def test_something_else_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("x")
+    with lmdb.open(str(tmp_path / "lmdb")) as other, other.begin(write=True) as txn:
+        txn.put(b"a", b"b")
+    for name in ("file", "folder", "lmdb"):
+        with pytest.raises(NotAMemory):
+            LmdbStore.create(tmp_path / name)
+        with pytest.raises((NotAMemory, NotFound)):
+            LmdbStore.open(tmp_path / name)
+
+
+def test_creating_twice(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    with pytest.raises(InvalidArgument, match="holds a memory already"):
+        LmdbStore.create(tmp_path / "m")
+    LmdbStore.open(tmp_path / "m").close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096])
+def test_an_interrupted_creation_is_named_and_can_be_finished(tmp_path: Path, length: int) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    os.truncate(tmp_path / "m" / "data.mdb", length)
+    with pytest.raises(NotFound, match="interrupted"):
+        LmdbStore.open(tmp_path / "m")
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(1))
+    store.close()
+
+
+def test_an_empty_folder_is_a_place_for_a_memory(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with pytest.raises(NotFound, match="create it again"):
+        LmdbStore.open(tmp_path / "m")
+    assert list((tmp_path / "m").iterdir()) == []
+    LmdbStore.create(tmp_path / "m").close()
+
+
+def test_an_environment_without_facts_is_an_interrupted_creation(tmp_path: Path) -> None:
+    lmdb.open(str(tmp_path / "m")).close()
+    with pytest.raises(NotFound, match="interrupted"):
+        LmdbStore.open(tmp_path / "m")
+    LmdbStore.create(tmp_path / "m").close()
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    newer = Record.from_json({"format": 2, "blocks_per_value": 1})
+    store._commit([], [(STORE_KEY, (newer,))])
+    store.close()
+    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 2\); upgrade"):
+        LmdbStore.open(tmp_path / "m")
+
+
+def test_a_full_map_is_a_full_store(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m", map_bytes=1 << 20)
+    put_blocks(store, range(10))
+    with pytest.raises(StoreFull, match="what was committed before stands"):
+        store.write(Batch(puts=[(block(item), value(item)) for item in range(10_000)]))
+    assert store.keys(*BLOCKS) == [block(item) for item in range(10)]
+    put_blocks(store, range(10, 20))
+    assert len(store.keys(*BLOCKS)) == 20
+    store.close()
+
+
+def test_limited_address_space_is_named(tmp_path: Path) -> None:
+    program = """
+import resource, sys
+from memstore.errors import InvalidArgument
+from memstore.store import LmdbStore
+resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))
+try:
+    LmdbStore.create(sys.argv[1])
+except InvalidArgument as error:
+    sys.stdout.write(str(error))
+LmdbStore.create(sys.argv[1], map_bytes=1 << 30).close()
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
+    assert "address space" in done.stdout
+    assert "map_bytes" in done.stdout
+
+
+@pytest.mark.parametrize("length", [1, 8])
+def test_damage_is_named_and_found_by_scan(tmp_path: Path, length: int) -> None:
+    store = LmdbStore.create(tmp_path / "m", blocks_per_value=length)
+    put_blocks(store, range(20))
+    store.close()
+    data = tmp_path / "m" / "data.mdb"
+    raw = bytearray(data.read_bytes())
+    needle = value(13)[0].payload.tobytes()
+    place = raw.find(needle)
+    assert place > 0
+    while place >= 0:  # LMDB may have left older copies of the page in the file
+        raw[place + 17] ^= 0x10
+        place = raw.find(needle)
+    data.write_bytes(raw)
+
+    store = LmdbStore.open(tmp_path / "m")
+    with pytest.raises(DamagedError, match="document 1, layer 0, block 13 is damaged: the payload checksum"):
+        store.read([block(12), block(13)], LAYOUTS, rows(2))
+    with pytest.raises(DamagedError, match="block 13"):
+        store.get(block(13))
+    store.read([block(12), block(14)], LAYOUTS, rows(2))
+    assert [scanned.key for scanned in store.scan() if scanned.damage] == [block(13)]
+    assert len(list(store.scan())) == 20
+    store.delete(1)
+    assert list(store.scan()) == []
+    store.close()
+
+
+def test_rewriting_a_run_verifies_what_it_keeps(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m", blocks_per_value=8)
+    put_blocks(store, range(4))
+    _swap_bytes(store, value(2)[0].payload.tobytes())
+    with pytest.raises(DamagedError, match="block 2"):
+        put_blocks(store, range(4, 5))
+    assert len(store.keys(*BLOCKS)) == 4
+    put_blocks(store, range(2, 3))
+    put_blocks(store, range(4, 5))
+    assert all(scanned.damage is None for scanned in store.scan())
+    store.close()
+
+
+def _swap_bytes(store: LmdbStore, needle: bytes) -> None:
+    """Change a byte of a stored value behind the store's back."""
+    with store._env.begin(write=True) as txn:
+        for key, content in list(txn.cursor()):
+            txn.put(key, content.replace(needle, bytes([needle[0] ^ 1]) + needle[1:]))
+
+
+def test_a_value_under_a_wrong_key_is_damage(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(2))
+    with store._env.begin(write=True) as txn:
+        _, (key, _), (_, other) = list(txn.cursor())
+        txn.put(key, other)
+    with pytest.raises(DamagedError, match="wrong address"):
+        store.read([block(0)], LAYOUTS, rows(1))
+    assert [scanned.key for scanned in store.scan() if scanned.damage] == [block(0)]
+    store.close()
+
+
+def test_a_truncated_file_is_refused_not_a_crash(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    payload = Record.from_json("x" * 3_000_000)
+    store.write(Batch(puts=[(block(0), (payload,))]))
+    store.close()
+    os.truncate(tmp_path / "m" / "data.mdb", 500_000)
+    with pytest.raises(DamagedError, match="truncated"):
+        LmdbStore.open(tmp_path / "m", read_only=True)
+
+
+def test_rubbish_instead_of_data(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    (tmp_path / "m" / "data.mdb").write_bytes(np.random.default_rng(0).bytes(100_000))
+    with pytest.raises(DamagedError, match="restore a copy"):
+        LmdbStore.open(tmp_path / "m")
+
+
+def test_the_lock_file_has_its_disk_space(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    facts = (tmp_path / "m" / "lock.mdb").stat()
+    assert facts.st_blocks * 512 >= facts.st_size > 0
+
+
+def test_a_memory_copied_without_its_locks_opens(tmp_path: Path) -> None:
+    store = LmdbStore.create(tmp_path / "m")
+    put_blocks(store, range(1))
+    store.close()
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "m" / "data.mdb", tmp_path / "copy")
+    for read_only in (True, False):
+        copy = LmdbStore.open(tmp_path / "copy", read_only=read_only)
+        assert same(copy.get(block(0)), value(0))
+        copy.close()

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import memstore
+from memstore.memory.fingerprint import Fingerprint
+from memstore.tools.app import main
+
+LAYERS, HEADS, SIZE, BLOCK = 2, 2, 8, 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run the command line in this process."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+def tiny_spec() -> memstore.MemorySpec:
+    return memstore.MemorySpec(
+        layers=LAYERS,
+        fields={"k": (HEADS, BLOCK, SIZE), "v": (HEADS, BLOCK, SIZE)},
+        index_layers=(1,),
+        key_heads=1,
+        key_dim=SIZE,
+        block_size=BLOCK,
+        keys_per_block=1,
+        fingerprint=Fingerprint(
+            architecture="tiny",
+            weights="0",
+            tokenizer=None,
+            positions="rope",
+            layout="kv",
+            dtype="float32",
+            block_size=BLOCK,
+        ),
+    )
+
+
+def append(document: memstore.Document, n_tokens: int) -> None:
+    """Add tokens with random states; a last block that is not full is padded with zeros."""
+    with document.append(range(n_tokens)) as batch:
+        n = len(batch.blocks)
+        keep = (torch.arange(n * BLOCK) < n_tokens).view(n, 1, BLOCK, 1)
+        for layer in range(LAYERS):
+            k, v = (torch.randn(n, HEADS, BLOCK, SIZE) * keep for _ in "kv")
+            landmarks = torch.randn(n, 1, 1, SIZE) if layer == 1 else None
+            batch.put(layer, landmarks=landmarks, k=k, v=v)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """A memory on disk: `whale` of 10 tokens (two blocks and a half), `ship` of 4."""
+    torch.manual_seed(0)
+    path = tmp_path / "notes.mem"
+    with memstore.open(path, spec=tiny_spec()) as opened:
+        append(opened.document("whale"), 10)
+        append(opened.document("ship"), 4)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(ByteLevel.alphabet())
+    bytewise = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    bytewise.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

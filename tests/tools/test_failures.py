@@ -1,0 +1,157 @@
+"""Bad input: the exit code, and one or two lines that say what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memstore
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+    UnsupportedModel,
+)
+from memstore.tools.failures import Interrupted, exit_code
+from tests.tools.conftest import Cli
+
+VERBS = ["read", "ask", "ls", "show", "verify", "stats", "demo"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgument, 2),
+        (NotFound, 3),
+        (NotAMemory, 3),
+        (DamagedError, 4),
+        (ForeignMemory, 5),
+        (UnsupportedModel, 5),
+        (MemoryInUse, 5),
+        (ReadOnlyMemory, 5),
+        (StoreFull, 5),
+        (Interrupted, 130),
+        (MemstoreError, 1),
+    ],
+)
+def test_every_error_has_its_exit_code(error: type[MemstoreError], code: int) -> None:
+    assert exit_code(error("why")) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 2, "Usage: memstore"),
+        (["sing"], 2, "No such command 'sing'"),
+        (["ls"], 2, "Missing argument 'MEMORY'"),
+        (["ls", "{memory}", "--loud"], 2, "--loud"),
+        (["show", "{memory}", "whale", "first"], 2, "BLOCK"),
+        (["ask", "{memory}", "Why?", "--top-k", "0"], 2, "--top-k"),
+        (["ask", "{memory}", " "], 2, "the question is empty"),
+        (["ask", "{memory}", "Why?"], 2, "several documents; choose one with --document: whale, ship"),
+        (["ask", "{memory}", "Why?", "--document", "whale"], 2, "Name it with --model"),
+        (["ask", "{memory}", "Why?", "--document", "whale", "--model", "./no"], 3, "no model directory ./no"),
+        (["read", "{text}", "{memory}", "--dtype", "int4"], 2, "no dtype is called 'int4'"),
+        (["read", "{binary}", "{memory}"], 2, "--encoding"),
+        (["read", "{empty}", "{memory}"], 2, "is empty"),
+        (["read", "{folder}", "{memory}"], 2, "is a folder"),
+        (["read", "{missing}", "{memory}"], 3, "no file"),
+        (["read", "{text}", "{text}"], 3, "{text}"),
+        (["read", "{text}", "{memory}", "--model", "./no"], 3, "no model directory ./no"),
+        (["ls", "{missing}"], 3, "{missing}"),
+        (["stats", "{text}"], 3, "{text}"),
+        (["verify", "{folder}"], 3, "{folder}"),
+        (["ask", "{memory}", "Why?", "--document", "harpoon"], 3, "whale"),
+        (["show", "{memory}", "harpoon", "0"], 3, "whale"),
+        (["show", "{memory}", "whale", "3"], 3, "no block 3 in document 'whale': it has blocks 0 to 2"),
+    ],
+)
+def test_bad_input_is_told_in_short(
+    cli: Cli, memory: Path, tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    names = {name: str(tmp_path / name) for name in ("text", "binary", "empty", "folder", "missing")}
+    names["memory"] = str(memory)
+    Path(names["text"]).write_text("Call me Ishmael.")
+    Path(names["binary"]).write_bytes(b"\x7fELF\0\xff")
+    Path(names["empty"]).write_text("\n")
+    Path(names["folder"]).mkdir()
+
+    filled = [argument.format(**names) for argument in arguments]
+    done = cli(*filled)
+    assert done.code == code
+    assert done.out == ""
+    assert says.format(**names) in done.err
+    assert "Traceback" not in done.err
+    assert not arguments or len(done.err.splitlines()) <= 3
+
+    with_json = cli(*filled, "--json")
+    if arguments:
+        assert with_json.code == code
+        assert with_json.json.keys() == {"error", "message"}
+        assert with_json.err == ""
+
+
+def test_a_damaged_memory_is_told_by_verify(cli: Cli, memory: Path) -> None:
+    with memstore.open(memory, mode="r") as opened:
+        state = opened.document("whale").layer(0).gather([1])["k"][0]
+    flip(memory / "data.mdb", state.numpy().tobytes())
+
+    done = cli("verify", memory)
+    assert done.code == 4
+    assert "whale" in done.out
+    findings = cli("verify", memory, "--json").json["findings"]
+    assert [(each["document"], each["layer"], each["block"]) for each in findings] == [("whale", 0, 1)]
+
+    shown = cli("show", memory, "whale", 1)
+    assert shown.code == 4
+    assert "whale" in shown.err
+    assert cli("show", memory, "whale", 0).code == 0
+
+
+def flip(path: Path, value: bytes) -> None:
+    """Change one bit of ``value`` wherever it is stored in the file."""
+    content = bytearray(path.read_bytes())
+    place = content.find(value)
+    assert place >= 0, "the states are not stored as they are"
+    while place >= 0:
+        content[place] ^= 1
+        place = content.find(value)
+    path.write_bytes(content)
+
+
+def test_a_reader_that_leaves_is_no_failure(memory: Path) -> None:
+    command = [sys.executable, "-m", "memstore.tools.app", "ls", str(memory)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    process.wait()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example_and_json(cli: Cli, verb: str) -> None:
+    done = cli(verb, "--help")
+    assert done.code == 0
+    assert f"Example:\n\n      memstore {verb}" in done.out
+    assert "--json" in done.out
+
+
+def test_help_names_every_verb_and_exit_code(cli: Cli) -> None:
+    text = cli("--help").out
+    assert all(verb in text for verb in VERBS)
+    assert "4 damaged" in text
+
+
+def test_the_version(cli: Cli) -> None:
+    assert cli("--version").out == f"memstore {memstore.__version__}\n"

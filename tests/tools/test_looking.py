@@ -1,0 +1,90 @@
+"""`ls`, `show`, `verify`, `stats`: what they say of a memory that is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memstore
+from tests.tools.conftest import BLOCK, Cli
+
+
+def test_ls_lists_the_documents(cli: Cli, memory: Path) -> None:
+    done = cli("ls", memory)
+    assert done.code == 0
+    assert [line.split() for line in done.out.splitlines()] == [
+        ["document", "tokens", "blocks", "searchable"],
+        ["whale", "10", "3", "2"],
+        ["ship", "4", "1", "1"],
+    ]
+
+
+def test_ls_json(cli: Cli, memory: Path) -> None:
+    assert cli("ls", memory, "--json").json["documents"] == [
+        {"document": "whale", "tokens": 10, "blocks": 3, "searchable": 2},
+        {"document": "ship", "tokens": 4, "blocks": 1, "searchable": 1},
+    ]
+
+
+def test_show_tells_tokens_and_norms(cli: Cli, memory: Path) -> None:
+    shown = cli("show", memory, "whale", 1, "--json").json
+    assert shown["token_ids"] == [4, 5, 6, 7]
+    assert shown["first_token"] == BLOCK
+    assert shown["searchable"]
+    assert shown["text"] is None
+    assert [sorted(layer["norms"]) for layer in shown["layers"]] == [["k", "v"], ["k", "landmarks", "v"]]
+    norm = shown["layers"][0]["norms"]["k"]
+    assert norm["vectors"] == 8
+    assert 0 < norm["min"] < norm["mean"] < norm["max"]
+
+
+def test_show_leaves_the_padding_of_the_last_block_out(cli: Cli, memory: Path) -> None:
+    shown = cli("show", memory, "whale", 2, "--json").json
+    assert shown["tokens"] == 2
+    assert not shown["searchable"]
+    assert shown["layers"][0]["norms"]["k"]["vectors"] == 4
+    assert shown["layers"][0]["norms"]["k"]["min"] > 0
+
+
+def test_show_tells_the_text_where_the_model_is_known(cli: Cli, memory: Path, model_folder: Path) -> None:
+    with memstore.open(memory) as opened:
+        opened.put_info("model", {"name": str(model_folder), "dtype": "float32"})
+    text = cli("show", memory, "whale", 0, "--json").json["text"]
+    assert len(text) == BLOCK
+    assert text in cli("show", memory, "whale", 0).out
+
+
+def test_show_says_why_there_is_no_text(cli: Cli, memory: Path) -> None:
+    assert "no text: the memory does not say which model" in cli("show", memory, "whale", 0).out
+    with memstore.open(memory) as opened:
+        opened.put_info("model", {"name": "/moved/away", "dtype": "float32"})
+    done = cli("show", memory, "whale", 0)
+    assert done.code == 0
+    assert "no text: no model directory /moved/away" in done.out
+
+
+def test_verify_finds_a_whole_memory_clean(cli: Cli, memory: Path) -> None:
+    done = cli("verify", memory)
+    assert (done.code, done.out) == (0, "clean: 2 documents, 14 tokens\n")
+    assert cli("verify", memory, "--json").json["clean"]
+
+
+def test_stats_are_numbers_and_lines(cli: Cli, memory: Path) -> None:
+    numbers = cli("stats", memory, "--json").json
+    assert (numbers["documents"], numbers["tokens"]) == (2, 14)
+    done = cli("stats", memory)
+    assert done.code == 0
+    assert "tokens" in done.out
+
+
+@pytest.mark.parametrize("verb", [["ls"], ["show", "whale", "0"], ["stats"], ["verify"]])
+def test_looking_changes_nothing(cli: Cli, memory: Path, verb: list[str]) -> None:
+    before = (memory / "data.mdb").read_bytes()
+    assert cli(verb[0], memory, *verb[1:]).code == 0
+    assert (memory / "data.mdb").read_bytes() == before
+
+
+def test_a_memory_that_is_being_written_can_be_looked_at(cli: Cli, memory: Path) -> None:
+    with memstore.open(memory):
+        assert cli("ls", memory).code == 0

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.tools import models
+from memstore.tools.models import encode, load_model, resolve_dtype, resolve_model
+
+
+def test_a_model_directory_loads_ready_to_read(model_folder: Path) -> None:
+    model, tokenizer = load_model(str(model_folder), "float32")
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert tokenizer.decode(encode(tokenizer, "Call me Ishmael.")) == "Call me Ishmael."
+
+
+def test_loading_is_quiet(model_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = load_model(str(model_folder), "bfloat16")
+    encode(loaded.tokenizer, "word " * 10_000)
+    assert loaded.model.dtype == torch.bfloat16
+    assert capfd.readouterr() == ("", "")
+
+
+def test_auto_is_bfloat16_only_where_the_hardware_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "computes_bfloat16", lambda: False)
+    assert resolve_dtype("auto") == torch.float32
+    assert resolve_dtype("auto", device="cuda") == torch.bfloat16
+    monkeypatch.setattr(models, "computes_bfloat16", lambda: True)
+    assert resolve_dtype("auto") == torch.bfloat16
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="auto, float32"):
+        resolve_dtype("int4")
+
+
+@pytest.mark.parametrize("name", ["./nope", "/no/such/folder", "a/b/c", "~/no-such-folder-here"])
+def test_a_missing_directory_is_not_found(name: str) -> None:
+    with pytest.raises(NotFound, match="no model directory"):
+        resolve_model(name)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_hub_id_is_left_to_the_hub() -> None:
+    assert resolve_model("owner/name") == "owner/name"
+
+
+def test_a_model_that_cannot_be_found_on_the_hub_is_said_in_one_line() -> None:
+    with pytest.raises(NotFound, match="no model 'owner/name'") as caught:
+        load_model("owner/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(UnsupportedModel, match="unheard-of"):
+        load_model(str(tmp_path))

@@ -1,0 +1,33 @@
+"""What a report looks like, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from memstore.tools.output import Page, cell, printable
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (True, "yes"), (12345, "12,345"), (0.12346, "0.1235"), (1234.5, "1,234"), ("a b", "a b")],
+)
+def test_values_are_written_for_people(value: object, text: str) -> None:
+    assert cell(value) == text
+
+
+def test_a_text_cannot_give_orders_to_the_terminal() -> None:
+    assert printable("red \x1b[31m\x07\r\u202e") == "red \\x1b[31m\\x07\\r\\u202e"
+    assert printable("two\nlines\tand Käse, 鲸") == "two\nlines\tand Käse, 鲸"
+
+
+def test_a_plain_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    Page().table(["name", "tokens"], [["whale", 12345], ["ship", 7]])
+    assert capsys.readouterr().out == "name   tokens\nwhale  12,345\nship        7\n"
+
+
+def test_a_table_on_a_terminal_has_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    Page().table(["name", "tokens"], [["[bold]whale", 12345]])
+    out = capsys.readouterr().out
+    assert "─" in out
+    assert "[bold]whale" in out

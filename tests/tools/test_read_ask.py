@@ -1,0 +1,112 @@
+"""`read` and `ask` with a tiny random model: what is read stays, and what was used is shown."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import memstore
+from tests.tools.conftest import Cli
+
+TEXT = "".join(f"Line {i} of the log tells of nothing new. " for i in range(40))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "log.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def notes(cli: Cli, tmp_path: Path, text: Path, model_folder: Path) -> Path:
+    """A memory that has read the text."""
+    path = tmp_path / "log.mem"
+    done = cli("read", text, path, "--model", model_folder, "--dtype", "float32", "--block-size", 16)
+    assert done.code == 0, done.err
+    return path
+
+
+def test_read_keeps_every_token(cli: Cli, notes: Path) -> None:
+    (document,) = cli("ls", notes, "--json").json["documents"]
+    assert (document["document"], document["tokens"]) == ("log", len(TEXT))
+    assert cli("show", notes, "log", 1, "--json").json["text"] == TEXT[16:32]
+
+
+def test_reading_again_reads_nothing_new(cli: Cli, notes: Path, text: Path, model_folder: Path) -> None:
+    again = cli("read", text, notes, "--model", model_folder, "--dtype", "float32", "--json").json
+    assert again["new_tokens"] == 0
+    assert again["tokens"] == len(TEXT)
+
+
+def test_a_second_text_becomes_a_second_document(cli: Cli, notes: Path, text: Path, model_folder: Path) -> None:
+    cli("read", text, notes, "--model", model_folder, "--dtype", "float32", "--document", "copy")
+    assert [each["document"] for each in cli("ls", notes, "--json").json["documents"]] == ["log", "copy"]
+
+
+def test_ask_needs_only_the_memory_and_shows_what_it_used(cli: Cli, notes: Path) -> None:
+    data = cli("ask", notes, "What is new? ", "--top-k", 3, "--max-tokens", 5, "--json").json
+    assert data["document"] == "log"
+    assert data["tokens"] == 5
+    assert data["blocks"]
+    assert all(used["text"] in TEXT for used in data["blocks"])
+    done = cli("ask", notes, "What is new? ", "--top-k", 3, "--max-tokens", 5)
+    assert done.code == 0, done.err
+    assert data["blocks"][0]["text"].strip() in done.out
+
+
+def test_ask_changes_nothing(cli: Cli, notes: Path) -> None:
+    before = cli("ls", notes, "--json").json
+    cli("ask", notes, "What is new? ", "--max-tokens", 5)
+    assert cli("ls", notes, "--json").json == before
+
+
+def test_another_model_is_refused(cli: Cli, memory: Path, text: Path, model_folder: Path) -> None:
+    done = cli("read", text, memory, "--model", model_folder, "--dtype", "float32")
+    assert done.code == 5
+    assert len(done.err.splitlines()) <= 12
+
+
+def test_a_memory_in_use_is_refused(cli: Cli, notes: Path, text: Path, model_folder: Path) -> None:
+    with memstore.open(notes):
+        done = cli("read", text, notes, "--model", model_folder, "--dtype", "float32", "--document", "copy")
+    assert done.code == 5
+
+
+def test_an_interrupted_read_says_how_to_go_on(tmp_path: Path, model_folder: Path, cli: Cli) -> None:
+    long_text = tmp_path / "long.txt"
+    long_text.write_text(TEXT * 60)
+    path = tmp_path / "long.mem"
+    arguments = ["read", long_text, path, "--model", model_folder, "--dtype", "float32"]
+    command = [sys.executable, "-m", "memstore.tools.app", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_tokens(path)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "run the same command again to go on" in err
+    assert "Traceback" not in err
+
+    (document,) = cli("ls", path, "--json").json["documents"]
+    assert f"interrupted after {document['tokens']:,} tokens" in err
+    done = cli(*arguments, "--json").json
+    assert done["reused_tokens"] == document["tokens"]
+    assert done["tokens"] == len(TEXT) * 60
+
+
+def wait_for_tokens(path: Path) -> None:
+    """Return when the memory holds the first tokens."""
+    for _ in range(600):
+        time.sleep(0.05)
+        try:
+            with memstore.open(path, mode="r") as opened:
+                if opened.documents():
+                    return
+        except memstore.MemstoreError:
+            continue
+    raise AssertionError("nothing was read in 30 seconds")

@@ -1,0 +1,82 @@
+"""Build the wheel and use it as someone would who installed it without any extra.
+
+The wheel goes into an environment of its own, in which nothing else can be imported but its declared dependencies.
+These are links to the packages that are installed already, so that no download is needed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def declared(names: list[str]) -> dict[str, Distribution]:
+    """The distributions that ``names`` need, and what those need, without extras."""
+    found: dict[str, Distribution] = {}
+    while names:
+        name = names.pop()
+        if name in found:
+            continue
+        found[name] = distribution(name)
+        requirements = [Requirement(line) for line in found[name].requires or []]
+        names += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def link(package: Distribution, site: Path) -> None:
+    """Link everything that ``package`` has in its site-packages into ``site``."""
+    for part in {file.parts[0] for file in package.files or [] if not file.is_absolute() and file.parts[0] != ".."}:
+        target = site / part
+        if not target.exists():
+            target.symlink_to(Path(str(package.locate_file(part))))
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a program that must succeed; its standard output."""
+    return subprocess.run(list(map(str, command)), cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def smoke(folder: Path) -> None:
+    """Build, install, import, call."""
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("torch_memstore-*.whl")
+
+    venv.create(folder / "venv", symlinks=True, with_pip=False)
+    python = folder / "venv/bin/python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')", cwd=folder))
+    packages = declared(["torch-memstore"])
+    del packages["torch-memstore"]
+    for package in packages.values():
+        link(package, site)
+    install: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    ]
+    run(*install, cwd=folder)
+
+    version = run(python, "-c", "import memstore, memstore.tools.app; print(memstore.__version__)", cwd=folder).strip()
+    help_text = run(folder / "venv/bin/memstore", "--help", cwd=folder)
+    assert "Usage: memstore" in help_text, help_text
+    assert (site / "memstore/py.typed").exists(), "the wheel lacks py.typed"
+    print(f"{wheel.name}: memstore {version} imports and runs with {len(packages)} declared packages")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        smoke(Path(name))
