@@ -117,6 +117,7 @@ def _segments(start: int, stop: int, size: int) -> Iterator[range]:
 
 @contextmanager
 def _bar(name: str, done: int, total: int, show: bool) -> Iterator[object]:
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -127,7 +128,7 @@ def _bar(name: str, done: int, total: int, show: bool) -> Iterator[object]:
         TimeRemainingColumn(),
     )
     begun = time.perf_counter()
-    with Progress(*columns, disable=not show) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(name, total=total, completed=min(done, total), speed=0.0)
         read = 0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound, ReadOnlyMemory
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
 from memstore.memory.append import Append, Tokens, as_tokens, delete_blocks
 from memstore.memory.handle import Handle
 from memstore.memory.layouts import token_layout
@@ -33,7 +33,10 @@ class Document:
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"Document({self.name!r}, {len(self)} tokens in {self.n_blocks} blocks)"
+        try:
+            return f"Document({self.name!r}, {len(self)} tokens in {self.n_blocks} blocks)"
+        except MemstoreError:  # closed, forgotten or damaged; whoever uses it will hear which
+            return f"Document({self.name!r}, not available)"
 
     def __len__(self) -> int:
         return self._handle.current().tokens

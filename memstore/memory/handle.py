@@ -47,11 +47,11 @@ class Handle:
         return seen.state
 
     def _load(self) -> DocumentState:
-        if self.id is None:
-            self.id = self._find(self.name)
-        if self.id is None:
+        number = self.id if self.id is not None else self._find(self.name)
+        if number is None:
             return DocumentState(name=self.name)
-        state = self.shared.state(self.id)
+        self.id = number  # never back to None, which another thread may have found a moment ago
+        state = self.shared.state(number)
         if state is None:
             raise NotFound(
                 f"document {self.name!r} of memory {self.shared.url} was forgotten; ask the memory for it again."

@@ -48,7 +48,7 @@ class LayerIndex:
         """A truncation of this process: drop its blocks here too, which is cheaper than building again."""
         with self._lock:
             if self._index is not None and self._edits == before.edits:
-                self._keep(range(self._held.start, min(self._held.stop, after.blocks)))
+                self._keep(range(min(self._held.start, after.blocks), min(self._held.stop, after.blocks)))
                 self._edits = after.edits
 
     def _synced(self) -> VectorIndex:

@@ -37,6 +37,7 @@ def open_memory(url: str | Path, *, spec: MemorySpec | None = None, mode: Mode =
     opened = open_store(url, mode, None if spec is None else blank(spec))
     try:
         shared = _open_shared(opened.store, str(url), mode, index)
+        shared.new_index()  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             _check_same(spec, shared)
         return Memory(shared, opened)

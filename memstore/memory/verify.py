@@ -11,6 +11,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from memstore.errors import MemstoreError
@@ -18,6 +19,7 @@ from memstore.memory.audit import Audit, Finding
 from memstore.store.contract import BlockStore
 
 _ATTEMPTS = 5
+_DONE = {"done": True}
 
 
 def check(store: BlockStore) -> list[Finding]:
@@ -37,13 +39,17 @@ def check(store: BlockStore) -> list[Finding]:
 
 def in_child(path: str) -> list[Finding]:
     """Check the memory in folder ``path`` in a child process, whose crash is a finding too."""
-    command = [sys.executable, "-m", "memstore.memory.verify", "--", path]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
-    lines = [json.loads(line) for line in child.stdout.splitlines()]
-    findings = [_from_json(line) for line in lines if "done" not in line]
-    if child.returncode or {"done": True} not in lines:
+    child = subprocess.run(_command(path), capture_output=True, text=True, check=False)  # noqa: S603 - our own module
+    # A child that was killed may have left half a line: only whole ones count.
+    lines = [json.loads(line) for line in child.stdout.splitlines(keepends=True) if line.endswith("}\n")]
+    findings = [_from_json(line) for line in lines if line != _DONE]
+    if child.returncode or _DONE not in lines:
         findings.append(Finding(kind="crash", message=_last_words(child.returncode, child.stderr)))
     return findings
+
+
+def _command(path: str) -> list[str]:
+    return [sys.executable, "-m", "memstore.memory.verify", "--", path]
 
 
 def _from_json(line: dict[str, object]) -> Finding:
@@ -53,13 +59,11 @@ def _from_json(line: dict[str, object]) -> Finding:
 
 
 def _last_words(code: int, errors: str) -> str:
-    reason = f"with exit status {code}"
-    if code < 0:
-        reason = f"by {signal.Signals(-code).name}"
+    reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
     words = errors.strip().splitlines()[-1:] or ["it said nothing"]
     return (
-        f"the process that checked the memory was ended {reason} ({words[0]}): the tree around the values is damaged, "
-        "and not every value could be read. Restore the memory from a copy, or read its documents again."
+        f"the process that checked the memory was ended {reason} ({words[0]}): probably the tree around the values is "
+        "damaged, and not every value could be read. Restore the memory from a copy, or read its documents again."
     )
 
 
@@ -76,10 +80,10 @@ def main(path: str) -> None:
         store.close()
     for finding in findings:
         _say(asdict(finding))
-    _say({"done": True})
+    _say(_DONE)
 
 
-def _say(line: dict[str, object]) -> None:
+def _say(line: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

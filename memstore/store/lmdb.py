@@ -283,7 +283,9 @@ class LmdbStore(BlockStore):
     def version(self) -> int:
         """Number of the last committed transaction, of whichever process."""
         self._check_open()
-        return self._env.info()["last_txnid"]
+        # Not env.info(): while a commit is under way that already names the new transaction, and reads still see the old.
+        with self._env.begin() as txn:
+            return int(txn.id())
 
     def close(self) -> None:
         """Release the environment and the right to write. Closing twice is allowed."""

@@ -1,5 +1,7 @@
 """Conformance suite of vector indexes: subclass ``IndexTests`` and say how to make one."""
 
+# ruff: noqa: D102 - the name of a test is its documentation
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -82,7 +84,7 @@ class IndexTests(ABC):
             assert torch.equal(scores[found.ids[head] >= 0], found.scores[head][found.ids[head] >= 0])
 
     def test_a_block_is_found_as_soon_as_it_is_added(self) -> None:
-        index, ids, keys = self.filled(20)
+        index, _, keys = self.filled(20)
         index.add(torch.tensor([41, 50]), 9 * keys[:2].abs() + 9)
         found = index.search(torch.ones(2, 1, 8), 2)
         assert sorted(found.ids[0, 0].tolist()) == [41, 50]
@@ -234,7 +236,7 @@ class IndexTests(ABC):
                 index.add(torch.tensor(ids), torch.ones(2, 2, 3, 8))
 
     def test_its_size_grows_with_its_keys(self) -> None:
-        index, ids, _ = self.filled(3)
+        index, _, _ = self.filled(3)
         small = index.nbytes
         index.add(torch.arange(1000, 4000), torch.ones(3000, 2, 3, 8))
         assert index.nbytes > small > 0

@@ -15,7 +15,8 @@ HEAD = """\
 # The command `memstore`
 
 Written by `make docs` from the command itself. Every verb prints tables on a terminal, plain text elsewhere,
-and one JSON object with `--json`.
+and one JSON object with `--json`. Models that are fetched are kept in the user's cache directory, or in the folder
+that the environment variable `MEMSTORE_CACHE` names.
 """
 
 

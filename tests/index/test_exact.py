@@ -60,13 +60,13 @@ def test_any_history_of_additions_and_removals_equals_brute_force(
     pool = small_integers(41, 2, 2, 3, seed=seed)
     there: set[int] = set()
     for adding, chosen in steps:
-        ids = sorted(chosen - there if adding else chosen & there)
+        changed = sorted(chosen - there if adding else chosen & there)
         if adding:
-            index.add(torch.tensor(ids).long(), pool[ids])
-            there |= set(ids)
+            index.add(torch.tensor(changed).long(), pool[changed])
+            there |= set(changed)
         else:
-            index.remove(torch.tensor(ids).long())
-            there -= set(ids)
+            index.remove(torch.tensor(changed).long())
+            there -= set(changed)
     wanted = there if allowed is None else there & {int(block) for block in allowed}
     ids = torch.tensor(sorted(wanted)).long()
     queries = small_integers(2 * groups, 2, 3, seed=seed + 1)
@@ -125,7 +125,7 @@ def test_sizes_below_one_are_refused(sizes: tuple[int, int, int]) -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="float32 or torch.bfloat16"):
+    with pytest.raises(InvalidArgument, match=r"float32 or torch\.bfloat16"):
         ExactIndex(1, 8, 1, torch.float16)
 
 

@@ -1,0 +1,222 @@
+"""What is put into a model is taken out again, and what cannot be attached is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+import memstore
+from memstore import ForeignMemory, InvalidArgument, NotFound, Retrieval, UnsupportedModel
+from tests.attach.models import tiny, tokens
+
+SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
+
+
+def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    hooks = [
+        (name, list(m._forward_hooks), list(m._forward_pre_hooks), list(m._backward_hooks), sorted(vars(m)))
+        for name, m in model.named_modules()
+    ]
+    with torch.no_grad():
+        logits = model(tokens(20)[None]).logits
+    return hooks, model.config.to_dict(), model.config._attn_implementation, model.training, logits
+
+
+def assert_restored(model: PreTrainedModel, before: tuple[Any, ...]) -> None:
+    after = state_of(model)
+    assert after[:-1] == before[:-1]
+    assert torch.equal(after[-1], before[-1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_leaving_restores_the_model(name: str) -> None:
+    model = tiny(name)
+    before = state_of(model)
+    with memstore.attach(model, "ram:", document="text", **SIZES) as attached:
+        attached.read(tokens(150))
+        assert model.config._attn_implementation != before[2]
+        model.generate(tokens(5)[None], max_new_tokens=3, do_sample=False)
+    assert_restored(model, before)
+
+
+def test_an_exception_restores_the_model() -> None:
+    model = tiny("llama")
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError), memstore.attach(model, "ram:", document="text", **SIZES) as attached:
+        attached.read(tokens(100))
+        _ = 1 / 0
+    assert_restored(model, before)
+
+
+def test_an_error_inside_of_a_forward_pass_restores_the_model() -> None:
+    model = tiny("gpt2", n_positions=64)
+    before = state_of(model)
+    with (
+        pytest.raises(InvalidArgument, match="learned positions for 64 tokens"),
+        memstore.attach(model, "ram:", document="text", **SIZES) as attached,
+    ):
+        attached.read(tokens(60))
+        attached.read(tokens(150))
+    assert_restored(model, before)
+
+
+def test_two_memories_at_once_are_refused_and_the_first_stays() -> None:
+    model = tiny("llama")
+    with memstore.attach(model, "ram:", document="text", **SIZES) as attached:
+        attached.read(tokens(100))
+        with pytest.raises(InvalidArgument, match="attached already"), memstore.attach(model, "ram:", **SIZES):
+            pass
+        attached.read(tokens(120))
+
+
+def test_attaching_twice_in_a_row_works() -> None:
+    model = tiny("llama")
+    results = []
+    for _ in range(2):
+        with memstore.attach(model, "ram:", document="text", **SIZES) as attached, torch.no_grad():
+            attached.read(tokens(150))
+            results.append(model(tokens(5)[None]).logits)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "mpt", "codegen"])
+def test_a_model_without_the_attention_interface_is_refused(name: str) -> None:
+    sizes = {"n_embd": 32, "hidden_size": 32, "d_model": 32, "n_layer": 2, "n_layers": 2, "n_head": 4, "n_heads": 4}
+    config = AutoConfig.for_model(name, vocab_size=97, rotary_dim=4, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match="do not use the attention interface"):
+        memstore.attach(model, "ram:")
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 40}, "window must be a multiple of the block size 16"),
+        ({"sink": 7}, "sink must be a multiple"),
+        ({"segment": 0}, "segment must be a multiple of the block size 16, at least 16, got 0"),
+        ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
+        ({"routing_layers": (9,)}, "layer numbers from 0 to 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        memstore.attach(tiny("llama"), "ram:", **{**SIZES, **options})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "few"])
+def test_top_k_must_be_a_number_of_blocks(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="top_k must be a whole number of at least 1 or 'all'"):
+        Retrieval(top_k=value)
+
+
+def test_a_memory_of_another_model_is_refused(tmp_path: Path) -> None:
+    with memstore.attach(tiny("llama"), tmp_path / "m", document="text", **SIZES) as attached:
+        attached.read(tokens(100))
+    with pytest.raises(ForeignMemory, match=r"not made by this model \(weights: "):
+        memstore.attach(tiny("llama", seed=1), tmp_path / "m", **SIZES)
+    with pytest.raises(ForeignMemory, match="architecture: "):
+        memstore.attach(tiny("qwen3"), tmp_path / "m", **SIZES)
+    with pytest.raises(ForeignMemory, match="dtype: "):
+        memstore.attach(tiny("llama").bfloat16(), tmp_path / "m", **SIZES)
+    with pytest.raises(ForeignMemory, match="use share=.model."):
+        memstore.attach(tiny("llama"), tmp_path / "m", retrieval=Retrieval(share="group"), **SIZES)
+    with memstore.attach(tiny("llama"), tmp_path / "m", **SIZES) as attached:
+        assert len(attached.documents[0]) == 100
+
+
+def test_caches_that_cannot_be_used_are_refused() -> None:
+    model = tiny("llama")
+    filled = model(tokens(5)[None], use_cache=True).past_key_values
+    with memstore.attach(model, "ram:", document="text", **SIZES):
+        with pytest.raises(InvalidArgument, match="filled before the memory was attached"):
+            model(tokens(5)[None], past_key_values=filled)
+        with pytest.raises(InvalidArgument, match="dynamic cache, got StaticCache"):
+            model(tokens(5)[None], past_key_values=StaticCache(model.config, max_cache_len=32))
+        mine = DynamicCache()
+        model(tokens(5)[None], past_key_values=mine)
+        assert mine.get_seq_length() == 5
+    with (
+        memstore.attach(model, "ram:", document="text", **SIZES),
+        pytest.raises(InvalidArgument, match="belongs to another attached memory"),
+    ):
+        model(tokens(5)[None], past_key_values=mine)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([], "nothing to read"),
+        ([[1, 2], [3, 4]], r"one sequence of token ids \[n\]"),
+        ([0.5, 1.0], "one sequence of token ids"),
+        ([5, 97], "from 0 to 96, got 5..97"),
+        ([-1, 5], "from 0 to 96, got -1..5"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named(text: Any, message: str) -> None:
+    with (
+        memstore.attach(tiny("llama"), "ram:", document="text", **SIZES) as attached,
+        pytest.raises(InvalidArgument, match=message),
+    ):
+        attached.read(text)
+    assert message
+
+
+def test_a_text_of_one_token_is_read_and_answered_from() -> None:
+    model = tiny("llama")
+    with memstore.attach(model, "ram:", document="text", **SIZES) as attached, torch.no_grad():
+        assert attached.read([7]).tokens == 1
+        got = model(tokens(5)[None]).logits
+    with torch.no_grad():
+        want = model(torch.cat((torch.tensor([7]), tokens(5)))[None]).logits[:, 1:]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def test_another_text_under_the_same_name_is_refused() -> None:
+    with memstore.attach(tiny("llama"), "ram:", document="text", **SIZES) as attached:
+        attached.read(tokens(100))
+        other = tokens(120)
+        other[60] = (other[60] + 1) % 90 + 2
+        with pytest.raises(InvalidArgument, match="differ from token 60 on"):
+            attached.read(other)
+        assert attached.read(tokens(120)).reused_tokens == 100
+
+
+def test_reading_needs_the_name_of_a_document() -> None:
+    with memstore.attach(tiny("llama"), "ram:", **SIZES) as attached, pytest.raises(InvalidArgument, match="pass document=NAME"):
+        attached.read(tokens(10))
+
+
+def test_an_unknown_document_is_named(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with memstore.attach(model, tmp_path / "m", document="text", **SIZES) as attached:
+        attached.read(tokens(100))
+    with (
+        memstore.open(tmp_path / "m", mode="r") as memory,
+        memstore.attach(model, memory, document="moby", **SIZES),
+        pytest.raises(NotFound, match="no document 'moby' in this memory; it has 'text'"),
+    ):
+        model(tokens(5)[None])
+
+
+def test_several_documents_are_searched_together() -> None:
+    model = tiny("llama")
+    with memstore.attach(model, "ram:", retrieval=Retrieval(top_k=3), **SIZES) as attached, torch.no_grad():
+        attached.read(tokens(160, seed=1), "one")
+        attached.read(tokens(160, seed=2), "two")
+        attached.trace.clear()
+        model(tokens(160, seed=1)[None, 40:60])
+        assert {entry.document for entry in attached.trace} <= {"one", "two"}
+        assert sum(len(entry.blocks) for entry in attached.trace) == 3
+        assert "one" in {entry.document for entry in attached.trace}
+
+
+def test_masks_of_another_shape_are_refused() -> None:
+    model = tiny("llama")
+    with memstore.attach(model, "ram:", **SIZES), pytest.raises(InvalidArgument, match="2D attention mask"):
+        model(tokens(5)[None], attention_mask=torch.ones(1, 1, 5, 5))

@@ -1,0 +1,93 @@
+"""Promises 3 and 4: a memory reopened in another process answers bit for bit; a killed reader loses nothing committed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from tests.attach.child import RETRIEVAL, SIZES, answer
+from tests.attach.models import tiny, tokens
+
+LENGTH = 3_000
+KILLS = 50
+
+
+CHILD = (sys.executable, "-m", "tests.attach.child")
+
+
+def read_here(folder: Path, length: int = LENGTH) -> None:
+    with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+        attached.read(tokens(length))
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["lists"] == b["lists"]
+    assert torch.equal(a["tokens"], b["tokens"])
+    assert torch.equal(a["logits"], b["logits"])
+    for ours, theirs in zip(a["states"], b["states"], strict=True):
+        assert torch.equal(ours["k"], theirs["k"]) and torch.equal(ours["v"], theirs["v"])
+
+
+def test_another_process_answers_bit_for_bit(tmp_path: Path) -> None:
+    read_here(tmp_path / "m")
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        here = answer(memory)
+    subprocess.run([*CHILD, "logits", tmp_path / "m", tmp_path / "there.pt"], check=True)
+    assert here["lists"], "the question must have been routed"
+    assert_same(here, torch.load(tmp_path / "there.pt", weights_only=True))
+
+
+@pytest.fixture
+def reader() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([*CHILD, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
+    tmp_path: Path, reader: subprocess.Popen[str]
+) -> None:
+    """50 times SIGKILL, each some milliseconds into reading; the last reader finishes."""
+    read_here(tmp_path / "undisturbed")
+    rng, folder, held = random.Random(0), tmp_path / "m", [0]
+    for _ in range(KILLS):
+        # Before the first commit the router is fitted, which takes longer than everything after it.
+        delay = rng.uniform(0.0, 0.08) if held[-1] else rng.uniform(0.0, 0.3)
+        kill_while_reading(reader, folder, LENGTH, delay=delay)
+        held.append(check_what_is_left(folder))
+    assert held == sorted(held), "what was committed must stay"
+    assert len(set(held)) > KILLS // 4, "the kills should have met reading at many places"
+    read_here(folder)
+    with memstore.open(tmp_path / "undisturbed", mode="r") as a, memstore.open(folder, mode="r") as b:
+        assert_same(answer(a), answer(b))
+
+
+def kill_while_reading(reader: subprocess.Popen[str], folder: Path, length: int, *, delay: float) -> None:
+    assert reader.stdin is not None and reader.stdout is not None
+    print(folder, length, file=reader.stdin, flush=True)
+    process = int(reader.stdout.readline())
+    time.sleep(delay)
+    os.kill(process, signal.SIGKILL)
+    assert reader.stdout.readline() == "ended\n"
+
+
+def check_what_is_left(folder: Path) -> int:
+    """The memory opens, verifies clean, and holds the beginning of the text; tokens held."""
+    with memstore.open(folder, mode="r") as memory:
+        assert memory.verify() == []
+        documents = memory.documents()
+        if not documents:
+            return 0
+        held = len(documents[0])
+        assert torch.equal(documents[0].tokens(), tokens(LENGTH)[:held])
+        return held

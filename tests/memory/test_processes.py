@@ -1,0 +1,127 @@
+"""What other processes see, and what they leave behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import memstore
+from tests.memory.helpers import KEY_DIM, G, S, append, check_content, make_spec, random_tokens, run_python
+
+DIGEST = """
+import hashlib
+with memstore.open(sys.argv[1], mode="r") as memory:
+    document = memory.document("a")
+    digest = hashlib.sha256(document.tokens().numpy().tobytes())
+    for layer in range(LAYERS):
+        for states in document.layer(layer).gather(list(document.blocks)).values():
+            digest.update(states.numpy().tobytes())
+    queries = torch.randn(2 * G, 5, KEY_DIM, generator=torch.Generator().manual_seed(1))
+    for found in document.layer(2).search(queries, 6):
+        digest.update(found.numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_reopened_elsewhere_it_gives_the_same_bytes_and_the_same_results(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("a"), random_tokens(50))
+        before = run_python(DIGEST, str(tmp_path / "m"))  # while it is open for writing here
+    after = run_python(DIGEST, str(tmp_path / "m"))
+    again: dict[str, str] = {}
+    exec(DIGEST.replace("print(", "again['it'] = ("), {**_names(tmp_path), "again": again})  # noqa: S102 - this file's
+    assert before == after == again["it"] + "\n"
+
+
+def _names(tmp_path: Path) -> dict[str, object]:
+    from tests.memory import helpers
+
+    class FakeSys:
+        argv = ("", str(tmp_path / "m"))
+
+    return {**vars(helpers), "memstore": memstore, "sys": FakeSys}
+
+
+READER = """
+memory = memstore.open(sys.argv[1], mode="r")
+document, ones = memory.document("a"), torch.ones(G, 1, KEY_DIM)
+def say():
+    try:
+        found = sorted(document.layer(0).search(ones, 20).blocks[0, 0].tolist())
+        print(len(document), [block for block in found if block >= 0], len(memory.documents()), flush=True)
+    except memstore.NotFound as error:
+        print("NotFound", flush=True)
+say()
+for line in sys.stdin:
+    say()
+"""
+
+
+def test_a_reader_elsewhere_sees_commits_truncations_and_forgetting(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        document = memory.document("a")
+        append(document, random_tokens(2 * S))
+        code = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + READER
+        command = [sys.executable, "-c", code, str(tmp_path / "m")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+
+            def look() -> str:
+                reader.stdin.write("look\n")  # type: ignore[union-attr]
+                reader.stdin.flush()  # type: ignore[union-attr]
+                return reader.stdout.readline().strip()  # type: ignore[union-attr]
+
+            assert reader.stdout.readline().strip() == "8 [0, 1] 1"
+            append(document, random_tokens(5))
+            assert look() == "13 [0, 1, 2] 1"
+            document.truncate(1)
+            append(document, random_tokens(S))
+            assert look() == "8 [0, 1] 1"
+            append(memory.document("b"), random_tokens(S))
+            assert look() == "8 [0, 1] 2"
+            memory.forget("a")
+            assert look() == "NotFound"
+            reader.stdin.close()
+            assert reader.wait(30) == 0
+
+
+def test_a_truncation_elsewhere_is_noticed_even_when_the_length_is_the_same(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as writer, memstore.open(tmp_path / "m", mode="r") as reader:
+        queries = torch.randn(G, 1, KEY_DIM)
+        append(writer.document("a"), random_tokens(5 * S))
+        reader.document("a").layer(0).search(queries, 5)
+        writer.document("a").truncate(2)
+        append(writer.document("a"), random_tokens(3 * S, 7))
+        found, expected = (m.document("a").layer(0).search(queries, 5) for m in (reader, writer))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+KILLED = """
+import os, signal
+memory = memstore.open(sys.argv[1])
+document = memory.document("a")
+append(document, random_tokens(7, 1))
+batch = document.append(random_tokens(9, 2))
+batch.__enter__()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_writer_leaves_its_last_commit_whole(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("a"), random_tokens(10))
+    code = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + KILLED
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with memstore.open(tmp_path / "m") as memory:
+        tokens = torch.cat([random_tokens(10), random_tokens(7, 1)])
+        check_content(memory.document("a"), tokens)
+        assert memory.verify() == []
+        append(memory.document("a"), random_tokens(9, 2))
+        check_content(memory.document("a"), torch.cat([tokens, random_tokens(9, 2)]))
+    assert [folder.name for folder in tmp_path.iterdir()] == ["m"]
