@@ -89,7 +89,8 @@ def examine(model: PreTrainedModel) -> Architecture:
         raise _unsupported(model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each")
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
-    layers = tuple(_plan(model, names, i, entry, mixed) for i, entry in enumerate(seen))
+    tables = rotary.tables_of(model)
+    layers = tuple(_plan(model, names, i, entry, mixed, tables) for i, entry in enumerate(seen))
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
     return Architecture(
         name=str(config.model_type),
@@ -184,12 +185,19 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     return [(c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
 
 
-def _plan(model: PreTrainedModel, names: dict[nn.Module, str], index: int, seen: _Seen, mixed: bool) -> LayerPlan:
+def _plan(
+    model: PreTrainedModel,
+    names: dict[nn.Module, str],
+    index: int,
+    seen: _Seen,
+    mixed: bool,
+    tables: list[rotary.Table],
+) -> LayerPlan:
     return LayerPlan(
         index=index,
         module=seen.module,
         block=_decoder_layer(model, names[seen.module]),
-        rotary=_rotary(model, index, seen),
+        rotary=_rotary(model, index, seen, tables),
         heads=seen.queries.shape[1],
         key_heads=seen.keys.shape[1],
         head_dim=seen.keys.shape[3],
@@ -199,7 +207,7 @@ def _plan(model: PreTrainedModel, names: dict[nn.Module, str], index: int, seen:
     )
 
 
-def _rotary(model: PreTrainedModel, index: int, seen: _Seen) -> Rotary:
+def _rotary(model: PreTrainedModel, index: int, seen: _Seen, tables: list[rotary.Table]) -> Rotary:
     """Run the layer again without positions, and find what turns the one result into the other."""
     args, kwargs = seen.inputs
     given = kwargs.get("position_embeddings")
@@ -215,7 +223,7 @@ def _rotary(model: PreTrainedModel, index: int, seen: _Seen) -> Rotary:
         with torch.no_grad(), _probing(model, probe):
             seen.module(*args, **{**kwargs, "position_embeddings": rotary.identity(given)})
         free = again[seen.module].keys
-    found = rotary.find(model, seen.module, given, positioned, free)
+    found = rotary.find(tables, seen.module, given, positioned, free)
     if found is None:
         raise _unsupported(model, f"its position encoding in layer {index} could not be taken apart")
     return found

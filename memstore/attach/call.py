@@ -18,8 +18,8 @@ from memstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from memstore.attach.selection import Selection
 
-Part = tuple[Tensor, Tensor, Tensor]
-"""Keys ``[B or 1, heads, n, D]``, values, and positions ``[B or 1, heads or 1, n]``."""
+MEMOS = 1024
+"""Positions and rotations kept for lists of blocks before they are made anew; more lists only come with small ``every``."""
 
 
 class Call:
@@ -60,6 +60,8 @@ class Call:
         """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
         self.tokens, self.padding, self.device = tokens, padding, device
         self._step_memo.clear()
+        if len(self._memo) > MEMOS:
+            self._memo.clear()
         self.positions = self._local_positions()
         self._check_positions()
 
@@ -169,11 +171,16 @@ class Call:
                 f"position {int(self.positions.max())}: use a smaller window, sink or top_k, or a shorter text"
             )
 
-    def cos_sin(self, rotary: Rotary, positions: Tensor) -> CosSin | None:
-        """Cosines and sines for prefix ``positions [B or 1, n]``, shared by the layers that have the same table."""
+    def prefix_cos_sin(self, rotary: Rotary, positions: Tensor) -> CosSin | None:
+        """Cosines and sines for ``positions [B or 1, heads or 1, n]``, shared by the layers that have the same table.
+
+        Where heads differ, rows and heads become one dimension.
+        """
         key = ("prefix", rotary.table, id(positions))
         if key not in self._memo:
-            self._memo[key] = (positions, rotary.cos_sin(positions.to(self.device)))
+            rows = self.layers[0].keys.shape[0] if positions.shape[1] > 1 else 1
+            flat = positions.expand(max(rows, len(positions)), -1, -1).flatten(0, 1)
+            self._memo[key] = (positions, rotary.cos_sin(flat.to(self.device)))
         cos_sin: CosSin | None = self._memo[key][1]
         return cos_sin
 
@@ -186,41 +193,52 @@ class Call:
 
     # What a layer sees
 
-    def prefix_states(self, plan: LayerPlan, chosen: Tensor | None) -> list[Part]:
-        """The parts of the memory that layer ``plan`` attends to, in order, not yet rotated."""
-        placement = self._placement(chosen)
-        direct = self.seen.direct_for(plan.sliding if plan.local else None)
-        parts = []
-        if self.seen.sink and not plan.local:
-            parts.append(self._run(plan, self.seen.sink, placement.sink))
-        if chosen is not None and chosen.shape[-1]:
-            keys, values = self._gathered(plan, chosen)
-            parts.append((keys, values, placement.retrieved))
-        if direct:
-            parts.append(self._run(plan, direct, self._direct_positions(len(direct))))
-        return parts
+    def prefix(self, plan: LayerPlan, chosen: Tensor | None) -> tuple[list[States], Tensor]:
+        """What layer ``plan`` attends to of the memory: parts in order, and their positions ``[B or 1, heads or 1, P]``.
 
-    def _direct_positions(self, tokens: int) -> Tensor:
-        key = ("direct", tokens)
+        Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens.
+        """
+        direct = self.seen.direct_for(plan.sliding if plan.local else None)
+        sink = range(0) if plan.local else self.seen.sink
+        chosen = None if chosen is not None and not chosen.shape[-1] else chosen
+        parts = []
+        if sink:
+            parts.append(self._run(plan, sink))
+        if chosen is not None:
+            parts.append(self._gathered(plan, chosen))
+        if direct:
+            parts.append(self._run(plan, direct))
+        return parts, self._prefix_positions(chosen, len(sink), len(direct))
+
+    def _prefix_positions(self, chosen: Tensor | None, sink: int, direct: int) -> Tensor:
+        key = ("positions", id(chosen), sink, direct)
         if key not in self._memo:
-            self._memo[key] = torch.arange(self.start - tokens, self.start)[None, None]
+            placement = self._placement(chosen)
+            parts = [torch.arange(self.start - direct, self.start)[None, None]]
+            if chosen is not None:
+                parts.insert(0, placement.retrieved)
+            if sink:
+                parts.insert(0, placement.sink)
+            batch, heads = (max(part.shape[i] for part in parts) for i in (0, 1))
+            self._memo[key] = torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
         positions: Tensor = self._memo[key]
         return positions
 
-    def _run(self, plan: LayerPlan, tokens: range, positions: Tensor) -> Part:
-        keys, values = self.states(plan.index, tokens)
-        return keys[None], values[None], positions
+    def _run(self, plan: LayerPlan, tokens: range) -> States:
+        keys, values = self.states(plan.index, tokens)  # [G, n, D]
+        return keys[None, :, None], values[None, :, None]
 
     def _gathered(self, plan: LayerPlan, chosen: Tensor) -> States:
-        """States of ``chosen [B, lists, K]`` as ``[B, heads, K * S, D]``; heads are the lists where those are more."""
+        """States of ``chosen [B, lists, K]`` as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
         numbers, places = chosen.unique(return_inverse=True)
         keys, values = self.candidates.gather(plan.index, numbers)  # [n, G, S, D]
         lists, groups = chosen.shape[1], plan.key_heads
+        if lists == 1 and len(chosen) == 1:  # a list is in ascending order, so its blocks are what was gathered
+            return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         heads = max(lists, groups)
-        places = places.repeat_interleave(heads // lists, dim=1)
         head = torch.arange(heads) // (heads // groups)
-        pick = (places, head[None, :, None])
-        return keys[pick].flatten(2, 3), values[pick].flatten(2, 3)
+        pick = (places.repeat_interleave(heads // lists, dim=1), head[None, :, None])
+        return keys[pick], values[pick]
 
     # Masks
 

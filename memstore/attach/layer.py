@@ -60,30 +60,32 @@ class LayerStates(CacheLayerMixin):
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:
         """Fill the beginning of the buffers from the memory, keeping the local tokens after it."""
         local = self._local()
-        parts = self.call.prefix_states(self.plan, self.chosen)  # (keys, values, positions) of each part
-        heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _, _ in parts)])
-        self.prefix = sum(keys.shape[2] for keys, _, _ in parts)
+        parts, self.prefix_positions = self.call.prefix(self.plan, self.chosen)
+        heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
+        self.prefix = self.prefix_positions.shape[-1]
         self._allocate(k, v, heads, self.prefix + self.call.length + k.shape[2] + self.call.room)
         start = 0
-        for keys, values, positions in parts:
-            end = start + keys.shape[2]
-            self.keys[:, :, start:end] = self._matching(self._rotated(keys.to(k), positions), heads)
-            self.values[:, :, start:end] = self._matching(values.to(v), heads)
+        for keys, values in parts:
+            end = start + keys.shape[2] * keys.shape[3]
+            _fill(self.keys[:, :, start:end], keys)
+            _fill(self.values[:, :, start:end], values)
             start = end
-        self.prefix_positions = _joined([positions for _, _, positions in parts])
+        if self.prefix:
+            self._rotate_prefix()
         self.stale = False
         if local is not None:
             self._write(*local, at=self.prefix)
 
-    def _rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``keys [B, heads, n, D]`` to ``positions [B or 1, heads or 1, n]``."""
-        rotary = self.plan.rotary
+    def _rotate_prefix(self) -> None:
+        keys, rotary, positions = self.keys[:, :, : self.prefix], self.plan.rotary, self.prefix_positions
+        cos_sin = self.call.prefix_cos_sin(rotary, positions)
+        if cos_sin is None:
+            return
         if positions.shape[1] == 1:
-            return rotary.rotate(keys, self.call.cos_sin(rotary, positions[:, 0]))
-        batch, heads, tokens, dim = keys.shape
-        flat = positions.expand(batch, heads, tokens).reshape(batch * heads, tokens)
-        rotated = rotary.rotate(keys.reshape(batch * heads, 1, tokens, dim), self.call.cos_sin(rotary, flat))
-        return rotated.reshape(keys.shape)
+            keys.copy_(rotary.rotate(keys, cos_sin))
+        else:  # every head has its own blocks and so its own positions
+            rotated = rotary.rotate(keys.flatten(0, 1).unsqueeze(1), cos_sin)
+            keys.copy_(rotated.view_as(keys))
 
     def _local(self) -> States | None:
         if not self.is_initialized or not self.call.length:
@@ -158,9 +160,8 @@ class LayerStates(CacheLayerMixin):
             self.call.reorder(beam_idx)
 
 
-def _joined(positions: list[Tensor]) -> Tensor:
-    """Positions of all parts, ``[B or 1, heads or 1, P]``."""
-    if not positions:
-        return torch.empty(1, 1, 0, dtype=torch.long)
-    batch, heads = (max(p.shape[i] for p in positions) for i in (0, 1))
-    return torch.cat([p.expand(batch, heads, -1) for p in positions], dim=-1)
+def _fill(buffer: Tensor, blocks: Tensor) -> None:
+    """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``, repeating heads where it has more."""
+    repeats = buffer.shape[1] // blocks.shape[1]
+    blocks = blocks if repeats == 1 else blocks.repeat_interleave(repeats, dim=1)
+    buffer.unflatten(2, blocks.shape[2:4]).copy_(blocks)

@@ -6,10 +6,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Part = Literal["none", "all", "first", "last"]
 CosSin = tuple[Tensor, Tensor]
@@ -60,8 +64,13 @@ def identity(cos_sin: CosSin) -> CosSin:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def find(model: nn.Module, module: nn.Module, given: CosSin | None, positioned: Tensor, free: Tensor) -> Rotary | None:
-    """The rotary of an attention ``module``, or None if it cannot be told.
+Table = Callable[[Tensor], CosSin]
+
+
+def find(
+    tables: list[Table], module: nn.Module, given: CosSin | None, positioned: Tensor, free: Tensor
+) -> Rotary | None:
+    """The rotary of an attention ``module``, or None if it cannot be told. ``tables`` are those of the model.
 
     ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are its
     keys ``[1, G, T, D]`` with these, and with the identity in their place.
@@ -69,7 +78,7 @@ def find(model: nn.Module, module: nn.Module, given: CosSin | None, positioned: 
     if given is None or torch.equal(positioned, free):
         return Rotary("none") if torch.equal(positioned, free) else None
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    table = _table(model, given)
+    table = _matching_table(tables, given)
     if apply is None or table is None:
         return None
     parts: tuple[Part, ...] = ("all", "first", "last")
@@ -88,25 +97,31 @@ def _matches(rotary: Rotary, given: CosSin, positioned: Tensor, free: Tensor) ->
     return rotated.shape == positioned.shape and torch.allclose(rotated, positioned, rtol=1e-2, atol=1e-3)
 
 
-def _table(model: nn.Module, given: CosSin) -> Callable[[Tensor], CosSin] | None:
-    """The rotary module (and layer type) of ``model`` that makes exactly ``given`` for the positions 0..T-1."""
+def _matching_table(tables: list[Table], given: CosSin) -> Table | None:
+    """The one of ``tables`` that makes exactly ``given`` for the positions 0..T-1."""
     positions = torch.arange(given[0].shape[1], device=given[0].device)[None]
-    for candidate in _candidates(model, given[0]):
-        made = candidate(positions)
-        if all(torch.equal(x.expand_as(y), y) for x, y in zip(made, given, strict=True)):
-            return candidate
+    for table in tables:
+        made = table(positions)
+        if all(x.shape[-1] == y.shape[-1] and torch.equal(x.expand_as(y), y) for x, y in zip(made, given, strict=True)):
+            return table
     return None
 
 
-def _candidates(model: nn.Module, like: Tensor) -> list[Callable[[Tensor], CosSin]]:
-    sample = torch.empty(0, dtype=like.dtype, device=like.device)
-    found: list[Callable[[Tensor], CosSin]] = []
+def tables_of(model: PreTrainedModel) -> list[Table]:
+    """Cosines and sines of positions ``[B, T]``, by each rotary module of ``model`` and each of its layer types."""
+    sample = torch.empty(0, dtype=model.dtype, device=model.device)
+    found: list[Table] = []
     for rotary in model.modules():
         if not type(rotary).__name__.endswith("RotaryEmbedding"):
             continue
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             kinds = dict.fromkeys(getattr(rotary, "layer_types", None) or rotary.config.layer_types)
-            found += [lambda p, r=rotary, kind=kind: r(sample, p, kind) for kind in kinds]  # type: ignore[misc]
+            found += [partial(_typed_table, rotary, sample, kind) for kind in kinds]
         else:
-            found.append(lambda p, r=rotary: r(sample, p))  # type: ignore[misc]
+            found.append(partial(rotary, sample))
     return found
+
+
+def _typed_table(rotary: nn.Module, sample: Tensor, layer_type: str, positions: Tensor) -> CosSin:
+    cos, sin = rotary(sample, positions, layer_type)
+    return cos, sin
