@@ -243,17 +243,18 @@ class Call:
     # Masks
 
     def mask(self, states: LayerStates, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask ``[B or 1, heads or 1, T, prefix + local]`` of a layer, or None where everything is visible."""
+        """Additive mask ``[B or 1, heads or 1, T, M]`` for the last ``M`` keys of a layer; None where all are visible.
+
+        The memory is visible to every token, unless a sliding window ends within it.
+        """
         sliding = states.plan.sliding
         if self.tokens == 1 and self.padding is None and sliding is None:
             return None
-        key = ("mask", states.prefix, sliding, None if sliding is None else id(states.prefix_positions))
+        key = ("mask", None if sliding is None else (sliding, id(states.prefix_positions)))
         if key not in self._step_memo:
             visible = self._visible_local()
-            prefix = torch.ones(1, 1, self.tokens, states.prefix, dtype=torch.bool, device=self.device)
-            visible = torch.cat((prefix.expand(visible.shape[0], -1, -1, -1), visible), dim=-1)
             if sliding is not None:
-                visible = visible & self._within(states, sliding)
+                visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True) & self._within(states, sliding)
             self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
                 ~visible, float("-inf")
             )

@@ -64,7 +64,7 @@ def read(
     document = attached.memories[0].document(name)
     stored = _common_part(document, tokens)
     attached.calibrate(tokens)
-    reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score)
+    reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score if score else None)
     begun = time.perf_counter()
     with _bar(name, stored, len(tokens), progress) as advance, reader:
         for segment in _segments(stored, len(tokens), attached.segment):
@@ -140,17 +140,35 @@ def _bar(name: str, done: int, total: int, show: bool) -> Iterator[object]:
         yield advance
 
 
+def _single_threaded_writer() -> ThreadPoolExecutor:
+    """A thread that commits beside the model.
+
+    Torch would give it as many OpenMP workers as the model has. With more workers than cores they sleep after every
+    operation instead of waiting for the next, and the model takes twice as long; so the writer gets none.
+    """
+    workers = torch.get_num_threads()
+    writer = ThreadPoolExecutor(1, "memstore-writer", initializer=_work_alone)
+    writer.submit(int).result()
+    torch.set_num_threads(workers)  # the writer has set the default of threads yet to come as well
+    return writer
+
+
+def _work_alone() -> None:
+    torch.get_num_threads()  # reads the default, which would else be read later and undo the next line
+    torch.set_num_threads(1)
+
+
 class _Reader:
     """The state of reading one document. Committing runs in a thread of its own, beside the next segment."""
 
-    def __init__(self, attached: Attached, document: Document, *, retrieve: bool, score_from: int) -> None:
+    def __init__(self, attached: Attached, document: Document, *, retrieve: bool, score_from: int | None) -> None:
         self.attached, self.document, self.retrieve, self.score_from = attached, document, retrieve, score_from
         self.spec = attached.memories[0].spec
         self.selection = attached.selection
         self.tokens = len(document)
         self.nll: list[Tensor] = []
         self._last_logits: Tensor | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="memstore-writer")
+        self._writer = _single_threaded_writer()
         self._pending: Future[None] | None = None
         sliding = [plan.sliding or 0 for plan in attached.architecture.layers if plan.local]
         keep = max([attached.window, *sliding]) + attached.segment + self.spec.block_size
@@ -226,7 +244,7 @@ class _Reader:
         size = self.spec.block_size
         tokens = range(self.tokens // size * size, self.tokens + new)
         states = [self.states.read(layer, tokens) for layer in range(self.spec.layers)]
-        blocks = [(as_blocks(keys, size), as_blocks(values, size)) for keys, values in states]
+        blocks = [(as_blocks(keys, size).contiguous(), as_blocks(values, size).contiguous()) for keys, values in states]
         if self.selection.by_layer:
             means = {i: sub_block_means(blocks[i][0], self.spec.keys_per_block) for i in self.spec.index_layers}
             return blocks, means
@@ -246,10 +264,10 @@ class _Reader:
             pending.result()
 
     def _scores(self, new: int) -> bool:
-        return self.tokens + new >= self.score_from
+        return self.score_from is not None and self.tokens + new >= self.score_from  # its last logits predict the first token after it
 
     def _score(self, tokens: Tensor, logits: Tensor | None) -> None:
-        if logits is None:
+        if logits is None or self.score_from is None:
             return
         before, self._last_logits = self._last_logits, logits[-1:]
         predicted = logits[:-1] if before is None else torch.cat((before, logits[:-1]))

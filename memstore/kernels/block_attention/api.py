@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
@@ -66,7 +67,8 @@ def attend(
 ) -> Tensor:
     """The output of ``block_attention`` alone, which PyTorch computes several times faster without the log-sum-exp.
 
-    ``mask`` is additive here and broadcasts to ``[B, 1, T, N]``. ``"auto"`` takes ``"torch"`` unless a cap or sinks,
+    ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; those before are visible to all.
+    ``"auto"`` takes ``"torch"`` unless a cap or sinks,
     which it does not have, are asked for.
     """
     k, v = _flat(k), _flat(v)
@@ -83,6 +85,7 @@ def attend(
         case "auto" | "reference":
             from memstore.kernels.block_attention import reference
 
+            mask = mask if mask is None else F.pad(mask, (k.shape[2] - mask.shape[-1], 0))
             return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
         case _:
             raise InvalidArgument(f"backend must be 'auto', 'reference' or 'torch', got {backend!r}")

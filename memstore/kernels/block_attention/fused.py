@@ -14,27 +14,32 @@ from torch import Tensor
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of ``q [B, H, T, D]`` over ``k, v [B, G, N, D]``; returns ``[B, H, T, Dv]``.
 
-    ``mask`` is additive, in the dtype of ``q``, and broadcasts to ``[B, 1, T, N]``.
+    ``mask`` is additive, in the dtype of ``q``, and broadcasts to ``[B, heads, T, M]``, heads being 1, G or H. It is for
+    the last ``M`` keys; those before are visible to all queries.
     """
-    batch, heads, tokens, dim = q.shape
-    groups = k.shape[1]
-    packed = q.reshape(batch, groups, heads // groups * tokens, dim)
-    if mask is not None and heads != groups:
-        mask = mask.repeat(*([1] * (mask.dim() - 2)), heads // groups, 1)
-    out = _products(packed, k, v, mask, scale) if _products_are_faster(q) else _sdpa(packed, k, v, mask, scale)
-    return out.reshape(batch, heads, tokens, v.shape[-1])
-
-
-def _products_are_faster(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] > 1
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] > 1:
+        return _products(q, k, v, mask, scale)
+    if q.shape[2] == 1 and mask is None:
+        return _packed_sdpa(q, k, v, scale)
+    mask = mask if mask is None else F.pad(mask, (k.shape[2] - mask.shape[-1], 0))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = (q * scale) @ k.transpose(-1, -2)
+    batch, heads, tokens, dim = q.shape
+    groups = k.shape[1]
+    packed = (q * scale).reshape(batch, groups, heads // groups * tokens, dim)
+    scores = packed @ k.transpose(-1, -2)
     if mask is not None:
-        scores += mask
-    return torch.softmax(scores, dim=-1) @ v
+        masked = scores.view(batch, groups, heads // groups, tokens, -1)[..., k.shape[2] - mask.shape[-1] :]
+        masked += mask[:, :, None] if mask.shape[1] in (1, groups) else mask.unflatten(1, (groups, -1))
+    out = torch.softmax(scores, dim=-1) @ v
+    return out.reshape(batch, heads, tokens, v.shape[-1])
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One query token: the heads of a group are the rows of one product."""
+    batch, heads, _, dim = q.shape
+    packed = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
+    out = F.scaled_dot_product_attention(packed, k, v, scale=scale)
+    return out.reshape(batch, heads, 1, v.shape[-1])
