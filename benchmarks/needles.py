@@ -76,7 +76,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_192, 32_768, 65_536], help="tokens per document")
     parser.add_argument("--documents", type=int, nargs="+", default=[4, 3, 2], help="documents of each length")
     parser.add_argument("--text", type=Path, help="a text file; Python's language reference without it")
-    parser.add_argument("--filler", action="store_true", help="pass keys in the landmark paper's filler instead of prose")
+    parser.add_argument(
+        "--filler", action="store_true", help="pass keys in the landmark paper's filler instead of prose"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--top-k", type=int, default=4)

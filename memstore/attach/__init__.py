@@ -76,7 +76,9 @@ def attach(
     fingerprint = fingerprint_of(model, architecture, tokenizer, block_size)
     owned: list[Memory] = []
     if isinstance(memory_or_url, (str, Path)):
-        owned.append(_open(open_memory, memory_or_url, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers)))
+        owned.append(
+            _open(open_memory, memory_or_url, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers))
+        )
     try:
         for memory in given or owned:
             _check_memory(memory, fingerprint, retrieval)
@@ -123,7 +125,9 @@ def _check_sizes(block_size: int, **sizes: int) -> None:
     for name, value in sizes.items():
         least = 0 if name == "sink" else block_size
         if not isinstance(value, int) or value < least or value % block_size:
-            raise InvalidArgument(f"{name} must be a multiple of the block size {block_size}, at least {least}, got {value!r}")
+            raise InvalidArgument(
+                f"{name} must be a multiple of the block size {block_size}, at least {least}, got {value!r}"
+            )
 
 
 def _check_memory(memory: Memory, fingerprint: Any, retrieval: Retrieval) -> None:

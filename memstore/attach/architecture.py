@@ -86,7 +86,9 @@ def examine(model: PreTrainedModel) -> Architecture:
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
     if len(seen) != expected or any(entry.calls != 1 for entry in seen):
-        raise _unsupported(model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each")
+        raise _unsupported(
+            model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each"
+        )
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = rotary.tables_of(model)
@@ -123,7 +125,9 @@ def _run_probe(model: PreTrainedModel) -> list[_Seen]:
 
 
 def _forward_probe(model: PreTrainedModel) -> None:
-    tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % int(
+        model.config.get_text_config().vocab_size
+    )
     model.base_model(input_ids=tokens, use_cache=False)
 
 
@@ -182,7 +186,9 @@ def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any)
 
 def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [(c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+    return [
+        (c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")
+    ]
 
 
 def _plan(

@@ -90,7 +90,9 @@ class Attached:
             return list(existing.values())
         for name in self.names:
             if name not in existing and self.memories[0].mode == "r":
-                raise NotFound(f"no document {name!r} in this memory; it has {', '.join(map(repr, existing)) or 'none'}")
+                raise NotFound(
+                    f"no document {name!r} in this memory; it has {', '.join(map(repr, existing)) or 'none'}"
+                )
         return [existing[name] for name in self.names if name in existing]
 
     def read(
@@ -257,10 +259,10 @@ class Attached:
             return Call(self.selection, NOTHING, _no_states)
         tokens = len(documents[-1])
         if len(documents) > 1 and self.retrieval.positions != "stingy":
-            raise InvalidArgument(f"positions={self.retrieval.positions!r} needs one document, {len(documents)} are attached")
-        seen = visible(
-            documents, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=self.window
-        )
+            raise InvalidArgument(
+                f"positions={self.retrieval.positions!r} needs one document, {len(documents)} are attached"
+            )
+        seen = visible(documents, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=self.window)
         return Call(self.selection, seen, DocumentStates(documents[-1], self.block_size).read)
 
     def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any]) -> None:

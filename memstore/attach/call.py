@@ -16,7 +16,7 @@ from memstore.attention import Placement, place
 from memstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from memstore.attach.selection import Selection
+    from memstore.attach.selection import Chosen, Selection
 
 MEMOS = 1024
 """Positions and rotations kept for lists of blocks before they are made anew; more lists only come with small ``every``."""
@@ -46,7 +46,7 @@ class Call:
         self.length = 0
         self.tokens = 0
         self.chosen_at: int | None = None
-        self.last_chosen: Tensor | None = None
+        self.last_chosen: Chosen | None = None
         self.padding: Tensor | None = None
         self.codes: dict[int, Tensor] = {}
         self._memo: dict[object, Any] = {}
@@ -77,8 +77,8 @@ class Call:
 
     # Choosing blocks
 
-    def set_chosen(self, chosen: Tensor, from_layer: int) -> None:
-        """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen [B or 1, 1, K]``."""
+    def set_chosen(self, chosen: Chosen, from_layer: int) -> None:
+        """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen``."""
         for states in self.layers[from_layer:]:
             if not states.plan.local:
                 states.set_chosen(chosen)
@@ -130,17 +130,18 @@ class Call:
 
     # Positions
 
-    def _placement(self, chosen: Tensor | None) -> Placement:
+    def _placement(self, chosen: Chosen | None) -> Placement:
         key = ("placement", id(chosen))
         if key not in self._memo:
-            blocks = torch.zeros(1, 1, self.slots, dtype=torch.long)
+            blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long)
             if chosen is not None:
-                blocks = self.candidates.blocks()[chosen]
+                blocks, slots = self.candidates.blocks()[chosen.numbers], chosen.slots
             placement = place(
                 self.selection.retrieval.positions,
                 sink=self.seen.sink,
                 direct=self.seen.direct,
                 blocks=blocks,
+                slots=slots,
                 block_size=self.selection.block_size,
                 limit=self.selection.position_limit,
             )
@@ -193,14 +194,13 @@ class Call:
 
     # What a layer sees
 
-    def prefix(self, plan: LayerPlan, chosen: Tensor | None) -> tuple[list[States], Tensor]:
+    def prefix(self, plan: LayerPlan, chosen: Chosen | None) -> tuple[list[States], Tensor]:
         """What layer ``plan`` attends to of the memory: parts in order, and their positions ``[B or 1, heads or 1, P]``.
 
         Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens.
         """
         direct = self.seen.direct_for(plan.sliding if plan.local else None)
         sink = range(0) if plan.local else self.seen.sink
-        chosen = None if chosen is not None and not chosen.shape[-1] else chosen
         parts = []
         if sink:
             parts.append(self._run(plan, sink))
@@ -210,7 +210,7 @@ class Call:
             parts.append(self._run(plan, direct))
         return parts, self._prefix_positions(chosen, len(sink), len(direct))
 
-    def _prefix_positions(self, chosen: Tensor | None, sink: int, direct: int) -> Tensor:
+    def _prefix_positions(self, chosen: Chosen | None, sink: int, direct: int) -> Tensor:
         key = ("positions", id(chosen), sink, direct)
         if key not in self._memo:
             placement = self._placement(chosen)
@@ -228,12 +228,12 @@ class Call:
         keys, values = self.states(plan.index, tokens)  # [G, n, D]
         return keys[None, :, None], values[None, :, None]
 
-    def _gathered(self, plan: LayerPlan, chosen: Tensor) -> States:
-        """States of ``chosen [B, lists, K]`` as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
-        numbers, places = chosen.unique(return_inverse=True)
+    def _gathered(self, plan: LayerPlan, chosen: Chosen) -> States:
+        """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
+        numbers, places = chosen.numbers.unique(return_inverse=True)
         keys, values = self.candidates.gather(plan.index, numbers)  # [n, G, S, D]
-        lists, groups = chosen.shape[1], plan.key_heads
-        if lists == 1 and len(chosen) == 1:  # a list is in ascending order, so its blocks are what was gathered
+        rows, lists, groups = *chosen.numbers.shape[:2], plan.key_heads
+        if rows == lists == 1:  # a list is in ascending order, so its blocks are what was gathered
             return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         heads = max(lists, groups)
         head = torch.arange(heads) // (heads // groups)
@@ -254,7 +254,9 @@ class Call:
         if key not in self._step_memo:
             visible = self._visible_local()
             if sliding is not None:
-                visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True) & self._within(states, sliding)
+                visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True) & self._within(
+                    states, sliding
+                )
             self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
                 ~visible, float("-inf")
             )

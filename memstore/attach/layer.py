@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from memstore.attach.architecture import LayerPlan
+from memstore.attach.selection import Chosen
 from memstore.attach.visible import States
 from memstore.kernels.block_attention import attend
 
@@ -31,8 +32,8 @@ class LayerStates(CacheLayerMixin):
     def __init__(self, call: Call, plan: LayerPlan) -> None:
         super().__init__()
         self.call, self.plan = call, plan
-        self.chosen: Tensor | None = None
-        """``[B or 1, lists, K]`` numbers of candidates, or None while nothing is retrieved."""
+        self.chosen: Chosen | None = None
+        """What is retrieved; None while nothing is."""
         self.chosen_at = 0
         self.stale = True
         self.prefix = 0
@@ -40,10 +41,9 @@ class LayerStates(CacheLayerMixin):
         self.fresh: States | None = None
         """Position-free states of the segment, kept while reading."""
 
-    def set_chosen(self, chosen: Tensor) -> None:
+    def set_chosen(self, chosen: Chosen) -> None:
         """Attend to the candidates ``chosen`` from now on."""
-        if self.chosen is None or not torch.equal(self.chosen, chosen):
-            self.chosen, self.stale = chosen, True
+        self.chosen, self.stale = chosen, True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of position-free ``q [B, H, T, D]``, ``k, v [B, G, T, D]`` over prefix and local tokens."""
@@ -152,8 +152,8 @@ class LayerStates(CacheLayerMixin):
         """Take over the rows that beam search goes on with."""
         if self.is_initialized:
             self.keys, self.values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
-        if self.chosen is not None and len(self.chosen) > 1:
-            self.chosen = self.chosen.index_select(0, beam_idx)
+        if self.chosen is not None:
+            self.chosen = self.chosen.rows(beam_idx.cpu())
         if len(self.prefix_positions) > 1:
             self.prefix_positions = self.prefix_positions.index_select(0, beam_idx)
         if self.plan.index == 0:

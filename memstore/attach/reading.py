@@ -248,9 +248,7 @@ class _Reader:
         if self.selection.by_layer:
             means = {i: sub_block_means(blocks[i][0], self.spec.keys_per_block) for i in self.spec.index_layers}
             return blocks, means
-        return blocks, {
-            layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()
-        }
+        return blocks, {layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()}
 
     def _append(self, tokens: Tensor, blocks: list[tuple[Tensor, Tensor]], landmarks: dict[int, Tensor]) -> None:
         with self.document.append(tokens) as batch:
@@ -264,13 +262,17 @@ class _Reader:
             pending.result()
 
     def _scores(self, new: int) -> bool:
-        return self.score_from is not None and self.tokens + new >= self.score_from  # its last logits predict the first token after it
+        return (
+            self.score_from is not None and self.tokens + new >= self.score_from
+        )  # its last logits predict the first token after it
 
     def _score(self, tokens: Tensor, logits: Tensor | None) -> None:
         if logits is None or self.score_from is None:
             return
         before, self._last_logits = self._last_logits, logits[-1:]
         predicted = logits[:-1] if before is None else torch.cat((before, logits[:-1]))
-        nll = F.cross_entropy(predicted.float(), tokens[len(tokens) - len(predicted) :].to(logits.device), reduction="none")
+        nll = F.cross_entropy(
+            predicted.float(), tokens[len(tokens) - len(predicted) :].to(logits.device), reduction="none"
+        )
         first = self.tokens + len(tokens) - len(nll)
         self.nll.append(nll[max(0, self.score_from - first) :].cpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,15 +11,33 @@ from torch import Tensor
 from memstore.attach.architecture import Architecture, LayerPlan
 from memstore.attach.trace import Retrieved, Trace
 from memstore.attach.visible import Candidates
-from memstore.attention import Router, choose, late_interaction, pooled
+from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import inherited
 from memstore.memory.retrieval import Retrieval
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The lists that are attended to: one for each row of the batch, or one for all."""
+
+    numbers: Tensor
+    """``[B or 1, lists, K]`` numbers of candidates, ascending in each list."""
+    slots: Tensor
+    """``[B or 1, lists, K]``: the slot that each takes with stingy positions."""
+
+    def rows(self, rows: Tensor) -> Chosen:
+        """Those of the given rows; itself where it serves all rows."""
+        if len(self.numbers) == 1:
+            return self
+        return Chosen(self.numbers.index_select(0, rows), self.slots.index_select(0, rows))
 
 
 class Selection:
     """Chooses candidates by number; knows nothing of states and positions."""
 
-    def __init__(self, architecture: Architecture, retrieval: Retrieval, block_size: int, index_layers: Sequence[int]) -> None:
+    def __init__(
+        self, architecture: Architecture, retrieval: Retrieval, block_size: int, index_layers: Sequence[int]
+    ) -> None:
         self.architecture, self.retrieval, self.block_size = architecture, retrieval, block_size
         self.index_layers = tuple(index_layers)
         self.routers: dict[int, Router] = {}
@@ -44,33 +63,42 @@ class Selection:
         top_k = self.retrieval.top_k
         return len(candidates) if top_k == "all" else min(top_k, len(candidates))
 
-    def everything(self, candidates: Candidates) -> Tensor | None:
-        """All candidates as a list ``[1, 1, N]`` if a list holds them all, else None: then somebody has to choose."""
+    def everything(self, candidates: Candidates) -> Chosen | None:
+        """All candidates as one list if a list holds them all, else None: then somebody has to choose."""
         if self.slots(candidates) < len(candidates):
             return None
-        return torch.arange(len(candidates))[None, None]
+        numbers = torch.arange(len(candidates))[None, None]
+        return Chosen(numbers, numbers)
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
         """Codes ``[B, T, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
         return self.routers[layer].encode(hidden.detach().cpu())
 
-    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor], step: int) -> Tensor:
-        """One list for all layers from each row's query codes ``[t, dim]``: numbers ``[B, 1, K]``."""
-        return torch.stack([self._route_row(candidates, layer, codes, step, row) for row, codes in enumerate(rows)])
+    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor], step: int) -> Chosen:
+        """One list for all layers from each row's query codes ``[t, dim]``."""
+        lists = [self._route_row(candidates, layer, codes, step, row) for row, codes in enumerate(rows)]
+        return self._chosen(lists)
 
-    def _route_row(self, candidates: Candidates, layer: int, codes: Tensor, step: int, row: int) -> Tensor:
+    def _chosen(self, lists: list[tuple[Tensor, Tensor]]) -> Chosen:
+        numbers, scores = (torch.stack(parts) for parts in zip(*lists, strict=True))
+        by_time = torch.arange(numbers.shape[-1]).expand(numbers.shape)
+        return Chosen(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time)
+
+    def _route_row(
+        self, candidates: Candidates, layer: int, codes: Tensor, step: int, row: int
+    ) -> tuple[Tensor, Tensor]:
         options = self.retrieval
         codes = codes if options.query == "all" else codes[-options.span :]
         scores = candidates.score(layer, codes[None])[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
         numbers, best = choose(inherited(blocks, candidates.consecutive()), self.slots(candidates))
         self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
-        return numbers[None]
+        return numbers[None], best[None]
 
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], step: int, *, whole: bool
-    ) -> Tensor:
-        """The layer's own lists from each row's queries ``[H, t, D]``: numbers ``[B, lists, K]``.
+    ) -> Chosen:
+        """The layer's own lists from each row's queries ``[H, t, D]``.
 
         ``whole`` lets all query tokens choose; otherwise the options say which do.
         """
@@ -83,8 +111,8 @@ class Selection:
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
             for head in range(lists):
                 self._note(candidates, numbers[head], best[head], step=step, row=row, layer=plan.index, head=head)
-            chosen.append(numbers)
-        return torch.stack(chosen)
+            chosen.append((numbers, best))
+        return self._chosen(chosen)
 
     def _note(self, candidates: Candidates, numbers: Tensor, scores: Tensor, **where: int) -> None:
         found: dict[str, tuple[list[int], list[float]]] = {}

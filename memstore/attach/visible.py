@@ -78,7 +78,9 @@ class Visible:
         return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
 
 
-def visible(documents: Sequence[Document], block_size: int, *, tokens: int, start: int, sink: int, window: int) -> Visible:
+def visible(
+    documents: Sequence[Document], block_size: int, *, tokens: int, start: int, sink: int, window: int
+) -> Visible:
     """What a call sees that continues the last of ``documents`` after ``tokens`` tokens.
 
     ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment

@@ -2,10 +2,10 @@
 
 States are stored without positions; positions are applied when blocks are fetched. What a query sees is, in this order,
 
-    sink | retrieved blocks, oldest first | direct tokens (the window) | local tokens (the segment itself)
+    sink | retrieved blocks | direct tokens (the window) | local tokens (the segment itself)
 
 ``stingy`` gives these consecutive positions from 0 on, however long the document is (after section 3.2.1 of Mohtashami &
-Jaggi 2023, which uses one slot per retrieved block). ``true`` gives every token its place in the document; it is exact
+Jaggi 2023), one slot of ``block_size`` positions for each retrieved block. ``true`` gives every token its place in the document; it is exact
 while the document is shorter than what the model was trained for. ``clamped`` is ``true``, moved down so that the local
 tokens end inside the trained range, with everything older than that range at position 0.
 """
@@ -26,7 +26,7 @@ class Placement:
     sink: Tensor
     """``[1, 1, sink tokens]``"""
     retrieved: Tensor
-    """``[B, heads, K * S]``, or ``[1, 1, K * S]`` where all rows agree."""
+    """``[B or 1, heads or 1, K * S]``"""
     local_start: int
     """Position of the first local token; direct tokens are placed right before it."""
 
@@ -37,20 +37,22 @@ def place(
     sink: range,
     direct: range,
     blocks: Tensor,
+    slots: Tensor,
     block_size: int,
     limit: int,
 ) -> Placement:
-    """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]`` (-1: none).
+    """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]``.
 
+    ``slots [B, heads, K]`` says which of the K slots each block takes (stingy positions only).
     ``limit`` is the highest position that the local tokens may start at, for ``clamped``.
     """
     within = torch.arange(block_size)
     if kind == "stingy":
-        slots = torch.arange(blocks.shape[-1])[:, None] * block_size + within
+        taken = len(sink) + slots.unsqueeze(-1) * block_size + within
         start = len(sink) + blocks.shape[-1] * block_size + len(direct)
-        return Placement(torch.arange(len(sink))[None, None], (len(sink) + slots).reshape(1, 1, -1), start)
+        return Placement(torch.arange(len(sink))[None, None], taken.flatten(-2), start)
     shift = max(0, direct.stop - limit) if kind == "clamped" else 0
-    true = blocks.clamp(min=0).unsqueeze(-1) * block_size + within
+    true = blocks.unsqueeze(-1) * block_size + within
     return Placement(
         (torch.arange(sink.start, sink.stop) - shift).clamp(min=0)[None, None],
         (true - shift).clamp(min=0).flatten(-2),

@@ -103,6 +103,11 @@ def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return numbers, scores.gather(-1, numbers)
 
 
+def slots_by_score(scores: Tensor) -> Tensor:
+    """The slot of each block of a list ``[..., K]`` if the best one is to come last, next to the window."""
+    return scores.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+
+
 def sub_block_means(keys: Tensor, keys_per_block: int) -> Tensor:
     """Landmarks ``[n, G, P, D]`` of blocks of keys ``[n, G, S, D]``: means of ``S / P`` consecutive keys, in float32."""
     blocks, heads, _, dim = keys.shape

@@ -18,8 +18,18 @@ FILLER_START = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
     "I will quiz you about the important information there. "
 )
-COLOURS = ("red", "white", "black", "purple", "orange", "silver", "golden", "brown", "pink", "grey")
-NAMES = ("Margaret", "Tobias", "Eleanor", "Frederick", "Beatrice", "Leopold", "Harriet", "Dominic", "Rosalind", "Gilbert")
+NAMES = (
+    "Margaret",
+    "Tobias",
+    "Eleanor",
+    "Frederick",
+    "Beatrice",
+    "Leopold",
+    "Harriet",
+    "Dominic",
+    "Rosalind",
+    "Gilbert",
+)
 FOODS = ("cinnamon", "honey", "garlic", "ginger", "mustard", "saffron", "pepper", "vanilla", "mint", "butter")
 ANIMALS = ("tiger", "penguin", "elephant", "rabbit", "dolphin", "camel", "owl", "wolf", "turtle", "horse")
 PLACES = ("Lisbon", "Vienna", "Cairo", "Dublin", "Prague", "Havana", "Oslo", "Athens", "Warsaw", "Lima")
@@ -48,13 +58,28 @@ class Needle:
 
 
 KINDS: tuple[tuple[str, str, str, Sequence[str] | int], ...] = (
-    ("name", "The name of the lighthouse keeper at Port Salter is {}.", "What is the name of the lighthouse keeper?", NAMES),
+    (
+        "name",
+        "The name of the lighthouse keeper at Port Salter is {}.",
+        "What is the name of the lighthouse keeper?",
+        NAMES,
+    ),
     ("ingredient", "The secret ingredient in grandmother Olga's soup is {}.", "What is the secret ingredient?", FOODS),
-    ("animal", "The animal that guards the old library of Brenholm is a {}.", "Which animal guards the old library?", ANIMALS),
+    (
+        "animal",
+        "The animal that guards the old library of Brenholm is a {}.",
+        "Which animal guards the old library?",
+        ANIMALS,
+    ),
     ("place", "The treasure of Captain Moraine is buried near {}.", "Where is the treasure buried?", PLACES),
     ("number", "The number of the locker with the blue door is {}.", "What is the number of the locker?", 4),
     ("object", "The stolen object in the case of the midnight train was a {}.", "What object was stolen?", OBJECTS),
-    ("profession", "Before the war, the mayor of Tarnow worked as a {}.", "What did the mayor work as before?", PROFESSIONS),
+    (
+        "profession",
+        "Before the war, the mayor of Tarnow worked as a {}.",
+        "What did the mayor work as before?",
+        PROFESSIONS,
+    ),
     ("month", "The annual festival of the paper boats is held in {}.", "In which month is the festival held?", MONTHS),
     ("code", "The combination of the safe in the cellar is {}.", "What is the combination of the safe?", 5),
     ("gift", "For her ninth birthday, little Wilma was given a {}.", "What was Wilma given?", OBJECTS),
@@ -65,13 +90,13 @@ FIVE_KINDS = ("name", "ingredient", "animal", "place", "number")
 
 
 def passkeys(count: int, rng: random.Random) -> list[Needle]:
-    """Pass keys of five digits, each for a door of another colour."""
-    return [_passkey(colour, f"{rng.randrange(10_000, 100_000)}") for colour in rng.sample(COLOURS, count)]
+    """Pass keys of five digits, each of another person: one text can hide several."""
+    return [_passkey(name, f"{rng.randrange(10_000, 100_000)}") for name in rng.sample(NAMES, count)]
 
 
-def _passkey(colour: str, key: str) -> Needle:
-    sentence = f"The pass key for the {colour} door is {key}. Remember it. {key} is the pass key for the {colour} door."
-    return Needle("passkey", sentence, f"What is the pass key for the {colour} door?", key)
+def _passkey(name: str, key: str) -> Needle:
+    sentence = f"The pass key of {name} is {key}. Remember it. {key} is the pass key of {name}."
+    return Needle("passkey", sentence, f"What is the pass key of {name}?", key)
 
 
 def prose_needles(kinds: Iterable[str], rng: random.Random) -> list[Needle]:

@@ -42,6 +42,10 @@ class Retrieval:
     """Where retrieved blocks are placed: in small consecutive slots before the window, where they truly were, or
     there but never further away than the model was trained for."""
 
+    order: Literal["score", "time"] = "score"
+    """Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small model that
+    has fetched several similar passages believes the nearest."""
+
     def __post_init__(self) -> None:
         self._positive("top_k", "all")
         self._positive("every", "segment")
@@ -51,6 +55,7 @@ class Retrieval:
         self._one_of("query", ("last", "all"))
         self._one_of("passes", (1, 2))
         self._one_of("positions", ("stingy", "true", "clamped"))
+        self._one_of("order", ("score", "time"))
 
     def _positive(self, name: str, *words: str) -> None:
         value = getattr(self, name)

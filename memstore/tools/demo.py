@@ -28,7 +28,7 @@ SCORED = 2_048
 """Tokens at the end of the prose whose perplexity is measured."""
 ANSWER_TOKENS = 12
 DECODED = 48
-TOP_K = 4
+TOP_K = 8
 FILLER, PROSE = "filler", "prose"
 
 

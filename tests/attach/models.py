@@ -40,7 +40,13 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 40, "num_hidden_layers": 4},
     "mistral": {"sliding_window": 100},
     "gpt_oss": {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "opt": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt": {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+    },
 }
 
 

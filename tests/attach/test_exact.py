@@ -80,8 +80,15 @@ def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedMo
     mask = torch.ones(3, 12, dtype=torch.long)
     mask[1, :5] = mask[2, :9] = 0
     prompts = prompts * mask
-    whole = torch.stack([torch.cat((row[:pad], document, row[pad:])) for row, pad in zip(prompts, (0, 5, 9), strict=True)])
-    whole_mask = torch.stack([torch.cat((row[:pad], torch.ones(131, dtype=torch.long), row[pad:])) for row, pad in zip(mask, (0, 5, 9), strict=True)])
+    whole = torch.stack(
+        [torch.cat((row[:pad], document, row[pad:])) for row, pad in zip(prompts, (0, 5, 9), strict=True)]
+    )
+    whole_mask = torch.stack(
+        [
+            torch.cat((row[:pad], torch.ones(131, dtype=torch.long), row[pad:]))
+            for row, pad in zip(mask, (0, 5, 9), strict=True)
+        ]
+    )
     want = model.generate(whole, attention_mask=whole_mask, **options)[:, 143:]
     with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
         attached.read(document)
@@ -90,7 +97,9 @@ def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedMo
 
 
 # Layers that choose for themselves do so from the queries of the call, so there its length may matter below "all".
-@pytest.mark.parametrize(("share", "top_k"), [("model", 2), ("model", 100), ("none", 100), ("group", 100), ("layer", 100)])
+@pytest.mark.parametrize(
+    ("share", "top_k"), [("model", 2), ("model", 100), ("none", 100), ("group", 100), ("layer", 100)]
+)
 def test_how_a_text_is_cut_into_calls_is_no_matter(share: Any, top_k: int) -> None:
     model, ids, retrieval = tiny("llama"), tokens(230), Retrieval(top_k=top_k, share=share)
     results = []

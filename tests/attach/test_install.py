@@ -188,7 +188,10 @@ def test_another_text_under_the_same_name_is_refused() -> None:
 
 
 def test_reading_needs_the_name_of_a_document() -> None:
-    with memstore.attach(tiny("llama"), "ram:", **SIZES) as attached, pytest.raises(InvalidArgument, match="pass document=NAME"):
+    with (
+        memstore.attach(tiny("llama"), "ram:", **SIZES) as attached,
+        pytest.raises(InvalidArgument, match="pass document=NAME"),
+    ):
         attached.read(tokens(10))
 
 

@@ -13,7 +13,9 @@ from memstore.kernels.block_attention import attend
 SIZES = [(1, 1, 1, 1), (2, 4, 2, 63), (1, 9, 3, 111), (3, 2, 2, 1)]  # B, H, G, N
 
 
-def inputs(b: int, h: int, g: int, n: int, t: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    b: int, h: int, g: int, n: int, t: int = 5, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     gen = torch.Generator().manual_seed(b * 1000 + n)
     q = torch.randn(b, h, t, 16, generator=gen, dtype=dtype)
     k, v = (torch.randn(b, g, n, 16, generator=gen, dtype=dtype) for _ in range(2))
@@ -27,6 +29,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1) @ v.repeat_interleave(r, 1)
+
+
+def assert_as_exact_as_plain(got: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """The error against float64 is at most that of attention as written down, plus a rounding."""
+    exact = dense(q.double(), k.double(), v.double(), mask)
+    rounding = 4 * torch.finfo(q.dtype).eps * exact.abs().max()
+    allowed = (dense(q, k, v, mask).double() - exact).abs().max() + rounding
+    assert (got.double() - exact).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,10 +110,18 @@ def test_softcap_bounds_the_scores() -> None:
 def test_the_fast_form_is_as_exact_as_plain_low_precision(dtype: torch.dtype, tokens: int) -> None:
     q, k, v = (x.to(dtype) for x in inputs(2, 6, 2, 111, t=tokens))
     mask = torch.zeros(tokens, 111, dtype=dtype).masked_fill(~torch.ones(tokens, 111).bool().tril(105), float("-inf"))
-    exact = dense(q.double(), k.double(), v.double(), mask == 0)
-    plain = dense(q, k, v, mask == 0)
-    allowed = (plain.double() - exact).abs().max() + 2 * torch.finfo(dtype).eps
-    assert (attend(q, k, v, mask=mask).double() - exact).abs().max() <= allowed
+    assert_as_exact_as_plain(attend(q, k, v, mask=mask[None, None]), q, k, v, mask == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_a_narrow_mask_is_for_the_last_keys(dtype: torch.dtype, heads: int) -> None:
+    q, k, v = (x.to(dtype) for x in inputs(2, 6, 2, 30))
+    narrow = torch.where(torch.rand(2, heads, 5, 12, generator=torch.Generator().manual_seed(heads)) < 0.5, 0.0, float("-inf")).to(dtype)
+    wide = torch.nn.functional.pad(narrow, (18, 0))
+    torch.testing.assert_close(attend(q, k, v, mask=narrow), attend(q, k, v, mask=wide))
+    repeated = wide.expand(-1, 6, -1, -1) if heads == 1 else wide.repeat_interleave(6 // heads, 1)
+    assert_as_exact_as_plain(attend(q, k, v, mask=narrow), q, k, v, repeated == 0)
 
 
 def test_wrong_shapes_and_back_ends_are_named() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
@@ -83,9 +82,9 @@ def attend(
 
             return fused.attend(q, k, v, mask=mask, scale=scale)
         case "auto" | "reference":
-            from memstore.kernels.block_attention import reference
+            from memstore.kernels.block_attention import fused, reference
 
-            mask = mask if mask is None else F.pad(mask, (k.shape[2] - mask.shape[-1], 0))
+            mask = None if mask is None else fused.whole_mask(mask, q.shape[1], k.shape[2])
             return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
         case _:
             raise InvalidArgument(f"backend must be 'auto', 'reference' or 'torch', got {backend!r}")
@@ -102,7 +101,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         The output and log-sum-exp over all keys.
     """
     if not outs or len(outs) != len(lses):
-        raise InvalidArgument(f"expected as many outputs as log-sum-exps, at least one, got {len(outs)} and {len(lses)}")
+        raise InvalidArgument(
+            f"expected as many outputs as log-sum-exps, at least one, got {len(outs)} and {len(lses)}"
+        )
     from memstore.kernels.block_attention import reference
 
     return reference.merge_attention(outs, lses)

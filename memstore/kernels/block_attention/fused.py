@@ -21,8 +21,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float
         return _products(q, k, v, mask, scale)
     if q.shape[2] == 1 and mask is None:
         return _packed_sdpa(q, k, v, scale)
-    mask = mask if mask is None else F.pad(mask, (k.shape[2] - mask.shape[-1], 0))
+    mask = None if mask is None else whole_mask(mask, q.shape[1], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def whole_mask(mask: Tensor, heads: int, keys: int) -> Tensor:
+    """An additive ``mask [B, 1 or G or H, T, M]`` for the last ``M`` keys, as ``[B, 1 or H, T, keys]``."""
+    if mask.shape[1] not in (1, heads):
+        mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+    return F.pad(mask, (keys - mask.shape[-1], 0))
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
