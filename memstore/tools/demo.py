@@ -48,6 +48,7 @@ def run(
     seed: int = 0,
     keep: Path | None = None,
     tokens: int = TOKENS,
+    scored: int = SCORED,
 ) -> dict[str, Any]:
     """Run the demo and return its figures; without ``json`` it also tells what it is doing."""
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
@@ -57,7 +58,7 @@ def run(
         with PeakMemory() as peak:
             loaded = load_model(model, dtype)
             texts = build_texts(loaded, seed, tokens)
-            figures = _read(loaded, texts, folder, model, say=not json)
+            figures = _read(loaded, texts, folder, model, scored=scored, say=not json)
         del loaded
         if not json:
             print("\nThe memory is closed. A new process opens it and asks.\n", flush=True)
@@ -96,7 +97,7 @@ def build_texts(loaded: Loaded, seed: int, tokens: int = TOKENS) -> list[Text]:
     ]
 
 
-def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, say: bool) -> dict[str, Any]:
+def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, scored: int, say: bool) -> dict[str, Any]:
     from memstore.tools.read import model_info
 
     results: dict[str, ReadResult] = {}
@@ -104,22 +105,22 @@ def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, say: bo
     with memstore.attach(loaded.model, folder, tokenizer=loaded.tokenizer, retrieval=retrieval) as attached:
         attached.memories[0].put_info("model", model_info(name, loaded))
         for text in texts:
-            score = SCORED if text.name == PROSE else 0
+            score = scored if text.name == PROSE else 0
             results[text.name] = attached.read(text.hay.tokens, text.name, progress=say, score=score)
     read = sum(result.new_tokens for result in results.values())
     return {
         "tokens_read": read,
         "read_tokens_per_s": round(read / sum(result.seconds for result in results.values()), 1),
-        "ppl_window": round(window_perplexity(loaded, texts[-1].hay.tokens), 3),
+        "ppl_window": round(window_perplexity(loaded, texts[-1].hay.tokens, scored), 3),
         "ppl_memory": round(results[PROSE].perplexity, 3),
     }
 
 
-def window_perplexity(loaded: Loaded, tokens: list[int]) -> float:
-    """Perplexity of the last tokens with sink and window alone."""
-    near = tokens[-(SCORED + 1024) :]
+def window_perplexity(loaded: Loaded, tokens: list[int], scored: int = SCORED) -> float:
+    """Perplexity of the last ``scored`` tokens with sink and window alone; what is further back is not even read."""
+    near = tokens[-(scored + 1024) :]
     with memstore.attach(loaded.model, "ram:", tokenizer=loaded.tokenizer) as attached:
-        return attached.read(near, "near", score=SCORED, retrieve=False).perplexity
+        return attached.read(near, "near", score=scored, retrieve=False).perplexity
 
 
 # The second process

@@ -1,0 +1,34 @@
+"""The demo, whole, on texts of 2,048 tokens instead of 32,768."""
+
+from __future__ import annotations
+
+from memstore.tools import demo
+
+KEYS = {
+    "tokens_read",
+    "passkeys_asked",
+    "passkeys_found",
+    "needles_asked",
+    "needles_found",
+    "read_tokens_per_s",
+    "decode_ms",
+    "bare_decode_ms",
+    "peak_anonymous_bytes",
+    "peak_rss_bytes",
+    "disk_bytes",
+    "ppl_window",
+    "ppl_memory",
+    "reopened_in_new_process",
+}
+
+
+def test_the_demo_answers_from_a_memory_that_another_process_wrote() -> None:
+    result = demo.run(json=True, tokens=2_048, threads=1, scored=512)
+    assert set(result) >= KEYS
+    assert result["tokens_read"] == 2 * 2_048
+    assert result["passkeys_asked"] == result["needles_asked"] == 5
+    assert result["passkeys_found"] + result["needles_found"] >= 6
+    assert result["reopened_in_new_process"] is True
+    assert result["ppl_memory"] > 1 and result["ppl_window"] > 1
+    assert result["disk_bytes"] > 2 * 2_048 * 20_000
+    assert all(answer["blocks"] for answer in result["answers"])
