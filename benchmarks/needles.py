@@ -3,18 +3,19 @@
     python benchmarks/needles.py --lengths 8192 32768 65536 --documents 4 3 2
     python benchmarks/needles.py --text anarchism.txt --lengths 16384
 
-Every document holds twelve needles of different kinds, one in each twelfth of it. A needle counts as recalled if its block
-is in the list that the question chose, and as answered if the model's greedy continuation begins with the whole answer.
+Every document holds twelve needles of different kinds, one in each twelfth of it. A needle counts as recalled if its
+block is in the list that the question chose, and as answered if the model's greedy continuation begins with the whole
+answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import time
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def main() -> None:
         for tokens, count in zip(options.lengths, options.documents, strict=False)
     ]
     about = {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "model": options.model,
         "dtype": str(loaded.model.dtype),
         "text": str(options.text or "pydoc_data.topics"),

@@ -36,13 +36,13 @@ def attach(
     """Attach a memory to a stock causal LM, for the length of a ``with`` block.
 
     Inside the block ``attached.read(token_ids)`` reads a text into the memory, and ``model(...)`` and
-    ``model.generate(...)`` see it: the first ``sink`` tokens, the last ``window`` tokens, and the blocks retrieved for what
-    is asked. On leaving the block, also by an exception, the model is what it was before.
+    ``model.generate(...)`` see it: the first ``sink`` tokens, the last ``window`` tokens, and the blocks retrieved for
+    what is asked. On leaving the block, also by an exception, the model is what it was before.
 
     Args:
         model: a causal LM of transformers whose attention goes through the attention interface.
-        memory_or_url: an open memory, several of them, or the path of one, which is opened (and made, if it is not there)
-            for the length of the block.
+        memory_or_url: an open memory, several of them, or the path of one, which is opened (and made, if it is not
+            there) for the length of the block.
         document: the document, or documents, that calls see; the last one is the one they continue. All by default.
         retrieval: how blocks are chosen; ``Retrieval()`` by default.
         window: tokens before a segment or prompt that are attended to directly; a multiple of the block size.
@@ -81,7 +81,7 @@ def attach(
         )
     try:
         for memory in given or owned:
-            _check_memory(memory, fingerprint, retrieval)
+            _check_memory(memory, fingerprint, retrieval, (given or owned)[0].spec.index_layers)
         return Attached(
             model,
             architecture,
@@ -130,24 +130,29 @@ def _check_sizes(block_size: int, **sizes: int) -> None:
             )
 
 
-def _check_memory(memory: Memory, fingerprint: Any, retrieval: Retrieval) -> None:
+def _check_memory(memory: Memory, fingerprint: Any, retrieval: Retrieval, index_layers: tuple[int, ...]) -> None:
     differences = memory.spec.fingerprint.differences(fingerprint)
     if differences:
         raise ForeignMemory(
-            f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it was made "
-            "by, or read the text into a new memory"
+            f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it was "
+            "made by, or read the text into a new memory"
         )
-    routes = memory.spec.keys_per_block == memory.spec.block_size and memory.spec.key_heads == 1
+    routes = memory.spec.key_dtype == "bit"
     if routes != (retrieval.share == "model"):
         has = "one router for all layers" if routes else "landmarks of every layer"
         raise ForeignMemory(
             f"the memory {memory.url} has {has}, which Retrieval(share={retrieval.share!r}) cannot use: "
             f"use share={'model' if routes else 'group'!r}, or read the text into a new memory"
         )
+    if memory.spec.index_layers != index_layers:
+        raise ForeignMemory(
+            f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one attached in "
+            f"{index_layers}: attach them one at a time"
+        )
 
 
 class _CallableModule(ModuleType):
-    """Lets ``memstore.attach(...)`` work also where the name has become this package, as importing a part of it does."""
+    """Lets ``memstore.attach(...)`` work also where importing a part of it has made the name mean this package."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Attached:
         return attach(*args, **kwargs)

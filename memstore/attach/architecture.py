@@ -116,7 +116,7 @@ def _run_probe(model: PreTrainedModel) -> list[_Seen]:
         if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
             raise _unsupported(model, "it adds a position bias to the attention scores")
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        out, _ = block_attention(q, k, v, mask=mask, scale=kwargs.get("scaling"))
+        out = block_attention(q, k, v, mask=mask, scale=kwargs.get("scaling"))[0]
         return out.transpose(1, 2).contiguous(), None
 
     with torch.no_grad(), _probing(model, probe), _recording(model, seen):
@@ -175,7 +175,8 @@ def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any)
     logging.set_verbosity_error()  # a refusal says more than the warning that transformers would print here
     try:
         model.set_attn_implementation(name)
-        if model.base_model.config.get_text_config(decoder=True)._attn_implementation != name:
+        base_config: Any = model.base_model.config
+        if base_config.get_text_config(decoder=True)._attn_implementation != name:
             raise _unsupported(model, "its attention layers do not use the attention interface of transformers")
         yield
     finally:
@@ -248,7 +249,7 @@ def _decoder(model: nn.Module, layer_name: str) -> nn.Module:
     return next(module for module in around if "input_ids" in inspect.signature(module.forward).parameters)
 
 
-def _learned_positions(model: nn.Module) -> bool:
+def _learned_positions(model: PreTrainedModel) -> bool:
     """True if the embeddings differ between positions: the same token twice gives two different states."""
     states: list[Tensor] = []
     first = next(m for n, m in model.named_modules() if re.search(r"\.\d+$", n))

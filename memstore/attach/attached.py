@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from memstore.attach.layer import LayerStates
 from memstore.attach.reading import ReadResult, read
 from memstore.attach.selection import Selection
 from memstore.attach.trace import Trace
-from memstore.attach.visible import Candidates, DocumentStates, Visible, visible
+from memstore.attach.visible import Candidates, DocumentStates, Source, Visible, visible
 from memstore.attention import Router
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory
@@ -68,6 +68,7 @@ class Attached:
         self._stack = ExitStack()
         self._call: Call | None = None
         self._next: Call | None = None
+        self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._tap: dict[int, Tensor] | None = None
 
     # Use
@@ -75,7 +76,9 @@ class Attached:
     @property
     def vocabulary(self) -> int:
         """Number of token ids the model knows."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor), "token embeddings are a table"
+        return weight.shape[0]
 
     @property
     def trace(self) -> Trace:
@@ -85,15 +88,18 @@ class Attached:
     @property
     def documents(self) -> list[Document]:
         """The documents that calls of the model attend to; the last one is the one that they continue."""
-        existing = {d.name: d for memory in self.memories for d in memory.documents()}
+        return [source.document for source in self._sources()]
+
+    def _sources(self) -> list[Source]:
+        all_of_them = [Source(d, number) for number, memory in enumerate(self.memories) for d in memory.documents()]
         if self.names is None:
-            return list(existing.values())
+            return all_of_them
+        existing = [source.document.name for source in all_of_them]
         for name in self.names:
             if name not in existing and self.memories[0].mode == "r":
-                raise NotFound(
-                    f"no document {name!r} in this memory; it has {', '.join(map(repr, existing)) or 'none'}"
-                )
-        return [existing[name] for name in self.names if name in existing]
+                shown = ", ".join(map(repr, existing)) or "none"
+                raise NotFound(f"no document {name!r} in this memory; it has {shown}")
+        return [source for name in self.names for source in all_of_them if source.document.name == name]
 
     def read(
         self,
@@ -175,9 +181,10 @@ class Attached:
         if self.selection.by_layer:
             return
         for layer in self.selection.index_layers:
-            arrays = self.memories[0].get_arrays(calibration.stored_name(layer))
-            if arrays is not None:
-                self.selection.routers[layer] = Router(**arrays)
+            stored = [memory.get_arrays(calibration.stored_name(layer)) for memory in self.memories]
+            if stored[0] is not None:
+                # A memory without a router is empty; any router will do for the nothing that is in it.
+                self.selection.routers[layer] = [Router(**(arrays or stored[0])) for arrays in stored]
 
     def calibrate(self, tokens: Tensor) -> None:
         """Fit the routers to ``tokens`` and general text and store them, unless the memory has them already."""
@@ -188,17 +195,19 @@ class Attached:
         fitted = calibration.fit_routers(self, tokens, memory.spec.key_dim, layers)
         for layer, router in fitted.items():
             memory.put_arrays(calibration.stored_name(layer), router.to_arrays())
-        self.selection.routers.update(fitted)
+        self._load_routers()
 
     def hidden_states(self, tokens: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
         """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` on their own, without the memory."""
         self._tap = {}
+        call = Call(self.selection, NOTHING, _no_states, reading=True)
         try:
-            self.forward(Call(self.selection, NOTHING, _no_states, reading=True), tokens)
+            self.forward(call, tokens)
         except _Enough:
             pass
         finally:
             tapped, self._tap = self._tap, None
+            call.release()
         return {layer: tapped[layer] for layer in layers}
 
     # Forward passes
@@ -223,7 +232,7 @@ class Attached:
         call = self._next if self._next is not None else self._call_of(given)
         tokens = inputs.shape[1]
         call.begin(tokens, _padding(given.get("attention_mask"), call.length + tokens), inputs.device)
-        if self._next is None and self.retrieval.passes == 2 and not self.selection.by_layer and call.due():
+        if self._next is None and self.retrieval.passes == 2 and not call.length and call.due():
             self._choose_in_a_first_pass(call, given)
         self._call = call
         given["attention_mask"] = None
@@ -231,10 +240,13 @@ class Attached:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, *_: object) -> None:
         if self._call is not None:
             self._call.end()
             self._call = None
+        if self._loose is not None:
+            self._loose.release()
+            self._loose = None
 
     def _call_of(self, given: dict[str, Any]) -> Call:
         """The call that a forward pass belongs to, through its cache; a new one where the cache is empty or missing."""
@@ -251,19 +263,23 @@ class Attached:
             cache = given["past_key_values"] = DynamicCache()
         if cache is not None:
             _take_over(cache, call)
+            finalize(cache, call.release)
+        else:
+            self._loose = call
         return call
 
     def _new_call(self) -> Call:
-        documents = self.documents
-        if not documents or not any(len(document) for document in documents):
+        sources = [source for source in self._sources() if len(source.document)]
+        if not sources:
             return Call(self.selection, NOTHING, _no_states)
-        tokens = len(documents[-1])
-        if len(documents) > 1 and self.retrieval.positions != "stingy":
+        own = sources[-1].document
+        tokens = len(own)
+        if len(sources) > 1 and self.retrieval.positions != "stingy":
             raise InvalidArgument(
-                f"positions={self.retrieval.positions!r} needs one document, {len(documents)} are attached"
+                f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
             )
-        seen = visible(documents, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=self.window)
-        return Call(self.selection, seen, DocumentStates(documents[-1], self.block_size).read)
+        seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=self.window)
+        return Call(self.selection, seen, DocumentStates(own, self.block_size).read)
 
     def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any]) -> None:
         """Run the prompt up to the last layer that has landmarks, and let ``call`` attend to what was chosen there."""
@@ -276,6 +292,7 @@ class Attached:
             pass
         finally:
             self._next = self._tap = None
+            first.release()
         if first.last_chosen is not None:
             call.set_chosen(first.last_chosen, from_layer=self.selection.first_layer)
 
@@ -296,7 +313,7 @@ class Attached:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: states arrive without positions, and only of the segment."""
     attached, plan = _PLANS[module]
@@ -312,7 +329,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """The mask function: masks are made by the call, which knows what is visible."""
 
 
-def _no_states(layer: int, tokens: range) -> Any:
+def _no_states(*_: object) -> NoReturn:
     raise AssertionError("nothing is visible, so nothing can be asked for")
 
 

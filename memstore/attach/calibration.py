@@ -44,7 +44,7 @@ def general_sample(tokenizer: Any, vocabulary: int) -> Tensor:
 
 def _language_reference() -> str:
     try:
-        from pydoc_data.topics import topics  # type: ignore[import-untyped]
+        from pydoc_data.topics import topics
     except ImportError:  # some distributions of Python leave it out
         return ""
     return "\n".join(str(topics[name]) for name in sorted(topics))[:40_000]

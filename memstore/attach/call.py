@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memstore.attach.selection import Chosen, Selection
 
 MEMOS = 1024
-"""Positions and rotations kept for lists of blocks before they are made anew; more lists only come with small ``every``."""
+"""Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
 
 
 class Call:
@@ -69,6 +69,10 @@ class Call:
         """The forward pass has succeeded: its tokens are local tokens now."""
         self.length += self.tokens
 
+    def release(self) -> None:
+        """Let go of the layers, which know the call: nothing runs in it any more, and so memory is free at once."""
+        self.layers = []
+
     def reorder(self, rows: Tensor) -> None:
         """Take over the rows that beam search goes on with."""
         if self.padding is not None:
@@ -86,8 +90,8 @@ class Call:
         self.chosen_at = self.length + self.tokens
 
     def due(self) -> bool:
-        """True if this forward pass has to choose blocks: it is a prompt, or ``every`` tokens have passed."""
-        if not self.routed:
+        """True if this forward pass has to choose for all layers: it is a prompt, or ``every`` tokens have passed."""
+        if not self.routed or self.selection.by_layer:
             return False
         if self.chosen_at is None or self.tokens > 1:
             return self.chosen_at is None or self.chosen_at < self.length + self.tokens
@@ -119,7 +123,7 @@ class Call:
         states.chosen_at = at
 
     def _recent_codes(self, layer: int, codes: Tensor) -> Tensor:
-        """Codes of the last tokens of the call, as many as choose together (all, for a prompt that chooses as a whole)."""
+        """Codes of the last tokens of the call, as many as choose together (all, if a prompt chooses as a whole)."""
         before = self.codes.get(layer)
         codes = codes if before is None else torch.cat((before, codes), dim=1)
         return codes if self.selection.retrieval.query == "all" else codes[:, -self.selection.retrieval.span :]
@@ -168,8 +172,8 @@ class Call:
         architecture = self.selection.architecture
         if architecture.learned_positions and int(self.positions.max()) >= architecture.max_positions:
             raise InvalidArgument(
-                f"{architecture.name} has learned positions for {architecture.max_positions} tokens, and this call needs "
-                f"position {int(self.positions.max())}: use a smaller window, sink or top_k, or a shorter text"
+                f"{architecture.name} has learned positions for {architecture.max_positions} tokens, and this call "
+                f"needs position {int(self.positions.max())}: use a smaller window, sink or top_k, or a shorter text"
             )
 
     def prefix_cos_sin(self, rotary: Rotary, positions: Tensor) -> CosSin | None:
@@ -195,9 +199,10 @@ class Call:
     # What a layer sees
 
     def prefix(self, plan: LayerPlan, chosen: Chosen | None) -> tuple[list[States], Tensor]:
-        """What layer ``plan`` attends to of the memory: parts in order, and their positions ``[B or 1, heads or 1, P]``.
+        """What layer ``plan`` attends to of the memory: its parts in order, and their positions.
 
-        Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens.
+        Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens. Positions
+        are ``[B or 1, heads or 1, P]``, for all parts together.
         """
         direct = self.seen.direct_for(plan.sliding if plan.local else None)
         sink = range(0) if plan.local else self.seen.sink

@@ -91,7 +91,7 @@ def spec_for(
         index_layers=tuple(plan.index for plan in layers if not plan.local),
         key_heads=first.key_heads,
         key_dim=first.head_dim,
-        keys_per_block=min(SUB_BLOCKS, size),
+        keys_per_block=max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0),
         key_dtype="bfloat16",
         **common,
     )

@@ -28,9 +28,12 @@ class LayerStates(CacheLayerMixin):
     """
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, call: Call, plan: LayerPlan) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
+        self.keys = self.values = torch.empty(0)
         self.call, self.plan = call, plan
         self.chosen: Chosen | None = None
         """What is retrieved; None while nothing is."""
@@ -43,7 +46,8 @@ class LayerStates(CacheLayerMixin):
 
     def set_chosen(self, chosen: Chosen) -> None:
         """Attend to the candidates ``chosen`` from now on."""
-        self.chosen, self.stale = chosen, True
+        if self.chosen is None or not self.chosen.same(chosen):
+            self.chosen, self.stale = chosen, True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of position-free ``q [B, H, T, D]``, ``k, v [B, G, T, D]`` over prefix and local tokens."""
@@ -161,7 +165,7 @@ class LayerStates(CacheLayerMixin):
 
 
 def _fill(buffer: Tensor, blocks: Tensor) -> None:
-    """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``, repeating heads where it has more."""
+    """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``; heads repeat where it has more."""
     repeats = buffer.shape[1] // blocks.shape[1]
     blocks = blocks if repeats == 1 else blocks.repeat_interleave(repeats, dim=1)
     buffer.unflatten(2, blocks.shape[2:4]).copy_(blocks)

@@ -9,7 +9,7 @@ closing the memory in between, computes the same states.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from memstore.attach.call import Call
 from memstore.attach.recent import RecentCodes, RecentStates
-from memstore.attach.visible import as_blocks, visible
+from memstore.attach.visible import Source, as_blocks, visible
 from memstore.attention import sub_block_means
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document
 
 if TYPE_CHECKING:
@@ -61,8 +61,13 @@ def read(
 ) -> ReadResult:
     """See ``Attached.read``."""
     tokens = checked_tokens(token_ids, attached)
-    document = attached.memories[0].document(name)
+    memory = attached.memories[0]
+    if memory.mode == "r" and all(each.name != name for each in memory.documents()):
+        raise _read_only(attached)
+    document = memory.document(name)
     stored = _common_part(document, tokens)
+    if memory.mode == "r" and stored < len(tokens):
+        raise _read_only(attached)
     attached.calibrate(tokens)
     reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score if score else None)
     begun = time.perf_counter()
@@ -76,14 +81,19 @@ def read(
     return ReadResult(name, len(document), new, min(stored, len(tokens)), seconds, nll)
 
 
+def _read_only(attached: Attached) -> ReadOnlyMemory:
+    url = attached.memories[0].url
+    return ReadOnlyMemory(f"the memory {url} was opened with mode='r'; open it with mode='a' to read a text into it")
+
+
 def checked_tokens(token_ids: Sequence[int] | Tensor, attached: Attached) -> Tensor:
     """The tokens as int64 ``[n]``. Raises ``InvalidArgument``."""
     tokens = torch.as_tensor(token_ids)
     if tokens.dim() == 2 and len(tokens) == 1:
         tokens = tokens[0]
-    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
-        if tokens.numel():
-            raise InvalidArgument(f"expected one sequence of token ids [n], got {tokens.dtype} {tuple(tokens.shape)}")
+    unfit = tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex()
+    if unfit and tokens.numel():
+        raise InvalidArgument(f"expected one sequence of token ids [n], got {tokens.dtype} {tuple(tokens.shape)}")
     if not tokens.numel():
         raise InvalidArgument("there is nothing to read: the text has no tokens")
     last = attached.vocabulary - 1
@@ -116,7 +126,8 @@ def _segments(start: int, stop: int, size: int) -> Iterator[range]:
 
 
 @contextmanager
-def _bar(name: str, done: int, total: int, show: bool) -> Iterator[object]:
+def _bar(name: str, done: int, total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar, which is told how many tokens more have been read."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -171,10 +182,11 @@ class _Reader:
         self._writer = _single_threaded_writer()
         self._pending: Future[None] | None = None
         sliding = [plan.sliding or 0 for plan in attached.architecture.layers if plan.local]
-        keep = max([attached.window, *sliding]) + attached.segment + self.spec.block_size
+        span = self.selection.retrieval.span
+        keep = max([attached.window, span, *sliding]) + attached.segment + self.spec.block_size
         self.states = RecentStates(document, self.spec.block_size, keep=keep)
         self.codes = {
-            layer: RecentCodes(keep=keep + self.selection.retrieval.span, bits=self.spec.key_dtype == "bit")
+            layer: RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
             for layer in ([] if self.selection.by_layer else self.selection.index_layers)
         }
         if self.tokens:
@@ -206,7 +218,7 @@ class _Reader:
         if self.attached.window < self.attached.segment:
             self._commit()  # blocks of the segment before may be retrieved already
         seen = visible(
-            [self.document],
+            [Source(self.document, 0)],
             self.spec.block_size,
             tokens=self.tokens,
             start=begin,
@@ -218,7 +230,8 @@ class _Reader:
             self._choose(call, begin)
         logits = self.attached.forward(call, tokens, logits=self._scores(len(tokens)))
         self._score(tokens, logits)
-        self._keep(call, tokens)
+        self._keep(call)
+        call.release()
         self._commit()
         self._pending = self._writer.submit(self._append, tokens, *self._blocks(len(tokens)))
         self.tokens += len(tokens)
@@ -226,10 +239,10 @@ class _Reader:
     def _choose(self, call: Call, begin: int) -> None:
         layer = self.selection.index_layers[0]
         queries = self.codes[layer].read(range(begin - self.selection.retrieval.span, begin))
-        chosen = self.selection.route(call.candidates, layer, [queries], begin)
+        chosen = self.selection.route(call.candidates, layer, [queries[:, None]], begin)
         call.set_chosen(chosen, from_layer=self.selection.first_layer)
 
-    def _keep(self, call: Call, tokens: Tensor) -> None:
+    def _keep(self, call: Call) -> None:
         """Keep the states of the segment, rounded to what is stored of them."""
         dtype = getattr(torch, self.spec.dtype)
         for layer, states in enumerate(call.layers):
@@ -237,7 +250,7 @@ class _Reader:
             keys, values = (x[0].detach().to("cpu", dtype) for x in states.fresh)
             self.states.extend(layer, keys, values, at=self.tokens)
         for layer, recent in self.codes.items():
-            recent.extend(call.codes[layer][0], at=self.tokens)
+            recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
     def _blocks(self, new: int) -> tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]]:
         """States of all layers as blocks, and landmarks, from the incomplete last block on."""

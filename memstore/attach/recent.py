@@ -1,4 +1,4 @@
-"""The most recent states of a document that is being read, kept at hand so that the store need not be asked for them."""
+"""The most recent states of a document that is being read, kept at hand so that the store is not asked for them."""
 
 from __future__ import annotations
 
@@ -69,5 +69,6 @@ class RecentCodes:
 
     def read(self, tokens: range) -> Tensor:
         """Codes ``[n, dim]`` of ``tokens``, as far as they are kept."""
-        assert self.codes is not None
-        return self.codes[max(0, tokens.start - self.start) : tokens.stop - self.start]
+        first = max(0, tokens.start)  # the beginning of a document has fewer tokens than choose together
+        assert self.codes is not None and first >= self.start, "codes were asked for that are not kept"
+        return self.codes[first - self.start : tokens.stop - self.start]

@@ -72,8 +72,8 @@ def find(
 ) -> Rotary | None:
     """The rotary of an attention ``module``, or None if it cannot be told. ``tables`` are those of the model.
 
-    ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are its
-    keys ``[1, G, T, D]`` with these, and with the identity in their place.
+    ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are
+    its keys ``[1, G, T, D]`` with these, and with the identity in their place.
     """
     if given is None or torch.equal(positioned, free):
         return Rotary("none") if torch.equal(positioned, free) else None
@@ -115,11 +115,15 @@ def tables_of(model: PreTrainedModel) -> list[Table]:
         if not type(rotary).__name__.endswith("RotaryEmbedding"):
             continue
         if "layer_type" in inspect.signature(rotary.forward).parameters:
-            kinds = dict.fromkeys(getattr(rotary, "layer_types", None) or rotary.config.layer_types)
-            found += [partial(_typed_table, rotary, sample, kind) for kind in kinds]
+            found += [partial(_typed_table, rotary, sample, kind) for kind in _layer_types(rotary)]
         else:
             found.append(partial(rotary, sample))
     return found
+
+
+def _layer_types(rotary: Any) -> list[str]:
+    """The layer types that a rotary module has tables for, each once."""
+    return list(dict.fromkeys(getattr(rotary, "layer_types", None) or rotary.config.layer_types))
 
 
 def _typed_table(rotary: nn.Module, sample: Tensor, layer_type: str, positions: Tensor) -> CosSin:

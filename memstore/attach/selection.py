@@ -25,6 +25,10 @@ class Chosen:
     slots: Tensor
     """``[B or 1, lists, K]``: the slot that each takes with stingy positions."""
 
+    def same(self, other: Chosen) -> bool:
+        """True if ``other`` is the same blocks in the same slots."""
+        return torch.equal(self.numbers, other.numbers) and torch.equal(self.slots, other.slots)
+
     def rows(self, rows: Tensor) -> Chosen:
         """Those of the given rows; itself where it serves all rows."""
         if len(self.numbers) == 1:
@@ -40,7 +44,8 @@ class Selection:
     ) -> None:
         self.architecture, self.retrieval, self.block_size = architecture, retrieval, block_size
         self.index_layers = tuple(index_layers)
-        self.routers: dict[int, Router] = {}
+        self.routers: dict[int, list[Router]] = {}
+        """Of each routing layer, one for each memory."""
         self.trace = Trace()
 
     @property
@@ -55,7 +60,7 @@ class Selection:
 
     @property
     def position_limit(self) -> int:
-        """Where local tokens may start at most with clamped positions: a quarter of the trained range is left to them."""
+        """The last clamped position at which local tokens may start: a quarter of the trained range is left to them."""
         return self.architecture.max_positions * 3 // 4
 
     def slots(self, candidates: Candidates) -> int:
@@ -71,11 +76,12 @@ class Selection:
         return Chosen(numbers, numbers)
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
-        """Codes ``[B, T, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
-        return self.routers[layer].encode(hidden.detach().cpu())
+        """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
+        on_cpu = hidden.detach().cpu()
+        return torch.stack([router.encode(on_cpu) for router in self.routers[layer]], dim=2)
 
     def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor], step: int) -> Chosen:
-        """One list for all layers from each row's query codes ``[t, dim]``."""
+        """One list for all layers from each row's query codes ``[t, memories, dim]``."""
         lists = [self._route_row(candidates, layer, codes, step, row) for row, codes in enumerate(rows)]
         return self._chosen(lists)
 
@@ -89,7 +95,7 @@ class Selection:
     ) -> tuple[Tensor, Tensor]:
         options = self.retrieval
         codes = codes if options.query == "all" else codes[-options.span :]
-        scores = candidates.score(layer, codes[None])[0]  # [t, N]
+        scores = candidates.score(layer, [each[None] for each in codes.unbind(1)])[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
         numbers, best = choose(inherited(blocks, candidates.consecutive()), self.slots(candidates))
         self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
@@ -107,7 +113,8 @@ class Selection:
         chosen = []
         for row, queries in enumerate(rows):
             queries = queries if whole or options.query == "all" else queries[:, -options.span :]
-            scores = candidates.score(plan.index, queries.detach().float().cpu())  # [H, t, N]
+            one_for_all = [queries.detach().float().cpu()] * candidates.memories
+            scores = candidates.score(plan.index, one_for_all)  # [H, t, N]
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
             for head in range(lists):
                 self._note(candidates, numbers[head], best[head], step=step, row=row, layer=plan.index, head=head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,32 @@ States = tuple[Tensor, Tensor]
 """Position-free keys and values."""
 
 
+class Source(NamedTuple):
+    """A document, and the number of the memory that it is in."""
+
+    document: Document
+    memory: int
+
+
 @dataclass(frozen=True)
 class Candidates:
     """The blocks that may be retrieved, numbered 0..N-1 over one or several documents."""
 
-    parts: tuple[tuple[Document, range], ...]
+    parts: tuple[tuple[Source, range], ...]
 
     def __len__(self) -> int:
         return sum(len(blocks) for _, blocks in self.parts)
 
+    @property
+    def memories(self) -> int:
+        """How many memories the candidates are of, at least: one more than the highest number."""
+        return 1 + max((source.memory for source, _ in self.parts), default=0)
+
     def locate(self, number: int) -> tuple[Document, int]:
         """Document and block of candidate ``number``."""
-        for document, blocks in self.parts:
+        for source, blocks in self.parts:
             if number < len(blocks):
-                return document, blocks[number]
+                return source.document, blocks[number]
             number -= len(blocks)
         raise IndexError(number)
 
@@ -47,18 +59,25 @@ class Candidates:
             start += len(blocks)
         return follows
 
-    def score(self, layer: int, queries: Tensor) -> Tensor:
-        """Best inner product of each of ``queries [H, T, D]`` with each candidate's landmarks, ``[H, T, N]``."""
-        scores = [document.layer(layer).score(queries, allowed=blocks)[0] for document, blocks in self.parts if blocks]
+    def score(self, layer: int, queries: Sequence[Tensor]) -> Tensor:
+        """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``.
+
+        ``queries[m] [H, T, D]`` are those for the landmarks of memory ``m``: each memory has a router of its own.
+        """
+        scores = [
+            source.document.layer(layer).score(queries[source.memory], allowed=blocks)[0]
+            for source, blocks in self.parts
+            if blocks
+        ]
         return torch.cat(scores, dim=-1)
 
     def gather(self, layer: int, numbers: Tensor) -> States:
         """Keys and values ``[n, G, S, D]`` of the candidates ``numbers [n]`` (ascending)."""
         states, start = [], 0
-        for document, blocks in self.parts:
+        for source, blocks in self.parts:
             mine = numbers[(numbers >= start) & (numbers < start + len(blocks))]
             if len(mine):
-                states.append(document.layer(layer).gather(mine - start + blocks.start))
+                states.append(source.document.layer(layer).gather(mine - start + blocks.start))
             start += len(blocks)
         return torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])
 
@@ -78,18 +97,16 @@ class Visible:
         return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
 
 
-def visible(
-    documents: Sequence[Document], block_size: int, *, tokens: int, start: int, sink: int, window: int
-) -> Visible:
-    """What a call sees that continues the last of ``documents`` after ``tokens`` tokens.
+def visible(sources: Sequence[Source], block_size: int, *, tokens: int, start: int, sink: int, window: int) -> Visible:
+    """What a call sees that continues the last of ``sources`` after ``tokens`` tokens.
 
     ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment
     while reading, so that the same tokens are seen however a segment is cut into calls.
     Blocks of the other documents are candidates as far as they are complete.
     """
-    others = tuple((document, document.complete_blocks) for document in documents[:-1])
-    own = documents[-1]
-    first = own.blocks.start * block_size
+    others = tuple((source, source.document.complete_blocks) for source in sources[:-1])
+    own = sources[-1]
+    first = own.document.blocks.start * block_size
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
         return Visible(range(first, first), Candidates(others), range(first, tokens))
@@ -122,4 +139,5 @@ def as_blocks(tokens: Tensor, block_size: int) -> Tensor:
     """A run of tokens ``[G, n, D]`` as blocks ``[ceil(n / S), G, S, D]``, the last one padded with zeros."""
     missing = -tokens.shape[1] % block_size
     padded = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
-    return padded.unflatten(1, (-1, block_size)).transpose(0, 1)
+    blocks: Tensor = padded.unflatten(1, (-1, block_size))
+    return blocks.transpose(0, 1)

@@ -1,11 +1,11 @@
 """Choosing blocks: one list for all layers from whitened hidden states, or lists per layer from the layer's own keys.
 
 **One list for all layers** (the default for stock models). The hidden states ``h`` that enter one layer become unit
-vectors ``a = normalise((h / |h| - mean) U)``, where the columns of ``U`` are the leading eigenvectors of the covariance,
-each divided by the square root of its eigenvalue: directions in which all tokens are alike stop counting. A block's score
-for a query token is its best token's ``a_query . a_key``, standardised over blocks; a block's score for a group of query
-tokens is the sum of these, each at least 1, so that only tokens for which the block stands out count (a late
-interaction, as in Khattab & Zaharia 2020, without any training).
+vectors ``a = normalise((h / |h| - mean) U)``, where the columns of ``U`` are the leading eigenvectors of the
+covariance, each divided by the square root of its eigenvalue: directions in which all tokens are alike stop counting.
+A block's score for a query token is its best token's ``a_query . a_key``, standardised over blocks; a block's score for
+a group of query tokens is the sum of these, each at least 1, so that only tokens for which the block stands out count
+(a late interaction, as in Khattab & Zaharia 2020, without any training).
 
 **Lists per layer** use the layer's own position-free queries, and means of a few consecutive keys as landmarks.
 """
@@ -109,6 +109,6 @@ def slots_by_score(scores: Tensor) -> Tensor:
 
 
 def sub_block_means(keys: Tensor, keys_per_block: int) -> Tensor:
-    """Landmarks ``[n, G, P, D]`` of blocks of keys ``[n, G, S, D]``: means of ``S / P`` consecutive keys, in float32."""
+    """Landmarks ``[n, G, P, D]`` (float32) of keys ``[n, G, S, D]``: means of ``S / P`` consecutive keys of a block."""
     blocks, heads, _, dim = keys.shape
     return keys.float().reshape(blocks, heads, keys_per_block, -1, dim).mean(3)

@@ -1,12 +1,15 @@
 """Needles in haystacks: sentences hidden in long texts, and the questions that ask for them.
 
-The filler haystack is that of the landmark paper (Mohtashami & Jaggi 2023, appendix B: grass, sky and sun), with several
-labelled pass keys instead of one. The prose haystack is Python's own language reference, which every Python carries.
+The filler haystack is that of the landmark paper (Mohtashami & Jaggi 2023, appendix B: grass, sky and sun), with
+several labelled pass keys instead of one. The prose haystack is Python's own language reference, which every Python
+carries.
 """
 
 from __future__ import annotations
 
 import random
+import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +57,8 @@ class Needle:
 
     def found_in(self, text: str) -> bool:
         """True if the generated ``text`` begins with the whole answer."""
-        return text.strip().lower().removeprefix("a ").removeprefix("the ").startswith(self.answer.lower())
+        pattern = rf"(?:(?:a|an|the) )?{re.escape(self.answer)}\b"
+        return re.match(pattern, text.strip(), re.IGNORECASE) is not None
 
 
 KINDS: tuple[tuple[str, str, str, Sequence[str] | int], ...] = (
@@ -118,7 +122,7 @@ def filler_text(characters: int) -> str:
 def prose_text(rng: random.Random | None = None) -> str:
     """Python's language reference; ``rng`` shuffles the order of its topics. Raises ``InvalidArgument`` without it."""
     try:
-        from pydoc_data.topics import topics  # type: ignore[import-untyped]
+        from pydoc_data.topics import topics
     except ImportError as error:
         raise InvalidArgument("this Python comes without pydoc_data; give a text of your own") from error
     names = sorted(topics)
@@ -138,25 +142,35 @@ class Haystack:
 
 
 def hide(text: str, needles: Sequence[Needle], tokenizer: Any, tokens: int, rng: random.Random) -> Haystack:
-    """Put ``needles`` into the first ``tokens`` tokens of ``text``, each at a random sentence end of its share of it."""
+    """Hide ``needles`` in the first ``tokens`` tokens of ``text``, each at a random sentence end of its share of it."""
     characters = round(len(text) * min(1.0, 1.1 * tokens / max(1, _estimate(text, tokenizer))))
     hay: list[int] = tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
     hidden: list[list[int]] = [tokenizer(f" {n.sentence} ", add_special_tokens=False)["input_ids"] for n in needles]
     length = tokens - sum(map(len, hidden))
+    if not needles or length < len(needles):
+        raise InvalidArgument(f"{len(needles)} needles do not fit into {tokens} tokens with text around each")
     if len(hay) < length:
         raise InvalidArgument(f"the text has {len(hay)} tokens, {length} are needed")
-    ends = {i for i, token in enumerate(hay[:length]) if tokenizer.decode([token]).rstrip().endswith(".")}
+    ends = [i + 1 for i, token in enumerate(hay[:length]) if tokenizer.decode([token]).rstrip().endswith(".")]
     share = length / len(needles)
     result: list[int] = []
     positions, previous = [], 0
     for i, ids in enumerate(hidden):
         wanted = int((i + rng.uniform(0.1, 0.9)) * share)
-        at = min(range(wanted, length), key=lambda p: (p - 1 not in ends, p), default=wanted)
+        at = _sentence_end(ends, previous, wanted, length)
         result += hay[previous:at]
         positions.append(len(result))
         result += ids
         previous = at
     return Haystack(result + hay[previous:length], list(needles), positions)
+
+
+def _sentence_end(ends: Sequence[int], first: int, wanted: int, last: int) -> int:
+    """The next of ``ends`` from ``wanted`` on, else the last one before it, else ``wanted`` itself."""
+    after = bisect_left(ends, wanted)
+    if after < len(ends) and ends[after] <= last:
+        return ends[after]
+    return ends[after - 1] if after and ends[after - 1] > first else wanted
 
 
 def _estimate(text: str, tokenizer: Any) -> int:

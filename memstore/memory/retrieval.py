@@ -43,8 +43,8 @@ class Retrieval:
     there but never further away than the model was trained for."""
 
     order: Literal["score", "time"] = "score"
-    """Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small model that
-    has fetched several similar passages believes the nearest."""
+    """Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small model
+    that has fetched several similar passages believes the nearest."""
 
     def __post_init__(self) -> None:
         self._positive("top_k", "all")

@@ -283,7 +283,7 @@ class LmdbStore(BlockStore):
     def version(self) -> int:
         """Number of the last committed transaction, of whichever process."""
         self._check_open()
-        # Not env.info(): while a commit is under way that already names the new transaction, and reads still see the old.
+        # Not env.info(): while a commit is under way it names the new transaction already, and reads still see the old.
         with self._env.begin() as txn:
             return int(txn.id())
 

@@ -1,4 +1,4 @@
-"""``memstore demo``: a small model reads four times its training length, and answers from the memory in a new process."""
+"""``memstore demo``: a small model reads four times its training length; a new process answers from the memory."""
 
 from __future__ import annotations
 

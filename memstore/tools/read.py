@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import NotFound
+from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.failures import Interrupted
 from memstore.tools.models import SMOLLM2, Loaded, encode, load_model
 from memstore.tools.options import BlockSize, Device, Dtype, MemoryUrl, Model, Threads, TopK, use_threads
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memstore.attach.attached import Attached
 
 DEFAULT_BLOCK_SIZE = 64
+SINK, WINDOW = 64, 256
 
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="A text file, or - for standard input.", show_default=False)]
 DocumentName = Annotated[
@@ -50,7 +51,7 @@ def read(
         memstore read moby-dick.txt notes.mem --document moby-dick
     """
     content = read_text(text, encoding=encoding)
-    block_size = block_size or existing_block_size(memory) or DEFAULT_BLOCK_SIZE
+    block_size = _block_size(block_size, memory)
     use_threads(threads)
     loaded = load_model(model, dtype, device=device)
     retrieval = memstore.Retrieval(top_k=top_k)
@@ -65,6 +66,19 @@ def read(
         page.facts(data)
 
     return Report(data=data, text=show)
+
+
+def _block_size(wanted: int | None, memory: str) -> int:
+    """Tokens per block: the memory's own if there is one, else what is ``wanted``. What does not fit is an error."""
+    there = existing_block_size(memory)
+    if there is not None and wanted not in (None, there):
+        raise InvalidArgument(
+            f"the memory {memory} has blocks of {there} tokens: leave --block-size out, or name a new memory"
+        )
+    size = there or wanted or DEFAULT_BLOCK_SIZE
+    if size < 1 or SINK % size or WINDOW % size:
+        raise InvalidArgument(f"--block-size must divide {SINK} and {WINDOW}, the sink and the window, got {size}")
+    return size
 
 
 def existing_block_size(url: str) -> int | None:

@@ -89,7 +89,8 @@ def _layer(memory: Memory, document: Document, layer: int, block: int, tokens: i
     block_size = memory.spec.block_size
     norms = {name: norm_summary(filled(states, tokens, block_size)) for name, states in vectors.items()}
     if layer in memory.spec.index_layers:
-        norms["landmarks"] = norm_summary(view.landmarks(range(block, block + 1)))
+        landmarks = view.landmarks(range(block, block + 1))[0]
+        norms["landmarks"] = norm_summary(filled(landmarks, tokens, block_size))
     return {"layer": layer, "norms": norms}
 
 

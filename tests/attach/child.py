@@ -1,7 +1,8 @@
 """What the tests run in a process of its own: read into a memory, or answer from one.
 
-``python -m tests.attach.child logits FOLDER FILE``, or ``... serve``, which takes lines ``FOLDER TOKENS`` on its standard
-input and reads each in a fork of its own (a process that has to import everything first takes seconds to start).
+``python -m tests.attach.child logits FOLDER FILE``, or ``... serve``, which takes lines ``FOLDER TOKENS`` on its
+standard input and reads each in a fork of its own (a process that has to import everything first takes seconds to
+start).
 """
 
 from __future__ import annotations
@@ -62,4 +63,10 @@ def answer(memory: memstore.Memory) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"serve": serve, "logits": logits}[sys.argv[1]](*sys.argv[2:])
+    match sys.argv[1:]:
+        case ["serve"]:
+            serve()
+        case ["logits", folder, file]:
+            logits(folder, file)
+        case other:
+            raise SystemExit(f"expected serve, or logits FOLDER FILE, got {other}")

@@ -64,6 +64,13 @@ def tiny(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     return model
 
 
+def generate(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What ``model.generate`` returns: ``ids [B, T]`` and the tokens after them."""
+    out = model.generate(ids, **options)  # type: ignore[operator]  # every causal LM has it, their base class has not
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
 def tokens(n: int, seed: int = 0, rows: int | None = None) -> torch.Tensor:
     """Random token ids ``[n]``, or ``[rows, n]``."""
     shape = (n,) if rows is None else (rows, n)

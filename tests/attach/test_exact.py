@@ -1,4 +1,4 @@
-"""Promises 1 and 2: with everything retrieved an attached model is the model; how a text is cut into calls is no matter."""
+"""Promises 1 and 2: with everything retrieved an attached model is the model; how a text is cut up does not matter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
-from tests.attach.models import tiny, tokens
+from tests.attach.models import generate, tiny, tokens
 
 EXACT = Retrieval(top_k="all", positions="true")
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -50,12 +50,14 @@ def logits_with_memory(model: PreTrainedModel, document: Tensor, rest: Tensor, r
     with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
         attached.read(document)
         with torch.no_grad():
-            return model(rest[None]).logits[0]
+            logits: Tensor = model(rest[None]).logits[0]
+            return logits
 
 
 def full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(ids[None]).logits[0]
+        logits: Tensor = model(ids[None]).logits[0]
+        return logits
 
 
 def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrainedModel) -> None:
@@ -67,10 +69,10 @@ def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrai
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_generation_is_that_of_the_whole_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ids = tokens(150)
-    want = model.generate(ids[None], attention_mask=torch.ones(1, 150), **options)[0, 150:]
+    want = generate(model, ids[None], attention_mask=torch.ones(1, 150), **options)[0, 150:]
     with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
         attached.read(ids[:131])
-        got = model.generate(ids[None, 131:], attention_mask=torch.ones(1, 19), **options)[0, 19:]
+        got = generate(model, ids[None, 131:], attention_mask=torch.ones(1, 19), **options)[0, 19:]
     assert got.tolist() == want.tolist()
 
 
@@ -89,10 +91,10 @@ def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedMo
             for row, pad in zip(mask, (0, 5, 9), strict=True)
         ]
     )
-    want = model.generate(whole, attention_mask=whole_mask, **options)[:, 143:]
+    want = generate(model, whole, attention_mask=whole_mask, **options)[:, 143:]
     with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
         attached.read(document)
-        got = model.generate(prompts, attention_mask=mask, **options)[:, 12:]
+        got = generate(model, prompts, attention_mask=mask, **options)[:, 12:]
     assert got.tolist() == want.tolist()
 
 

@@ -1,4 +1,4 @@
-"""Promises 3 and 4: a memory reopened in another process answers bit for bit; a killed reader loses nothing committed."""
+"""Promises 3 and 4: a memory answers bit for bit in another process; a killed reader loses nothing committed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert torch.equal(a["tokens"], b["tokens"])
     assert torch.equal(a["logits"], b["logits"])
     for ours, theirs in zip(a["states"], b["states"], strict=True):
-        assert torch.equal(ours["k"], theirs["k"]) and torch.equal(ours["v"], theirs["v"])
+        assert torch.equal(ours["k"], theirs["k"])
+        assert torch.equal(ours["v"], theirs["v"])
 
 
 def test_another_process_answers_bit_for_bit(tmp_path: Path) -> None:
@@ -73,7 +74,8 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
 
 
 def kill_while_reading(reader: subprocess.Popen[str], folder: Path, length: int, *, delay: float) -> None:
-    assert reader.stdin is not None and reader.stdout is not None
+    assert reader.stdin is not None
+    assert reader.stdout is not None
     print(folder, length, file=reader.stdin, flush=True)
     process = int(reader.stdout.readline())
     time.sleep(delay)

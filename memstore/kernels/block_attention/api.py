@@ -66,9 +66,8 @@ def attend(
 ) -> Tensor:
     """The output of ``block_attention`` alone, which PyTorch computes several times faster without the log-sum-exp.
 
-    ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; those before are visible to all.
-    ``"auto"`` takes ``"torch"`` unless a cap or sinks,
-    which it does not have, are asked for.
+    ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; those before are visible to
+    all. ``"auto"`` takes ``"torch"`` unless a cap or sinks, which it does not have, are asked for.
     """
     k, v = _flat(k), _flat(v)
     _check(q, k, v)

@@ -14,8 +14,8 @@ from torch import Tensor
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of ``q [B, H, T, D]`` over ``k, v [B, G, N, D]``; returns ``[B, H, T, Dv]``.
 
-    ``mask`` is additive, in the dtype of ``q``, and broadcasts to ``[B, heads, T, M]``, heads being 1, G or H. It is for
-    the last ``M`` keys; those before are visible to all queries.
+    ``mask`` is additive, in the dtype of ``q``, and broadcasts to ``[B, heads, T, M]``, heads being 1, G or H. It is
+    for the last ``M`` keys; those before are visible to all queries.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] > 1:
         return _products(q, k, v, mask, scale)

@@ -1,0 +1,252 @@
+"""What goes wrong around a memory: damage, a second writer, a full disk, Ctrl-C. Nothing committed is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from memstore import DamagedError, MemoryInUse, ReadOnlyMemory
+from tests.attach.child import RETRIEVAL, SIZES, answer
+from tests.attach.models import tiny, tokens
+from tests.attach.test_restart import assert_same, read_here
+
+LENGTH = 500
+LONG = 20_000
+"""Tokens that take a second or two to read."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A memory that has read the text."""
+    read_here(tmp_path / "m", LENGTH)
+    return tmp_path / "m"
+
+
+def answers_of(folder: Path) -> dict[str, object]:
+    with memstore.open(folder, mode="r") as memory:
+        assert memory.verify() == []
+        return answer(memory)
+
+
+def child(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Run ``script`` in a process of its own, on one thread."""
+    prelude = "import sys, torch, memstore\ntorch.set_num_threads(1)\n"
+    command = [sys.executable, "-c", prelude + script, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What the process printed; it must have succeeded."""
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out
+
+
+# Damage
+
+
+@pytest.mark.parametrize(("field", "layer"), [("k", 3), ("v", 2)])
+def test_a_flipped_bit_in_a_block_that_is_wanted_is_named(folder: Path, field: str, layer: int) -> None:
+    model: Any = tiny("llama")
+    question = tokens(9, seed=5)[None]
+    with memstore.open(folder, mode="r") as memory:
+        block = answer(memory)["lists"][-1][0]
+        payload = memory.document("text").layer(layer).gather([block])[field][0].numpy().tobytes()
+    flip(folder / "data.mdb", payload)
+
+    name = f"document 'text', layer {layer}, block {block} is damaged"
+    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES), torch.no_grad():
+        with pytest.raises(DamagedError, match=name):
+            model(question)
+        with pytest.raises(DamagedError, match=name):
+            model.generate(question, max_new_tokens=3, do_sample=False)
+    with memstore.open(folder, mode="r") as memory:
+        (finding,) = memory.verify()
+    assert (finding.document, finding.layer, finding.block) == ("text", layer, block)
+
+
+def test_a_flipped_bit_in_the_window_stops_reading_on(folder: Path) -> None:
+    last = LENGTH // 16 - 1
+    with memstore.open(folder, mode="r") as memory:
+        payload = memory.document("text").layer(1).gather([last])["k"][0].numpy().tobytes()
+    flip(folder / "data.mdb", payload)
+    with (
+        memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached,
+        pytest.raises(DamagedError, match=f"document 'text', layer 1, block {last} is damaged"),
+    ):
+        attached.read(tokens(LENGTH + 100))
+    with memstore.open(folder, mode="r") as memory:
+        assert len(memory.document("text")) == LENGTH
+
+
+def flip(path: Path, payload: bytes) -> None:
+    """Change one bit in the middle of ``payload``, wherever it is stored in the file."""
+    content = path.read_bytes()
+    places = [found.start() for found in re.finditer(re.escape(payload), content)]
+    assert places, "the states are not stored as they are"
+    changed = bytearray(content)
+    for place in places:
+        changed[place + len(payload) // 2] ^= 1
+    path.write_bytes(changed)
+
+
+# A second writer, and a reader that wants to write
+
+HOLD = """
+memory = memstore.open(sys.argv[1])
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_second_writer_is_told_who_the_first_one_is(folder: Path) -> None:
+    before, model = answers_of(folder), tiny("llama")
+    with child(HOLD, folder) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(MemoryInUse, match=rf"\b{holder.pid}\b"):
+            memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES)
+        assert_same(answers_of(folder), before)  # reading is no writing
+        finished(holder)
+    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+        assert attached.read(tokens(LENGTH + 50)).new_tokens == 50
+
+
+@pytest.mark.parametrize("document", ["text", "another"])
+def test_a_memory_open_for_reading_cannot_read_on(folder: Path, document: str) -> None:
+    with (
+        memstore.open(folder, mode="r") as memory,
+        memstore.attach(tiny("llama"), memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached,
+    ):
+        assert attached.read(tokens(LENGTH)).new_tokens == 0
+        with pytest.raises(ReadOnlyMemory, match="open it with mode='a' to read a text"):
+            attached.read(tokens(LENGTH + 100), document)
+        assert [len(each) for each in memory.documents()] == [LENGTH]
+
+
+# A full disk
+
+FULL = """
+import resource
+from memstore import StoreFull
+from tests.attach.child import RETRIEVAL, SIZES
+from tests.attach.models import tiny, tokens
+
+folder, length = sys.argv[1], int(sys.argv[2])
+with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+    attached.read(tokens(length)[:200])
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, hard))
+    for _ in range(2):
+        try:
+            attached.read(tokens(length))
+            raise SystemExit("it fitted after all")
+        except StoreFull as error:
+            assert "what was committed before stands" in str(error), error
+    (document,) = attached.documents
+    held = len(document)
+    assert 200 < held < length
+    assert torch.equal(document.tokens(), tokens(length)[:held])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    result = attached.read(tokens(length))
+    assert (result.reused_tokens, result.tokens) == (held, length), result
+"""
+
+
+def test_a_full_disk_loses_nothing_and_reading_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    length = 1_500
+    finished(child(FULL, tmp_path / "m", length))
+    read_here(tmp_path / "undisturbed", 200)  # where the router is fitted is where reading began
+    read_here(tmp_path / "undisturbed", length)
+    assert_same(answers_of(tmp_path / "m"), answers_of(tmp_path / "undisturbed"))
+
+
+# Ctrl-C
+
+READ = """
+from tests.attach.child import read
+from tests.attach.models import tiny
+
+read(tiny("llama"), sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def test_ctrl_c_leaves_a_memory_that_is_read_on(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    with child(READ, folder, LONG) as reader:
+        wait_for_tokens(folder, 300)
+        os.kill(reader.pid, signal.SIGINT)
+        _, err = reader.communicate(timeout=60)
+    assert err.rstrip().endswith("KeyboardInterrupt"), err
+    assert reader.returncode == -signal.SIGINT
+    with memstore.open(folder, mode="r") as memory:
+        assert memory.verify() == []
+        held = len(memory.document("text"))
+        assert torch.equal(memory.document("text").tokens(), tokens(LONG)[:held])
+    assert 300 <= held < LONG
+    assert held % 32 == 0, "whole segments"
+
+    length = held + 200
+    with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+        assert attached.read(tokens(LONG)[:length]).reused_tokens == held
+    with memstore.attach(
+        tiny("llama"), tmp_path / "undisturbed", document="text", retrieval=RETRIEVAL, **SIZES
+    ) as attached:
+        attached.calibrate(tokens(LONG))
+        attached.read(tokens(LONG)[:length])
+    assert_same(answers_of(folder), answers_of(tmp_path / "undisturbed"))
+
+
+def wait_for_tokens(folder: Path, wanted: int) -> None:
+    """Return when another process has committed so many tokens."""
+    for _ in range(6_000):
+        time.sleep(0.01)
+        if not (folder / "data.mdb").exists():
+            continue
+        with memstore.open(folder, mode="r") as memory:
+            if sum(map(len, memory.documents())) >= wanted:
+                return
+    raise AssertionError("nothing was read in a minute")
+
+
+# Another process
+
+SECOND = """
+from tests.attach.child import RETRIEVAL, SIZES
+from tests.attach.models import tiny, tokens
+
+folder, file = sys.argv[1:]
+with memstore.attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:
+    attached.read(tokens(400, seed=3))
+    torch.save([entry.blocks for entry in attached.trace], file)
+"""
+
+
+def test_another_process_reads_on_with_the_router_that_is_stored(folder: Path, tmp_path: Path) -> None:
+    """A second document is routed by what the first one was, wherever it is read."""
+    shutil.copytree(folder, tmp_path / "there")
+    finished(child(SECOND, tmp_path / "there", tmp_path / "lists.pt"))
+    with memstore.attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:
+        attached.read(tokens(400, seed=3))
+        lists = [entry.blocks for entry in attached.trace]
+    assert lists
+    assert lists == torch.load(tmp_path / "lists.pt", weights_only=True)
+    states = []
+    for path in (folder, tmp_path / "there"):
+        with memstore.open(path, mode="r") as memory:
+            document = memory.document("second")
+            states.append([document.layer(i).gather(list(document.blocks)) for i in range(memory.spec.layers)])
+    for ours, theirs in zip(*states, strict=True):
+        assert torch.equal(ours["k"], theirs["k"])
+        assert torch.equal(ours["v"], theirs["v"])
