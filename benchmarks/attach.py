@@ -2,10 +2,10 @@
 
     python benchmarks/attach.py --lengths 32768 131072
 
-Reading: tokens per second of ``attached.read`` at each length, over the last few thousand tokens before it, against the bare
-model's forward pass over the same segments without any context (with and without its output layer, which reading does not
-need), interleaved with it. Decoding: time per token behind a document of the first length, against the bare model behind an
-empty prompt. Ratios of one run are what counts; absolute values depend on the machine and on what else it does.
+Reading: tokens per second of ``attached.read`` over the last few thousand tokens before each length, taking turns with
+the bare model's forward pass over the same segments without any context (with and without its output layer, which
+reading does not need). Decoding: time per token behind a document of each length, against the bare model behind an empty
+prompt. Ratios of one run are what counts; absolute values depend on the machine and on what else it does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -125,10 +124,8 @@ def read_row(loaded: Loaded, ids: Tensor, tokens: int, folder: Path, top_k: int)
         for part in range(tokens - MEASURED, tokens, MEASURED // 4):
             with attached_to(loaded, folder, top_k) as attached:
                 reading.append(attached.read(ids[: part + MEASURED // 4]).seconds / (MEASURED // 4))
-            quarter = segments[:4]
-            bare.append(timed(lambda: [loaded.model(s[None], use_cache=False) for s in quarter]) / 1024)
-            base = loaded.model.base_model
-            without_logits.append(timed(lambda: [base(s[None], use_cache=False) for s in quarter]) / 1024)
+            bare.append(seconds_per_token(loaded.model, segments[:4]))
+            without_logits.append(seconds_per_token(loaded.model.base_model, segments[:4]))
     return Row(
         tokens=tokens,
         read_tokens_per_s=round(1 / median(reading), 1),
@@ -142,11 +139,12 @@ def read_row(loaded: Loaded, ids: Tensor, tokens: int, folder: Path, top_k: int)
 
 
 @torch.no_grad()
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes, once warm."""
+def seconds_per_token(model: Any, segments: list[Tensor]) -> float:
+    """Time of forward passes over ``segments``, each on its own."""
     begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
+    for segment in segments:
+        model(segment[None], use_cache=False)
+    return (time.perf_counter() - begun) / sum(map(len, segments))
 
 
 def decode_times(loaded: Loaded, folder: Path, top_k: int) -> dict[str, float]:

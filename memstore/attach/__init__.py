@@ -146,8 +146,8 @@ def _check_memory(memory: Memory, fingerprint: Any, retrieval: Retrieval, index_
         )
     if memory.spec.index_layers != index_layers:
         raise ForeignMemory(
-            f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one attached in "
-            f"{index_layers}: attach them one at a time"
+            f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one attached "
+            f"in {index_layers}: attach them one at a time"
         )
 
 

@@ -69,6 +69,7 @@ class Attached:
         self._call: Call | None = None
         self._next: Call | None = None
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
+        self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
 
     # Use
@@ -203,8 +204,6 @@ class Attached:
         call = Call(self.selection, NOTHING, _no_states, reading=True)
         try:
             self.forward(call, tokens)
-        except _Enough:
-            pass
         finally:
             tapped, self._tap = self._tap, None
             call.release()
@@ -215,16 +214,18 @@ class Attached:
     @torch.no_grad()
     def forward(self, call: Call, tokens: Tensor, *, logits: bool = False) -> Tensor | None:
         """Run ``tokens [T]`` of ``call`` through the model; logits ``[T, vocabulary]`` only where they are wanted."""
-        self._next = call
+        self._next, self._states_only = call, not logits
         try:
             ids = tokens.to(self.model.device)[None]
-            if not logits:
-                self.architecture.decoder(input_ids=ids, use_cache=False)
-                return None
-            result: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
-            return result
+            if logits:
+                result: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+                return result
+            self.architecture.decoder(input_ids=ids, use_cache=False)
+        except _Enough:
+            pass
         finally:
-            self._next = None
+            self._next, self._states_only = None, False
+        return None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
@@ -319,6 +320,10 @@ def _attention(
     attached, plan = _PLANS[module]
     call = attached._call
     assert call is not None, "attention ran outside of a forward pass of the base model"
+    if attached._states_only and plan is attached.architecture.layers[-1]:
+        call.layers[plan.index].fresh = (key, value)
+        attached._call = None
+        raise _Enough
     out = call.layers[plan.index].attend(
         query, key, value, scale=kwargs.get("scaling"), softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")
     )

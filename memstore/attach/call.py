@@ -11,12 +11,13 @@ from torch import Tensor
 from memstore.attach.architecture import LayerPlan
 from memstore.attach.layer import ROOM, LayerStates
 from memstore.attach.rotary import CosSin, Rotary
-from memstore.attach.visible import Candidates, States, Visible
+from memstore.attach.visible import Candidates, States, Visible, gather
 from memstore.attention import Placement, place
 from memstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from memstore.attach.selection import Chosen, Selection
+    from memstore.memory import Document
 
 MEMOS = 1024
 """Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
@@ -233,10 +234,19 @@ class Call:
         keys, values = self.states(plan.index, tokens)  # [G, n, D]
         return keys[None, :, None], values[None, :, None]
 
+    def _located(self, chosen: Chosen) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
+        """The distinct blocks of all lists, and where ``[B or 1, lists, K]`` each entry of a list is among them."""
+        key = ("located", id(chosen))
+        if key not in self._memo:
+            numbers, places = chosen.numbers.unique(return_inverse=True)
+            self._memo[key] = (chosen, places, self.candidates.located(numbers))
+        _, places, located = self._memo[key]
+        return places, located
+
     def _gathered(self, plan: LayerPlan, chosen: Chosen) -> States:
         """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
-        numbers, places = chosen.numbers.unique(return_inverse=True)
-        keys, values = self.candidates.gather(plan.index, numbers)  # [n, G, S, D]
+        places, located = self._located(chosen)
+        keys, values = gather(located, plan.index)  # [n, G, S, D]
         rows, lists, groups = *chosen.numbers.shape[:2], plan.key_heads
         if rows == lists == 1:  # a list is in ascending order, so its blocks are what was gathered
             return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]

@@ -70,5 +70,6 @@ class RecentCodes:
     def read(self, tokens: range) -> Tensor:
         """Codes ``[n, dim]`` of ``tokens``, as far as they are kept."""
         first = max(0, tokens.start)  # the beginning of a document has fewer tokens than choose together
-        assert self.codes is not None and first >= self.start, "codes were asked for that are not kept"
+        assert self.codes is not None
+        assert first >= self.start, "codes were asked for that are not kept"
         return self.codes[first - self.start : tokens.stop - self.start]

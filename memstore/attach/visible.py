@@ -71,15 +71,23 @@ class Candidates:
         ]
         return torch.cat(scores, dim=-1)
 
-    def gather(self, layer: int, numbers: Tensor) -> States:
-        """Keys and values ``[n, G, S, D]`` of the candidates ``numbers [n]`` (ascending)."""
-        states, start = [], 0
+    def located(self, numbers: Tensor) -> list[tuple[Document, list[int]]]:
+        """The candidates ``numbers [n]`` (ascending) as blocks of documents."""
+        found, start = [], 0
         for source, blocks in self.parts:
             mine = numbers[(numbers >= start) & (numbers < start + len(blocks))]
             if len(mine):
-                states.append(source.document.layer(layer).gather(mine - start + blocks.start))
+                found.append((source.document, (mine - start + blocks.start).tolist()))
             start += len(blocks)
-        return torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])
+        return found
+
+
+def gather(located: Sequence[tuple[Document, list[int]]], layer: int) -> States:
+    """Keys and values ``[n, G, S, D]`` of blocks of documents."""
+    states = [document.layer(layer).gather(blocks) for document, blocks in located]
+    if len(states) == 1:
+        return states[0]["k"], states[0]["v"]
+    return torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])
 
 
 @dataclass(frozen=True)
