@@ -4,8 +4,8 @@
 
 Reading: tokens per second of ``attached.read`` over the last few thousand tokens before each length, taking turns with
 the bare model's forward pass over the same segments without any context (with and without its output layer, which
-reading does not need). Decoding: time per token behind a document of each length, against the bare model behind an empty
-prompt. Ratios of one run are what counts; absolute values depend on the machine and on what else it does.
+reading does not need). Decoding: time per token behind a document of each length, against the bare model behind an
+empty prompt. Ratios of one run are what counts; absolute values depend on the machine and on what else it does.
 """
 
 from __future__ import annotations
