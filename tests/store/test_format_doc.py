@@ -11,8 +11,10 @@ import lmdb
 import numpy as np
 import pytest
 
+import memstore
 from memstore.store import Batch, Key, Layout, LmdbStore, Record, Table
 from memstore.store.records import DTYPES
+from tests.attach.models import tiny, tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 FIELDS = {"k": (2, 4, 8), "v": (2, 4, 6)}
@@ -41,7 +43,8 @@ def array_record(array: np.ndarray[Any, Any], dtype: str) -> Record:
 
 def make_memory(path: Path, blocks_per_value: int) -> None:
     """Two documents of three and ten blocks, two layers, as the memory layer writes them."""
-    facts = {"format": 1, "library": "0", "spec": {"fields": FIELDS, "layers": 2, "block_size": 4, "dtype": "float16"}}
+    fields = [[name, shape] for name, shape in FIELDS.items()]
+    facts = {"format": 1, "library": "0", "spec": {"fields": fields, "layers": 2, "block_size": 4, "dtype": "float16"}}
     batch = Batch()
     batch.put(Key(Table.META), Record.from_json(facts))
     for document, (name, blocks) in enumerate({"notes": 3, "moby-dick": 10}.items(), start=1):
@@ -76,7 +79,16 @@ def test_it_runs_as_a_program_without_memstore(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, tmp_path / "reader.py", tmp_path / "m"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-2:] == ["k float16 (2, 4, 8)", "v float16 (2, 4, 6)"]
+    assert done.stdout.splitlines()[-1] == "{'k': (2, 4, 8), 'v': (2, 4, 6)}"
+
+
+def test_it_reads_what_a_model_has_read(tmp_path: Path, reader: dict[str, Any]) -> None:
+    with memstore.attach(tiny("llama"), tmp_path / "m", document="text", block_size=16, sink=16) as attached:
+        attached.read(tokens(100))
+        states = attached.documents[0].layer(2).gather([3])
+    found = reader["dump"](str(tmp_path / "m"), layer=2, block=3)
+    assert list(found) == ["k", "v"]
+    assert all((found[name] == states[name][0].numpy()).all() for name in found)
 
 
 def test_it_finds_damage(tmp_path: Path, reader: dict[str, Any]) -> None:
