@@ -59,9 +59,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = Path(scratch) / "memory"
         rows, decode = [], {}
-        for tokens in sorted(options.lengths):
-            rows.append(read_row(loaded, ids, tokens, folder, options.top_k))
-            decode[tokens] = decode_times(loaded, folder, options.top_k)
+        with attached_to(loaded, folder, options.top_k):
+            pass  # makes the memory
+        with memstore.open(folder) as memory:
+            for tokens in sorted(options.lengths):
+                rows.append(read_row(loaded, ids, tokens, memory, folder, options.top_k))
+                decode[tokens] = decode_times(loaded, memory, options.top_k)
     about = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "model": options.model,
@@ -101,28 +104,28 @@ def long_text(loaded: Loaded, tokens: int) -> Tensor:
     return torch.tensor(ids[:tokens])
 
 
-def attached_to(loaded: Loaded, folder: Path, top_k: int) -> Any:
-    """The memory in ``folder`` attached to the model."""
+def attached_to(loaded: Loaded, memory: memstore.Memory | Path, top_k: int) -> Any:
+    """A memory attached to the model."""
     return memstore.attach(
         loaded.model,
-        folder,
+        memory,
         document="text",
         tokenizer=loaded.tokenizer,
         retrieval=memstore.Retrieval(top_k=top_k),
     )
 
 
-def read_row(loaded: Loaded, ids: Tensor, tokens: int, folder: Path, top_k: int) -> Row:
+def read_row(loaded: Loaded, ids: Tensor, tokens: int, memory: memstore.Memory, folder: Path, top_k: int) -> Row:
     """Read up to ``tokens``; time the last stretch, taking turns with the bare model."""
     segments = [ids[start : start + 256] for start in range(tokens - MEASURED, tokens, 256)]
     reading: list[float] = []
     bare: list[float] = []
     without_logits: list[float] = []
     with PeakMemory() as peak:
-        with attached_to(loaded, folder, top_k) as attached:
+        with attached_to(loaded, memory, top_k) as attached:
             attached.read(ids[: tokens - MEASURED], progress=True)
         for part in range(tokens - MEASURED, tokens, MEASURED // 4):
-            with attached_to(loaded, folder, top_k) as attached:
+            with attached_to(loaded, memory, top_k) as attached:
                 reading.append(attached.read(ids[: part + MEASURED // 4]).seconds / (MEASURED // 4))
             bare.append(seconds_per_token(loaded.model, segments[:4]))
             without_logits.append(seconds_per_token(loaded.model.base_model, segments[:4]))
@@ -147,9 +150,9 @@ def seconds_per_token(model: Any, segments: list[Tensor]) -> float:
     return (time.perf_counter() - begun) / sum(map(len, segments))
 
 
-def decode_times(loaded: Loaded, folder: Path, top_k: int) -> dict[str, float]:
+def decode_times(loaded: Loaded, memory: memstore.Memory, top_k: int) -> dict[str, float]:
     """Median milliseconds per generated token, with the memory and bare."""
-    with attached_to(loaded, folder, top_k):
+    with attached_to(loaded, memory, top_k):
         with_memory = decode(loaded)
     bare = decode(loaded)
     return {

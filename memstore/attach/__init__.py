@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from memstore.attach.attached import Attached
-    from memstore.memory import Memory
+    from memstore.memory import Fingerprint, Memory, MemorySpec
     from memstore.memory.retrieval import Retrieval
 
 __all__ = ["attach"]
@@ -22,7 +22,7 @@ __all__ = ["attach"]
 
 def attach(
     model: PreTrainedModel,
-    memory_or_url: Memory | str | Path | Sequence[Memory],
+    memory_or_url: Memory | str | Path | Sequence[Memory | str | Path],
     *,
     document: str | Sequence[str] | None = None,
     retrieval: Retrieval | None = None,
@@ -60,32 +60,33 @@ def attach(
     from memstore.attach.architecture import examine
     from memstore.attach.attached import Attached
     from memstore.attach.identity import fingerprint_of, spec_for
-    from memstore.memory import Memory, Retrieval, open_memory
+    from memstore.memory import Memory, Retrieval
 
     retrieval = Retrieval() if retrieval is None else retrieval
-    given: list[Memory] = []
-    if isinstance(memory_or_url, (str, Path)):
-        block_size = _existing_block_size(memory_or_url) or block_size
-    else:
-        given = [memory_or_url] if isinstance(memory_or_url, Memory) else list(memory_or_url)
-        if not given:
-            raise InvalidArgument("attach needs a memory, or the path of one")
-        block_size = given[0].spec.block_size
+    single = not isinstance(memory_or_url, (list, tuple))
+    wanted = [memory_or_url] if single else list(memory_or_url)
+    if not wanted or not all(isinstance(each, (str, Path, Memory)) for each in wanted):
+        raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory_or_url!r}")
+    sizes = [each.spec.block_size if isinstance(each, Memory) else _existing_block_size(each) for each in wanted]
+    block_size = next((size for size in sizes if size is not None), block_size)
     _check_sizes(block_size, window=window, sink=sink, segment=segment)
     architecture = examine(model)
     fingerprint = fingerprint_of(model, architecture, tokenizer, block_size)
     owned: list[Memory] = []
-    if isinstance(memory_or_url, (str, Path)):
-        owned.append(
-            _open(open_memory, memory_or_url, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers))
-        )
+    memories: list[Memory] = []
     try:
-        for memory in given or owned:
-            _check_memory(memory, fingerprint, retrieval, (given or owned)[0].spec.index_layers)
+        for each in wanted:
+            if isinstance(each, Memory):
+                memories.append(each)
+                continue
+            owned.append(_open(each, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers)))
+            memories.append(owned[-1])
+        for memory in memories:
+            _check_memory(memory, fingerprint, retrieval, memories[0].spec.index_layers)
         return Attached(
             model,
             architecture,
-            given or owned,
+            memories,
             document=document,
             retrieval=retrieval,
             window=window,
@@ -110,13 +111,14 @@ def _existing_block_size(url: str | Path) -> int | None:
         return None
 
 
-def _open(open_memory: Any, url: str | Path, spec: Any) -> Memory:
+def _open(url: str | Path, spec: Callable[[], MemorySpec]) -> Memory:
     """The memory at ``url``; made with the spec that ``spec()`` gives if there is none."""
+    from memstore.memory import open_memory
+
     try:
-        memory: Memory = open_memory(url)
+        return open_memory(url)
     except NotFound:
-        memory = open_memory(url, spec=spec())
-    return memory
+        return open_memory(url, spec=spec())
 
 
 def _check_sizes(block_size: int, **sizes: int) -> None:
@@ -130,8 +132,10 @@ def _check_sizes(block_size: int, **sizes: int) -> None:
             )
 
 
-def _check_memory(memory: Memory, fingerprint: Any, retrieval: Retrieval, index_layers: tuple[int, ...]) -> None:
-    differences = memory.spec.fingerprint.differences(fingerprint)
+def _check_memory(
+    memory: Memory, fingerprint: Fingerprint, retrieval: Retrieval, index_layers: tuple[int, ...]
+) -> None:
+    differences = fingerprint.differences(memory.spec.fingerprint)
     if differences:
         raise ForeignMemory(
             f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it was "

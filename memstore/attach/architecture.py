@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from memstore.attach import rotary
 from memstore.attach.rotary import Rotary
-from memstore.errors import UnsupportedModel
+from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 
 if TYPE_CHECKING:
@@ -80,6 +80,17 @@ class _Seen:
 
 def examine(model: PreTrainedModel) -> Architecture:
     """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if it cannot be done."""
+    if not hasattr(model, "base_model") or not hasattr(model, "config"):
+        raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")
+    try:
+        return _examine(model)
+    except MemstoreError:
+        raise
+    except Exception as error:  # whatever a model of an unknown kind does, the answer is the same
+        raise _unsupported(model, f"trying it out failed ({type(error).__name__}: {error})") from error
+
+
+def _examine(model: PreTrainedModel) -> Architecture:
     config = model.config.get_text_config(decoder=True)
     seen = _run_probe(model)
     expected = int(config.num_hidden_layers)
@@ -113,6 +124,8 @@ def _run_probe(model: PreTrainedModel) -> list[_Seen]:
         entry.calls += 1
         entry.queries, entry.keys, entry.values = q, k, v
         entry.sliding = kwargs.get("sliding_window")
+        if getattr(module, "is_causal", True) is False:
+            raise _unsupported(model, "its attention looks ahead: it is no causal model")
         if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
             raise _unsupported(model, "it adds a position bias to the attention scores")
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

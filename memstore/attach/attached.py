@@ -7,6 +7,7 @@ function, a cache made of our layers, and forward hooks on the base model and on
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -68,6 +69,7 @@ class Attached:
         self._stack = ExitStack()
         self._call: Call | None = None
         self._next: Call | None = None
+        self._thread: int | None = None  # the thread that is in a forward pass
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
@@ -97,7 +99,7 @@ class Attached:
             return all_of_them
         existing = [source.document.name for source in all_of_them]
         for name in self.names:
-            if name not in existing and self.memories[0].mode == "r":
+            if name not in existing and (existing or self.memories[0].mode == "r"):
                 shown = ", ".join(map(repr, existing)) or "none"
                 raise NotFound(f"no document {name!r} in this memory; it has {shown}")
         return [source for name in self.names for source in all_of_them if source.document.name == name]
@@ -149,6 +151,7 @@ class Attached:
 
     def _install(self) -> None:
         plans = self.architecture.layers
+        self.selection.ended = False
         if any(plan.module in _PLANS for plan in plans):
             raise InvalidArgument("this model has a memory attached already; leave that block first")
         self._stack.callback(self._close)
@@ -162,7 +165,7 @@ class Attached:
                 self._hook(plans[layer].block.register_forward_pre_hook(self._hidden_hook(layer), with_kwargs=True))
         decoder = self.architecture.decoder
         self._hook(decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._hook(decoder.register_forward_hook(self._after_forward))
+        self._hook(decoder.register_forward_hook(self._after_forward, always_call=True))
         self._load_routers()
 
     def _hook(self, handle: Any) -> None:
@@ -171,6 +174,7 @@ class Attached:
     def _remove(self) -> None:
         self._stack.close()
         self._call = self._next = self._tap = None
+        self.selection.ended = True
 
     def _close(self) -> None:
         for memory in self._owned:
@@ -224,10 +228,12 @@ class Attached:
         except _Enough:
             pass
         finally:
-            self._next, self._states_only = None, False
+            self._next, self._states_only, self._thread = None, False, None
         return None
 
+    @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._claim()
         given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         call = self._next if self._next is not None else self._call_of(given)
@@ -241,13 +247,24 @@ class Attached:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
 
-    def _after_forward(self, *_: object) -> None:
-        if self._call is not None:
+    @torch.compiler.disable
+    def _after_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        """End the pass; without an output it has failed, and its tokens do not count."""
+        if self._call is not None and output is not None:
             self._call.end()
-            self._call = None
+        self._call = None
+        if self._next is not None:
+            return
+        self._thread = None
         if self._loose is not None:
             self._loose.release()
             self._loose = None
+
+    def _claim(self) -> None:
+        """What a pass knows of itself is kept here, so there can be one at a time."""
+        if self._thread not in (None, threading.get_ident()):
+            raise InvalidArgument("another thread is using this attached model; let them take turns")
+        self._thread = threading.get_ident()
 
     def _call_of(self, given: dict[str, Any]) -> Call:
         """The call that a forward pass belongs to, through its cache; a new one where the cache is empty or missing."""
@@ -300,6 +317,7 @@ class Attached:
     def _hidden_hook(self, layer: int) -> Any:
         last = self.selection.index_layers[-1]
 
+        @torch.compiler.disable
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             if self._tap is not None:
@@ -313,6 +331,7 @@ class Attached:
         return hook
 
 
+@torch.compiler.disable
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -338,6 +357,7 @@ def _no_states(*_: object) -> NoReturn:
     raise AssertionError("nothing is visible, so nothing can be asked for")
 
 
+@torch.compiler.disable
 def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand an attention layer position embeddings that leave queries and keys as they are."""
     if _PLANS[module][1].rotary.part == "none" or kwargs.get("position_embeddings") is None:

@@ -24,7 +24,11 @@ def stored_name(layer: int) -> str:
 
 def fit_routers(attached: Attached, tokens: Tensor, key_dim: int, layers: Sequence[int]) -> dict[int, Router]:
     """Routers for ``layers``, fitted to the first ``tokens [n]`` of the document and to general text."""
-    samples = [tokens[:SAMPLE_TOKENS], general_sample(attached.tokenizer, attached.vocabulary)]
+    samples = [general_sample(attached.tokenizer, attached.vocabulary)]
+    if (
+        len(tokens) >= SAMPLE_TOKENS
+    ):  # a shorter beginning would make the router depend on how the text is cut into calls
+        samples.insert(0, tokens[:SAMPLE_TOKENS])
     segments = [segment for sample in samples for segment in sample.split(attached.segment)]
     hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for segment in segments:

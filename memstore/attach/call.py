@@ -104,8 +104,12 @@ class Call:
 
         ``again`` lets a later layer choose although an earlier one has.
         """
+        every = self.selection.retrieval.every
+        if not self.reading and self.tokens == 1 and self.chosen_at is not None and every == "segment":
+            return  # the list stays, so nobody will ask for this token's code
         codes = self.selection.encode(layer, hidden)
-        self.codes[layer] = codes if self.reading else self._recent_codes(layer, codes)
+        before = None if self.reading else self.codes.get(layer)
+        self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
         if not self.reading and (self.due() or (again and self.routed)):
             rows = [self._real(row, self.codes[layer][row]) for row in range(len(codes))]
             chosen = self.selection.route(self.candidates, layer, rows, self.length + self.tokens)
@@ -123,15 +127,14 @@ class Call:
         states.set_chosen(self.selection.choose_in_layer(self.candidates, states.plan, rows, at, whole=self.reading))
         states.chosen_at = at
 
-    def _recent_codes(self, layer: int, codes: Tensor) -> Tensor:
-        """Codes of the last tokens of the call, as many as choose together (all, if a prompt chooses as a whole)."""
-        before = self.codes.get(layer)
-        codes = codes if before is None else torch.cat((before, codes), dim=1)
-        return codes if self.selection.retrieval.query == "all" else codes[:, -self.selection.retrieval.span :]
-
     def _real(self, row: int, x: Tensor) -> Tensor:
         """The rows of ``x [n, ...]``, for the last ``n`` local tokens, that are not padding in batch row ``row``."""
-        return x if self.padding is None else x[self.padding[row, -len(x) :].to(x.device)]
+        if self.padding is None:
+            return x
+        real = x[self.padding[row, -len(x) :].to(x.device)]
+        if not len(real):
+            raise InvalidArgument(f"row {row} of the batch has nothing but padding")
+        return real
 
     # Positions
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from memstore.attach.architecture import LayerPlan
 from memstore.attach.selection import Chosen
 from memstore.attach.visible import States
+from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend
 
 if TYPE_CHECKING:
@@ -132,7 +133,21 @@ class LayerStates(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
         """Hand the segment on; it is stored by the attention function, which knows the positions."""
+        if self.call.selection.ended:
+            raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
         return key_states, value_states
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not possible: what was retrieved for the removed tokens would stay."""
+        raise InvalidArgument("a cache with a memory cannot be cut back; generate without an assistant or look-ahead")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not possible: pass the prompt as often as you want continuations."""
+        raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same as for beams."""
+        self.reorder_cache(indices)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the local keys."""
@@ -159,7 +174,7 @@ class LayerStates(CacheLayerMixin):
         if self.chosen is not None:
             self.chosen = self.chosen.rows(beam_idx.cpu())
         if len(self.prefix_positions) > 1:
-            self.prefix_positions = self.prefix_positions.index_select(0, beam_idx)
+            self.prefix_positions = self.prefix_positions.index_select(0, beam_idx.cpu())
         if self.plan.index == 0:
             self.call.reorder(beam_idx)
 

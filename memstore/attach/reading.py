@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ from memstore.attach.visible import Source, as_blocks, visible
 from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document
+from memstore.memory.append import as_tokens
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -61,6 +62,8 @@ def read(
 ) -> ReadResult:
     """See ``Attached.read``."""
     tokens = checked_tokens(token_ids, attached)
+    if score < 0:
+        raise InvalidArgument(f"score is a number of tokens, got {score}")
     memory = attached.memories[0]
     if memory.mode == "r" and all(each.name != name for each in memory.documents()):
         raise _read_only(attached)
@@ -68,6 +71,7 @@ def read(
     stored = _common_part(document, tokens)
     if memory.mode == "r" and stored < len(tokens):
         raise _read_only(attached)
+    _check_options(attached, document, retrieve=retrieve)
     attached.calibrate(tokens)
     reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score if score else None)
     begun = time.perf_counter()
@@ -88,18 +92,18 @@ def _read_only(attached: Attached) -> ReadOnlyMemory:
 
 def checked_tokens(token_ids: Sequence[int] | Tensor, attached: Attached) -> Tensor:
     """The tokens as int64 ``[n]``. Raises ``InvalidArgument``."""
-    tokens = torch.as_tensor(token_ids)
-    if tokens.dim() == 2 and len(tokens) == 1:
-        tokens = tokens[0]
-    unfit = tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex()
-    if unfit and tokens.numel():
-        raise InvalidArgument(f"expected one sequence of token ids [n], got {tokens.dtype} {tuple(tokens.shape)}")
+    is_tensor = isinstance(token_ids, Tensor)
+    if is_tensor and token_ids.dim() == 2 and len(token_ids) == 1:
+        token_ids = token_ids[0]
+    if is_tensor and token_ids.dtype == torch.bool:
+        raise InvalidArgument("expected token ids, got a mask of True and False")
+    tokens = as_tokens(token_ids)
     if not tokens.numel():
         raise InvalidArgument("there is nothing to read: the text has no tokens")
     last = attached.vocabulary - 1
     if int(tokens.min()) < 0 or int(tokens.max()) > last:
         raise InvalidArgument(f"token ids must be from 0 to {last}, got {int(tokens.min())}..{int(tokens.max())}")
-    return tokens.to("cpu", torch.int64)
+    return tokens.to(torch.int64)
 
 
 def _common_part(document: Document, tokens: Tensor) -> int:
@@ -115,6 +119,27 @@ def _common_part(document: Document, tokens: Tensor) -> int:
             "another name, or forget the document first"
         )
     return len(stored)
+
+
+def _check_options(attached: Attached, document: Document, *, retrieve: bool) -> None:
+    """A document is read with the same options from beginning to end, or its states would not belong together."""
+    sizes = {"window": attached.window, "sink": attached.sink, "segment": attached.segment, "retrieve": retrieve}
+    options = {**asdict(attached.retrieval), **sizes}
+    memory, name = attached.memories[0], f"reading/{document.name}"
+    if memory.mode == "r":
+        return
+    before = memory.get_info(name) if len(document) else None
+    if before is None:
+        memory.put_info(name, options)
+        return
+    different = [
+        f"{key}={before.get(key)!r}, now {value!r}" for key, value in options.items() if before.get(key) != value
+    ]
+    if different:
+        raise InvalidArgument(
+            f"document {document.name!r} was begun with {'; '.join(different)}: go on with the same options, or read the "
+            "text under another name"
+        )
 
 
 def _segments(start: int, stop: int, size: int) -> Iterator[range]:

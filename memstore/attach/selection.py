@@ -13,6 +13,7 @@ from memstore.attach.trace import Retrieved, Trace
 from memstore.attach.visible import Candidates
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import inherited
+from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
 
 
@@ -47,6 +48,8 @@ class Selection:
         self.routers: dict[int, list[Router]] = {}
         """Of each routing layer, one for each memory."""
         self.trace = Trace()
+        self.ended = False
+        """The memory has been taken out of the model."""
 
     @property
     def by_layer(self) -> bool:
@@ -122,11 +125,11 @@ class Selection:
         return self._chosen(chosen)
 
     def _note(self, candidates: Candidates, numbers: Tensor, scores: Tensor, **where: int) -> None:
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        found: dict[Document, tuple[list[int], list[float]]] = {}
         for number, score in zip(numbers.tolist(), scores.tolist(), strict=True):
             document, block = candidates.locate(number)
-            blocks, values = found.setdefault(document.name, ([], []))
+            blocks, values = found.setdefault(document, ([], []))
             blocks.append(block)
             values.append(score)
-        for name, (blocks, values) in found.items():
-            self.trace.append(Retrieved(document=name, blocks=blocks, scores=values, **where))
+        for document, (blocks, values) in found.items():
+            self.trace.append(Retrieved(document=document.name, blocks=blocks, scores=values, **where))

@@ -25,8 +25,9 @@ class Chunk:
 
     def __init__(self, capacity: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         heads, keys_per_block, dim = sizes
-        self.keys = torch.empty(heads, capacity, keys_per_block, dim, dtype=dtype, device=device)
-        self.ids = torch.full((capacity,), -1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+            self.keys = torch.empty(heads, capacity, keys_per_block, dim, dtype=dtype, device=device)
+            self.ids = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.used = 0
 
     @property

@@ -10,6 +10,7 @@ from memstore.errors import DamagedError, MemstoreError
 from memstore.memory.header import Header, read_header
 from memstore.memory.layouts import block_layouts, run_layout, token_layout
 from memstore.memory.state import FIRST_NAMED, HEADER, NEXT_DOCUMENT, DocumentState
+from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
 
 _MOST = 1000  # findings; a memory with more has one cause, and a list without end helps nobody
@@ -187,6 +188,8 @@ class Audit:
 
     def _finding(self, kind: str, key: Key, message: str, items: int = 1) -> Finding:
         """A finding about ``items`` values from ``key`` on, in the words of a user: document, layer, block, tokens."""
+        if key.document > MAX_DOCUMENT:  # not of a memory but of its store, which says so
+            return Finding(kind=kind, message=message)
         if key.table in (Table.META, Table.DOCUMENTS):
             return Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
         state = self._documents.get(key.document)

@@ -49,11 +49,19 @@ class LayerView:
 
         Query head ``h`` of ``H`` uses key head ``h // (H // G)``. Raises ``InvalidArgument``, ``DamagedError``.
         """
-        return Hits(*self._searchable().search(queries, top_k, allowed))
+        index = self._searchable()
+        try:
+            return Hits(*index.search(queries, top_k, allowed))
+        except DamagedError as error:
+            raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The score of every complete block: ``([H, T, N] float32, blocks [N])``."""
-        return self._searchable().score(queries, allowed)
+        """The score of every complete block: ``([H, T, N] float32, blocks [N])``. Raises ``DamagedError``."""
+        index = self._searchable()
+        try:
+            return index.score(queries, allowed)
+        except DamagedError as error:
+            raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     def gather(self, blocks: Tensor | Sequence[int]) -> dict[str, Tensor]:
         """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified.
@@ -73,7 +81,10 @@ class LayerView:
         return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
 
     def landmarks(self, blocks: range) -> Tensor:
-        """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block."""
+        """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block.
+
+        Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``, which names the blocks.
+        """
         self._searchable()
         if blocks.step != 1:
             raise InvalidArgument(f"blocks must be a range of step 1, not {blocks}.")
@@ -81,6 +92,13 @@ class LayerView:
         spec = self._shared.spec
         if not blocks:
             return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
+        try:
+            return self._read_landmarks(blocks)
+        except DamagedError as error:
+            self._check_live(blocks)  # they may have left in the meantime
+            raise self._blame_landmarks(blocks, error) from error
+
+    def _read_landmarks(self, blocks: range) -> Tensor:
         runs = self._shared.runs(self._handle.address.id, self._layer)
         return torch.cat([keys for _, keys in runs.read(blocks)])
 
@@ -109,6 +127,21 @@ class LayerView:
                 return DamagedError(
                     f"document {self._name!r}, layer {self._layer}, block {block} is damaged or lost ({reason}). "
                     "Nothing of it was used. Run verify to see what else is; forget the document and read it again."
+                )
+        return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
+
+    def _blame_landmarks(self, blocks: range, error: DamagedError) -> DamagedError:
+        """The error for the first of ``blocks`` whose landmarks cannot be read, and those stored together with it."""
+        length = self._shared.run_length
+        for run in range(blocks.start // length, -(-blocks.stop // length)):
+            piece = range(max(run * length, blocks.start), min((run + 1) * length, blocks.stop))
+            try:
+                self._read_landmarks(piece)
+            except DamagedError as reason:
+                return DamagedError(
+                    f"document {self._name!r}, layer {self._layer}, landmarks of blocks {piece.start} to "
+                    f"{piece.stop - 1} are damaged or lost ({reason}). Nothing of them was used. "
+                    "Run verify to see what else is; forget the document and read it again."
                 )
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
 

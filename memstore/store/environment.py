@@ -34,7 +34,7 @@ MAP_BYTES = 1 << 40
 """Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
 
 _OWN_NAMES = (DATA_NAME, LOCK_NAME, "writer.lock", "writer.json")  # and these with a suffix, while being made
-_FIRST_PAGES = 2 * 4096  # bytes; a data file shorter than its two meta pages was never finished
+_FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
 _TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
 
@@ -66,13 +66,13 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
     """Open the environment in ``folder``, or share the one that this process has open.
 
     Without ``create`` its file must exist. Raises ``NotFound`` (nothing there, or never finished), ``NotAMemory``,
-    ``DamagedError`` or ``InvalidArgument``.
+    ``DamagedError``, ``ReadOnlyMemory`` or ``InvalidArgument``.
     """
     with _guard:
         data = folder / DATA_NAME
         if create:
-            _prepare(data)
-        key = _identity(data, create)
+            _prepare(data, map_bytes)
+        key = _identity(data)
         if key in _open:
             _open[key].users += 1
             return _open[key]
@@ -105,17 +105,36 @@ def release(environment: Environment) -> None:
             del _open[environment.key]
 
 
-def _prepare(data: Path) -> None:
-    """Make the files that a new environment starts from, and clear the rest of an interrupted creation."""
+def _prepare(data: Path, map_bytes: int) -> None:
+    """Make the files that a new environment starts from, where they are not there yet."""
     try:
-        if data.exists() and data.stat().st_size < _FIRST_PAGES:
-            data.unlink()
-        data.touch(mode=0o644)
+        _make_data_file(data, map_bytes)
         _allocate_lock_file(data.parent)
+    except lmdb.Error as error:
+        raise translate(error, data.parent) from error
     except OSError as error:
         if error.errno in _FULL:
             raise full(data.parent, str(error)) from error
         raise ReadOnlyMemory(f"memory {data.parent} cannot be created ({error}); choose another folder") from None
+
+
+def _make_data_file(data: Path, map_bytes: int) -> None:
+    """Make an empty ``data.mdb``. It appears with its first pages, on disk, or not at all.
+
+    So a shorter file is never what an interrupted creation left, but a memory that was truncated.
+    """
+    if data.exists():
+        return
+    handle, part = tempfile.mkstemp(dir=data.parent, prefix=f"{DATA_NAME}.")
+    try:
+        lmdb.open(part, map_size=map_bytes, subdir=False, lock=False).close()
+        os.fchmod(handle, 0o644)
+        os.fsync(handle)
+        with suppress(FileExistsError):
+            os.link(part, data)
+    finally:
+        os.close(handle)
+        Path(part).unlink()
 
 
 def _allocate_lock_file(folder: Path) -> None:
@@ -136,18 +155,26 @@ def _allocate_lock_file(folder: Path) -> None:
         Path(part).unlink()
 
 
-def _identity(data: Path, create: bool) -> tuple[int, int, int]:
+def _identity(data: Path) -> tuple[int, int, int]:
     """The data file and this process; a path would not do, for a folder may be deleted and made anew."""
     try:
         facts = data.stat()
     except (FileNotFoundError, NotADirectoryError):
         if not data.parent.exists():
             raise NotFound(f"there is no memory at {data.parent}; create one, or check the path") from None
+        if data.parent.is_dir() and not any(data.parent.iterdir()):
+            raise NotFound(
+                f"{data.parent} is an empty folder, not a memory; create one in it, or check the path"
+            ) from None
         if data.parent.is_dir() and not strangers(data.parent):
             raise unfinished(data.parent) from None
         raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}") from None
-    if facts.st_size < _FIRST_PAGES and not create:
-        raise unfinished(data.parent)
+    except PermissionError:
+        raise ReadOnlyMemory(f"{data.parent} cannot be looked into: permission denied; change that") from None
+    except OSError as error:  # a name that is too long, links in a circle
+        raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
+    if facts.st_size < _FIRST_PAGES:
+        raise DamagedError(f"{data} was truncated: {facts.st_size} bytes are left; restore it from a copy")
     return facts.st_dev, facts.st_ino, os.getpid()
 
 
@@ -158,7 +185,7 @@ def strangers(folder: Path) -> list[str]:
 
 def check_exists(folder: Path) -> None:
     """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it."""
-    _identity(folder / DATA_NAME, create=False)
+    _identity(folder / DATA_NAME)
 
 
 def unfinished(folder: Path) -> NotFound:
@@ -191,7 +218,7 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = data.stat().st_size
     if length + _TAIL_BYTES < needed:
-        raise DamagedError(f"{data} is truncated: {length} of {needed} bytes; restore it from a copy")
+        raise DamagedError(f"{data} was truncated: {length} of {needed} bytes; restore it from a copy")
     if length < needed and not env.flags()["readonly"]:
         with suppress(OSError), data.open("r+b") as file:
             os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, whatever a writer does now

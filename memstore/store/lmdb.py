@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import lmdb
+import numpy as np
 
-from memstore.errors import ForeignMemory, InvalidArgument, NotAMemory, NotFound, ReadOnlyMemory
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound, ReadOnlyMemory
 from memstore.store import environment as environments
 from memstore.store import runs
 from memstore.store.checks import MAX_DOCUMENT, check_batch, check_key, check_out, check_range, document_ranges
@@ -253,15 +254,27 @@ class LmdbStore(BlockStore):
         return [key for key in found if first <= key <= last]
 
     def scan(self) -> Iterator[Scanned]:
-        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
+        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised.
+
+        The walk goes from leaf to leaf, a read goes down from the root: a value that a read would not find is damaged
+        too. Damage of the tree as a whole is reported under ``STORE_KEY``.
+        """
         self._check_open()
-        run = Key(Table.META)
+        run, before, met = Key(Table.META), b"", 0
         try:
             with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
                 for raw, value in cursor:
                     run = _unpack(raw)
-                    found = runs.scan(value, run, self._lengths[run.table])
-                    yield from (scanned for scanned in found if scanned.key != STORE_KEY or scanned.damage)
+                    lost = _lost(txn, before, bytes(raw), value)
+                    before, met = bytes(raw), met + 1
+                    for scanned in runs.scan(value, run, self._lengths[run.table]):
+                        if lost:
+                            yield Scanned(scanned.key, (), scanned.damage or damaged(scanned.key, lost))
+                        elif scanned.key != STORE_KEY or scanned.damage:
+                            yield scanned
+                if met != (entries := txn.stat()["entries"]):
+                    what = f"the tree of memory {self.path} is damaged: {met} of its {entries} values can be reached"
+                    yield Scanned(STORE_KEY, (), DamagedError(what))
         except (lmdb.Error, struct.error, ValueError) as error:
             yield Scanned(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
 
@@ -333,6 +346,20 @@ def _pack(key: Key) -> bytes:
 def _unpack(raw: memoryview) -> Key:
     table, document, layer, item = _KEY.unpack(raw)
     return Key(Table(table), document, layer, item)
+
+
+def _lost(txn: _Txn, before: bytes, raw: bytes, value: memoryview) -> str | None:
+    """Why reads will not find the value that a walk met at key ``raw``, after key ``before``; None if they will."""
+    if raw <= before:
+        return "its key is out of order"
+    found = txn.get(raw)
+    # Both views are of the map, so the same place is the same bytes.
+    return None if found is not None and _place(found) == _place(value) else "the tree does not lead to it"
+
+
+def _place(view: memoryview) -> tuple[int, int]:
+    """Address and length in bytes."""
+    return np.asarray(view).__array_interface__["data"][0], view.nbytes
 
 
 def _release(environment: Environment, writer: WriterLock | None) -> None:

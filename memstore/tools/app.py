@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from memstore._version import __version__
-from memstore.errors import MemstoreError
+from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.tools.ask import ask
-from memstore.tools.failures import EXIT_CODES, FAILED, USAGE, report_failure
+from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.ls import ls
 from memstore.tools.models import SMOLLM2
 from memstore.tools.options import Dtype, Model, Threads, use_threads
@@ -22,6 +24,9 @@ from memstore.tools.read import read
 from memstore.tools.show import show
 from memstore.tools.stats import stats
 from memstore.tools.verify import verify
+
+DEBUG_VARIABLE = "MEMSTORE_DEBUG"
+_OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
 Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
 
@@ -77,23 +82,73 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. No error that memstore raises on purpose ends in a traceback."""
+    """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None or sys.stderr is None:  # closed by who started us; a file opened now could take its place
+        return FAILED if sys.stderr is None else _lost_output("it is closed")
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        _drop_output()
+        return PIPE
+    except OSError as error:
+        _drop_output()
+        return _lost_output(error.strerror or str(error))
     return code
 
 
 def _run(arguments: Sequence[str]) -> int:
     command: Any = typer.main.get_command(app)
+    json = "--json" in arguments
     try:
-        return command.main(arguments, prog_name="memstore", standalone_mode=False) or 0
+        _check_text(arguments)
+        code: int = command.main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
-        return report_failure(error, json="--json" in arguments)
+        return report_failure(error, json=json)
+    except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode
+        raise BrokenPipeError from None
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_LOST:
+            raise
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exception(error)
+        return report_failure(_explained(error), json=json)
+    # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interrupted itself.
+    return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise InvalidArgument(f"the argument {argument!a} is not valid UTF-8 text.")
+
+
+def _explained(error: Exception) -> MemstoreError:
+    """What to say of an error that is not one of ours: the system's, or else a mistake of ours."""
+    match error:
+        case PermissionError(filename=str(name)):
+            return ReadOnlyMemory(f"{name}: permission denied. Choose another path, or change its permissions.")
+        case OSError(strerror=str(reason), filename=str(name)):
+            return MemstoreError(f"{name}: {reason}")
+    return Mistake(error)
+
+
+def _interrupted(arguments: Sequence[str]) -> Interrupted:
+    when = " before anything was read" if arguments and arguments[0] == "read" else ""
+    return Interrupted(f"interrupted{when}; run the same command again")
+
+
+def _lost_output(why: str) -> int:
+    sys.stderr.write(f"memstore: standard output cannot be written: {why}\n")
+    return FAILED
+
+
+def _drop_output() -> None:
+    """Let Python's own last flush go nowhere, for it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

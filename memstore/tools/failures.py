@@ -20,15 +20,25 @@ from memstore.errors import (
     UnsupportedModel,
 )
 
-OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
 
 EXIT_CODES = """\
-Exit codes: 0 done, 2 bad usage, 3 not found, 4 damaged, 5 refused (another model's memory, in use, read-only, full),
-130 interrupted. With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
+Exit codes: 0 done, 1 another failure (a mistake in memstore, or of the system), 2 bad usage, 3 not found, 4 damaged,
+5 refused (another model's memory, in use, read-only, full), 130 interrupted, 141 the reader of the output left.
+With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
 
 
 class Interrupted(MemstoreError):
     """Ctrl-C; the message says what is safe and how to go on."""
+
+
+class Mistake(MemstoreError):
+    """An error that nobody expected, in one line."""
+
+    def __init__(self, error: Exception) -> None:
+        self.kind = type(error).__name__
+        words = " ".join(str(error).split())
+        super().__init__(f"{self.kind}: {words} - this is a mistake in memstore; please report it")
 
 
 def exit_code(error: Exception) -> int:
@@ -54,7 +64,8 @@ def report_failure(error: Exception, *, json: bool) -> int:
     usage = isinstance(error, typer.TyperException)
     message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
     if json:
-        print(jsonlib.dumps({"error": "UsageError" if usage else type(error).__name__, "message": message}))
+        kind = "UsageError" if usage else error.kind if isinstance(error, Mistake) else type(error).__name__
+        print(jsonlib.dumps({"error": kind, "message": message}))
     else:
         print(f"memstore: {message}", file=sys.stderr)
         if usage:

@@ -44,12 +44,26 @@ def resolve_model(name: str) -> str:
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
     """Load the model called ``name``, in evaluation mode, with its tokenizer."""
+    check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
     source = resolve_model(name)
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)
     return Loaded(model.eval().to(device), load_tokenizer(name))
+
+
+def check_device(name: str) -> None:
+    """Raise ``InvalidArgument`` for a device that PyTorch does not know, or that is not here."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second: PyTorch without CUDA
+        raise InvalidArgument(f"no model can run on the device {name!r}: {_first_line(error)}") from None
+    if device.type == "meta":
+        raise InvalidArgument("no model can run on the device 'meta': it computes nothing.")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-MemoryUrl = Annotated[str, typer.Argument(metavar="MEMORY", help="Path of the memory.", show_default=False)]
+from memstore.errors import InvalidArgument
+
+
+def lasting(url: str) -> str:
+    """``url``, unless what it names would be gone when the command ends."""
+    if url.startswith("ram:"):
+        raise InvalidArgument(f"{url} would be gone when this command ends; name a folder (./{url} if it is one).")
+    return url
+
+
+MemoryUrl = Annotated[
+    str, typer.Argument(metavar="MEMORY", help="Path of the memory.", show_default=False, callback=lasting)
+]
 
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. A new memory takes 64.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")]
@@ -23,8 +36,11 @@ TopK = Annotated[int, typer.Option(min=1, help="Blocks retrieved at a time.")]
 
 
 def use_threads(threads: int | None) -> None:
-    """Limit PyTorch to ``threads`` CPU threads, if a number is given."""
+    """Limit PyTorch to ``threads`` CPU threads, if a number is given. Raises ``InvalidArgument`` for far too many."""
     if threads is not None:
+        most = 4 * (os.cpu_count() or 1)
+        if threads > most:
+            raise InvalidArgument(f"--threads is at most {most} here, four for each CPU, got {threads:,}.")
         import torch
 
         torch.set_num_threads(threads)

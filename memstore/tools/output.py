@@ -60,7 +60,12 @@ def cell(value: object) -> str:
             return f"{value:,}"
         case float():
             return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return printable(str(value))
+    return printable(str(value)).translate({ord("\n"): "\\n", ord("\t"): "\\t"})  # one row is one line
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:

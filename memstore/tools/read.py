@@ -50,6 +50,9 @@ def read(
 
         memstore read moby-dick.txt notes.mem --document moby-dick
     """
+    document = default_name(text) if document is None else document
+    if not document:
+        raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     content = read_text(text, encoding=encoding)
     block_size = _block_size(block_size, memory)
     use_threads(threads)
@@ -60,7 +63,7 @@ def read(
     )
     with attach as attached:
         attached.memories[0].put_info("model", model_info(model, loaded))
-        data = _read(attached, encode(loaded.tokenizer, content), document or default_name(text))
+        data = _read(attached, encode(loaded.tokenizer, content), document)
 
     def show(page: Page) -> None:
         page.facts(data)

@@ -21,7 +21,9 @@ def stats(memory: MemoryUrl) -> Report:
         numbers = opened.stats()
 
     def text(page: Page) -> None:
-        page.facts(dict(flattened(numbers)))
+        facts = dict(flattened(numbers))
+        del facts["index bytes"]  # always 0 here: an index is built at the first search
+        page.facts(facts)
 
     return Report(data=numbers, text=text)
 

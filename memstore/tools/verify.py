@@ -7,7 +7,7 @@ from dataclasses import asdict
 import memstore
 from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl
-from memstore.tools.output import Page, Report
+from memstore.tools.output import Page, Report, counted
 
 COLUMNS = ("kind", "document", "layer", "block", "message")
 
@@ -31,7 +31,7 @@ def verify(memory: MemoryUrl) -> Report:
         if findings:
             page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings])
         else:
-            page.line(f"clean: {len(documents):,} documents, {tokens:,} tokens")
+            page.line(f"clean: {counted(len(documents), 'document')}, {counted(tokens, 'token')}")
 
     data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings}
     return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)

@@ -18,6 +18,7 @@ from memstore.memory import Memory, verify
 from memstore.memory.state import NEXT_DOCUMENT, Address
 from memstore.store import Batch, BlockStore, Key, Record, Table
 from tests.memory.helpers import KEY_DIM, LAYERS, G, S, append, in_blocks, landmarks, make_spec, random_tokens, states
+from tests.store.test_tree_damage import live_branches
 
 TOKENS = random_tokens(6 * S + 1)
 BLOCKS = in_blocks(TOKENS)
@@ -62,6 +63,17 @@ def test_a_flipped_bit_in_landmarks_is_found_and_named(path: Path) -> None:
         memory.document("whale").layer(0).search(torch.ones(G, 1, KEY_DIM), 1)
         (finding,) = memory.verify()
     assert (finding.kind, finding.document, finding.layer, finding.block) == ("damaged", "whale", 2, 0)
+
+
+def test_damaged_landmarks_are_named_by_every_reader(path: Path) -> None:
+    flip(path, landmarks(BLOCKS, 2)[4].contiguous().numpy().tobytes(), 5)
+    queries = torch.ones(G, 1, KEY_DIM)
+    with memstore.open(path) as memory:
+        view = memory.document("whale").layer(2)
+        readers = (lambda: view.search(queries, 1), lambda: view.score(queries), lambda: view.landmarks(range(2, 6)))
+        for reader, blocks in zip(readers, ("0 to 6", "0 to 6", "2 to 5"), strict=True):
+            with pytest.raises(DamagedError, match=f"document 'whale', layer 2, landmarks of blocks {blocks} are"):
+                reader()
 
 
 def test_a_flipped_bit_in_tokens_is_found_and_named(path: Path) -> None:
@@ -203,3 +215,20 @@ def test_a_check_of_what_is_no_memory_is_a_finding(tmp_path: Path) -> None:
     (finding,) = verify.in_child(str(tmp_path))
     assert finding.kind == "damaged"
     assert issubclass(DamagedError, MemstoreError)
+
+
+def test_a_tree_that_does_not_lead_to_its_values_is_a_finding(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("whale"), random_tokens(40 * S))
+        assert memory.verify() == []
+    ((number, page),) = live_branches(tmp_path / "m").items()
+    node = int.from_bytes(page[18:20], "little")  # the second one: the first has no key
+    data = bytearray((tmp_path / "m" / "data.mdb").read_bytes())
+    data[number * 4096 + node + 8] ^= 0x40  # the first byte of its key, which is the table
+    (tmp_path / "m" / "data.mdb").write_bytes(data)
+    with memstore.open(tmp_path / "m") as memory:
+        with pytest.raises(DamagedError):
+            [memory.document("whale").layer(layer).gather(range(40)) for layer in range(LAYERS)]
+        findings = memory.verify()
+    assert "damaged" in {finding.kind for finding in findings}
+    assert any("does not lead to it" in finding.message for finding in findings)

@@ -168,10 +168,27 @@ def test_creating_twice(tmp_path: Path) -> None:
     LmdbStore.open(tmp_path / "m").close()
 
 
-@pytest.mark.parametrize("length", [0, 1, 4096])
-def test_an_interrupted_creation_is_named_and_can_be_finished(tmp_path: Path, length: int) -> None:
+@pytest.mark.parametrize("length", [0, 100, 4096])
+def test_a_truncated_memory_is_not_taken_for_one_never_made(tmp_path: Path, length: int) -> None:
     LmdbStore.create(tmp_path / "m").close()
     os.truncate(tmp_path / "m" / "data.mdb", length)
+    for open_or_create in (LmdbStore.open, LmdbStore.create):
+        with pytest.raises(DamagedError, match=f"was truncated: {length} bytes"):
+            open_or_create(tmp_path / "m")
+    assert (tmp_path / "m" / "data.mdb").stat().st_size == length
+
+
+@pytest.mark.parametrize("step", ["link", "posix_fallocate"])
+def test_an_interrupted_creation_is_named_and_can_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, step, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        LmdbStore.create(tmp_path / "m")
+    monkeypatch.undo()
     with pytest.raises(NotFound, match="interrupted"):
         LmdbStore.open(tmp_path / "m")
     store = LmdbStore.create(tmp_path / "m")
@@ -179,9 +196,18 @@ def test_an_interrupted_creation_is_named_and_can_be_finished(tmp_path: Path, le
     store.close()
 
 
+def test_a_path_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ReadOnlyMemory, match="permission denied"):
+        LmdbStore.open(tmp_path / "m")
+
+
 def test_an_empty_folder_is_a_place_for_a_memory(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
-    with pytest.raises(NotFound, match="create it again"):
+    with pytest.raises(NotFound, match="is an empty folder, not a memory"):
         LmdbStore.open(tmp_path / "m")
     assert list((tmp_path / "m").iterdir()) == []
     LmdbStore.create(tmp_path / "m").close()

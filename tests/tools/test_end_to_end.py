@@ -108,7 +108,7 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
     if json:
         assert done.json == {"memory": str(notes), "clean": True, "tokens": n, "findings": []}
     else:
-        assert done.out == f"clean: 1 documents, {n:,} tokens\n"
+        assert done.out == f"clean: 1 document, {n:,} tokens\n"
 
     done = run("stats", notes)
     if json:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import memstore
 from memstore.errors import (
@@ -60,6 +62,17 @@ def test_every_error_has_its_exit_code(error: type[MemstoreError], code: int) ->
         (["ask", "{memory}", "Why?"], 2, "several documents; choose one with --document: whale, ship"),
         (["ask", "{memory}", "Why?", "--document", "whale"], 2, "Name it with --model"),
         (["ask", "{memory}", "Why?", "--document", "whale", "--model", "./no"], 3, "no model directory ./no"),
+        (["ask", "{memory}", "\udcff"], 2, "not valid UTF-8"),
+        (["ls", "{missing}\udcff"], 2, "not valid UTF-8"),
+        (["ls", "ram:"], 2, "would be gone"),
+        (["read", "{text}", "ram:notes"], 2, "would be gone"),
+        (["read", "{text}", "{missing}", "--document", ""], 2, "--document is empty"),
+        (["read", "{text}", "{missing}", "--device", "banana"], 2, "the device 'banana'"),
+        (["read", "{text}", "{missing}", "--device", "cuda:99"], 2, "the device 'cuda:99'"),
+        (["read", "{text}", "{missing}", "--device", "meta"], 2, "the device 'meta'"),
+        (["read", "{text}", "{missing}", "--threads", "100000"], 2, "--threads is at most"),
+        (["ls", "{missing}" * 99], 2, "{missing}"),
+        (["ls", "{folder}"], 3, "is an empty folder, not a memory"),
         (["read", "{text}", "{memory}", "--dtype", "int4"], 2, "no dtype is called 'int4'"),
         (["read", "{binary}", "{memory}"], 2, "--encoding"),
         (["read", "{empty}", "{memory}"], 2, "is empty"),
@@ -128,7 +141,66 @@ def flip(path: Path, value: bytes) -> None:
     path.write_bytes(content)
 
 
-def test_a_reader_that_leaves_is_no_failure(memory: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "kind", "says"),
+    [
+        (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError", "ZeroDivisionError: by zero - this is a mistake in"),
+        (PermissionError(13, "Permission denied", "/secret"), 5, "ReadOnlyMemory", "/secret: permission denied"),
+        (OSError(40, "Too many links", "/loop"), 1, "MemstoreError", "/loop: Too many links"),
+        (KeyboardInterrupt(), 130, "Interrupted", "interrupted; run the same command again"),
+        (typer.Abort(), 130, "Interrupted", "interrupted; run the same command again"),
+    ],
+)
+def test_no_error_ends_in_a_traceback(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, kind: str, says: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(memstore, "open", fail)
+    done = cli("ls", "notes.mem")
+    assert (done.code, done.out, len(done.err.splitlines())) == (code, "", 1)
+    assert says in done.err
+    with_json = cli("ls", "notes.mem", "--json")
+    assert (with_json.code, with_json.err, with_json.json["error"]) == (code, "", kind)
+    assert says in with_json.json["message"]
+
+    monkeypatch.setenv("MEMSTORE_DEBUG", "1")
+    assert ("Traceback" in cli("ls", "notes.mem").err) == isinstance(error, ZeroDivisionError | OSError)
+
+
+def test_an_interruption_before_reading(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "text").write_text("Call me Ishmael.")
+    monkeypatch.setattr("memstore.tools.read.load_model", interrupt)
+    done = cli("read", tmp_path / "text", tmp_path / "notes.mem")
+    assert done.code == 130
+    assert done.err == "memstore: interrupted before anything was read; run the same command again\n"
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("arguments", ["ls {}", "ls {} --json", "--help"])
+def test_an_output_that_cannot_be_written(memory: Path, redirection: str, arguments: str) -> None:
+    command = f"{sys.executable} -m memstore.tools.app {arguments.format(memory)} {redirection}"
+    done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("memstore: standard output cannot be written: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("length", [0, 100, 4096, 8192])
+def test_a_truncated_memory_is_damaged(cli: Cli, memory: Path, length: int) -> None:
+    os.truncate(memory / "data.mdb", length)
+    (memory.parent / "text").write_text("Call me Ishmael.")
+    for verb in (["ls"], ["verify"], ["read", memory.parent / "text"]):
+        done = cli(*verb, memory)
+        assert done.code == 4, done
+        assert length == 8192 or "was truncated" in done.err
+
+
+def test_a_reader_that_leaves_has_the_code_of_a_shell(memory: Path) -> None:
     command = [sys.executable, "-m", "memstore.tools.app", "ls", str(memory)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -136,7 +208,7 @@ def test_a_reader_that_leaves_is_no_failure(memory: Path) -> None:
     assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()
-    process.wait()
+    assert process.wait() == 141
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -88,3 +88,8 @@ def test_looking_changes_nothing(cli: Cli, memory: Path, verb: list[str]) -> Non
 def test_a_memory_that_is_being_written_can_be_looked_at(cli: Cli, memory: Path) -> None:
     with memstore.open(memory):
         assert cli("ls", memory).code == 0
+
+
+def test_stats_tells_index_bytes_only_in_json(cli: Cli, memory: Path) -> None:
+    assert "index bytes" not in cli("stats", memory).out
+    assert cli("stats", memory, "--json").json["index_bytes"] == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.tools.output import Page, cell, printable
+from memstore.tools.output import Page, cell, counted, printable
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ def test_values_are_written_for_people(value: object, text: str) -> None:
 def test_a_text_cannot_give_orders_to_the_terminal() -> None:
     assert printable("red \x1b[31m\x07\r\u202e") == "red \\x1b[31m\\x07\\r\\u202e"
     assert printable("two\nlines\tand Käse, 鲸") == "two\nlines\tand Käse, 鲸"
+
+
+def test_a_cell_is_one_line() -> None:
+    assert cell("two\nlines\t") == "two\\nlines\\t"
+    assert [counted(n, "document") for n in (0, 1, 2)] == ["0 documents", "1 document", "2 documents"]
 
 
 def test_a_plain_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
