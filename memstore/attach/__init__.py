@@ -63,8 +63,7 @@ def attach(
     from memstore.memory import Memory, Retrieval
 
     retrieval = Retrieval() if retrieval is None else retrieval
-    single = not isinstance(memory_or_url, (list, tuple))
-    wanted = [memory_or_url] if single else list(memory_or_url)
+    wanted = list(memory_or_url) if isinstance(memory_or_url, (list, tuple)) else [memory_or_url]
     if not wanted or not all(isinstance(each, (str, Path, Memory)) for each in wanted):
         raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory_or_url!r}")
     sizes = [each.spec.block_size if isinstance(each, Memory) else _existing_block_size(each) for each in wanted]
@@ -79,6 +78,7 @@ def attach(
             if isinstance(each, Memory):
                 memories.append(each)
                 continue
+            assert isinstance(each, (str, Path))
             owned.append(_open(each, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers)))
             memories.append(owned[-1])
         for memory in memories:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import WeakKeyDictionary, finalize
@@ -155,17 +155,21 @@ class Attached:
         if any(plan.module in _PLANS for plan in plans):
             raise InvalidArgument("this model has a memory attached already; leave that block first")
         self._stack.callback(self._close)
-        self._stack.enter_context(implementation(self.model, NAME, _attention, _no_mask))
+        self._stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
         for plan in plans:
             _PLANS[plan.module] = (self, plan)
             self._stack.callback(_PLANS.pop, plan.module, None)
-            self._hook(plan.module.register_forward_pre_hook(_without_positions, with_kwargs=True))
+            self._hook(plan.module.register_forward_pre_hook(_uncompiled(_without_positions), with_kwargs=True))
         if not self.selection.by_layer:
             for layer in self.selection.index_layers:
-                self._hook(plans[layer].block.register_forward_pre_hook(self._hidden_hook(layer), with_kwargs=True))
+                self._hook(
+                    plans[layer].block.register_forward_pre_hook(
+                        _uncompiled(self._hidden_hook(layer)), with_kwargs=True
+                    )
+                )
         decoder = self.architecture.decoder
-        self._hook(decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._hook(decoder.register_forward_hook(self._after_forward, always_call=True))
+        self._hook(decoder.register_forward_pre_hook(_uncompiled(self._before_forward), with_kwargs=True))
+        self._hook(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True))
         self._load_routers()
 
     def _hook(self, handle: Any) -> None:
@@ -231,7 +235,6 @@ class Attached:
             self._next, self._states_only, self._thread = None, False, None
         return None
 
-    @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._claim()
         given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
@@ -247,9 +250,10 @@ class Attached:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
 
-    @torch.compiler.disable
     def _after_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
         """End the pass; without an output it has failed, and its tokens do not count."""
+        if self._thread != threading.get_ident():
+            return  # this one was turned away
         if self._call is not None and output is not None:
             self._call.end()
         self._call = None
@@ -317,7 +321,6 @@ class Attached:
     def _hidden_hook(self, layer: int) -> Any:
         last = self.selection.index_layers[-1]
 
-        @torch.compiler.disable
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             if self._tap is not None:
@@ -331,7 +334,6 @@ class Attached:
         return hook
 
 
-@torch.compiler.disable
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -349,6 +351,12 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the memory does depends on what is in it, which a compiler cannot see: it is called, not compiled."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     """The mask function: masks are made by the call, which knows what is visible."""
 
@@ -357,7 +365,6 @@ def _no_states(*_: object) -> NoReturn:
     raise AssertionError("nothing is visible, so nothing can be asked for")
 
 
-@torch.compiler.disable
 def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand an attention layer position embeddings that leave queries and keys as they are."""
     if _PLANS[module][1].rotary.part == "none" or kwargs.get("position_embeddings") is None:

@@ -137,11 +137,11 @@ class LayerStates(CacheLayerMixin):
             raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
         return key_states, value_states
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, _tokens_to_remove: int) -> None:
         """Not possible: what was retrieved for the removed tokens would stay."""
         raise InvalidArgument("a cache with a memory cannot be cut back; generate without an assistant or look-ahead")
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, _repeats: int) -> None:
         """Not possible: pass the prompt as often as you want continuations."""
         raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
 

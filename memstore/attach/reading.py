@@ -92,11 +92,11 @@ def _read_only(attached: Attached) -> ReadOnlyMemory:
 
 def checked_tokens(token_ids: Sequence[int] | Tensor, attached: Attached) -> Tensor:
     """The tokens as int64 ``[n]``. Raises ``InvalidArgument``."""
-    is_tensor = isinstance(token_ids, Tensor)
-    if is_tensor and token_ids.dim() == 2 and len(token_ids) == 1:
-        token_ids = token_ids[0]
-    if is_tensor and token_ids.dtype == torch.bool:
-        raise InvalidArgument("expected token ids, got a mask of True and False")
+    if isinstance(token_ids, Tensor):
+        if token_ids.dtype == torch.bool:
+            raise InvalidArgument("expected token ids, got a mask of True and False")
+        if token_ids.dim() == 2 and len(token_ids) == 1:
+            token_ids = token_ids[0]
     tokens = as_tokens(token_ids)
     if not tokens.numel():
         raise InvalidArgument("there is nothing to read: the text has no tokens")
@@ -125,6 +125,8 @@ def _check_options(attached: Attached, document: Document, *, retrieve: bool) ->
     """A document is read with the same options from beginning to end, or its states would not belong together."""
     sizes = {"window": attached.window, "sink": attached.sink, "segment": attached.segment, "retrieve": retrieve}
     options = {**asdict(attached.retrieval), **sizes}
+    for asked_only in ("every", "query", "passes"):  # these say how prompts choose
+        del options[asked_only]
     memory, name = attached.memories[0], f"reading/{document.name}"
     if memory.mode == "r":
         return
@@ -132,13 +134,12 @@ def _check_options(attached: Attached, document: Document, *, retrieve: bool) ->
     if before is None:
         memory.put_info(name, options)
         return
-    different = [
-        f"{key}={before.get(key)!r}, now {value!r}" for key, value in options.items() if before.get(key) != value
-    ]
+    changed = [key for key in options if before.get(key) != options[key]]
+    different = [f"{key}={before.get(key)!r}, now {options[key]!r}" for key in changed]
     if different:
         raise InvalidArgument(
-            f"document {document.name!r} was begun with {'; '.join(different)}: go on with the same options, or read the "
-            "text under another name"
+            f"document {document.name!r} was begun with {'; '.join(different)}: go on with the same options, or read "
+            "the text under another name"
         )
 
 

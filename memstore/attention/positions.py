@@ -7,7 +7,7 @@ States are stored without positions; positions are applied when blocks are fetch
 ``stingy`` gives these consecutive positions from 0 on, however long the document is (after section 3.2.1 of Mohtashami
 & Jaggi 2023), one slot of ``block_size`` positions for each retrieved block. ``true`` gives every token its place in
 the document; it is exact while the document is shorter than what the model was trained for. ``clamped`` is ``true``,
-moved down so that the local tokens end inside the trained range, with everything older than that range at position 0.
+moved down so that the local tokens start at ``limit`` at most, with everything that would come before 0 at position 0.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ A block's score for a query token is its best token's ``a_query . a_key``, stand
 a group of query tokens is the sum of these, each at least 1, so that only tokens for which the block stands out count
 (a late interaction, as in Khattab & Zaharia 2020, without any training).
 
+A block also passes 0.95 of its score on to the block after it, for content that straddles their border. Stored codes
+are sign bits. A prompt is scored with its codes as they are; while reading, the queries are stored codes too, and so
+signs.
+
 **Lists per layer** use the layer's own position-free queries, and means of a few consecutive keys as landmarks.
 """
 

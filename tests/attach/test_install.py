@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,13 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
     ("text", "message"),
     [
         ([], "nothing to read"),
-        ([[1, 2], [3, 4]], r"one sequence of token ids \[n\]"),
-        ([0.5, 1.0], "one sequence of token ids"),
+        ([[1, 2], [3, 4]], r"integers of shape \[t\]"),
+        ([0.5, 1.0], r"integers of shape \[t\]"),
+        ("abc", r"integers of shape \[t\]"),
+        ([2**70], "integers"),
+        (torch.ones(3, dtype=torch.bool), "got a mask"),
         ([5, 97], "from 0 to 96, got 5..97"),
-        ([-1, 5], "from 0 to 96, got -1..5"),
+        ([-1, 5], "these are -1 to 5"),
     ],
 )
 def test_texts_that_cannot_be_read_are_named(text: Any, message: str) -> None:
@@ -230,3 +234,111 @@ def test_masks_of_another_shape_are_refused() -> None:
     model = tiny("llama")
     with memstore.attach(model, "ram:", **SIZES), pytest.raises(InvalidArgument, match="2D attention mask"):
         model(tokens(5)[None], attention_mask=torch.ones(1, 1, 5, 5))
+
+
+def test_a_name_that_is_in_no_memory_is_an_error_once_there_are_documents() -> None:
+    model = tiny("llama")
+    with memstore.attach(model, "ram:", document="typo", **SIZES) as attached:
+        attached.read(tokens(100), "text")
+        with pytest.raises(NotFound, match="no document 'typo'"):
+            model(tokens(5)[None])
+
+
+def test_a_cache_does_not_outlive_its_memory() -> None:
+    model = tiny("llama")
+    with memstore.attach(model, "ram:", document="text", **SIZES) as attached:
+        attached.read(tokens(100))
+        cache = model(tokens(5)[None], use_cache=True).past_key_values
+    with pytest.raises(InvalidArgument, match="no longer attached"):
+        model(tokens(1)[None], past_key_values=cache)
+
+
+def test_a_right_padded_row_is_that_row_alone() -> None:
+    model, ids = tiny("llama"), tokens(40, seed=3)
+    with memstore.attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
+        attached.read(tokens(300))
+        padded, mask = torch.cat((ids, ids))[None], torch.ones(1, 80, dtype=torch.long)
+        mask[:, 40:] = 0
+        with torch.no_grad():
+            together, alone = model(padded, attention_mask=mask).logits[:, :40], model(ids[None]).logits
+        with pytest.raises(InvalidArgument, match="nothing but padding"):
+            model(padded, attention_mask=torch.zeros_like(mask))
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="looks ahead"):
+        memstore.attach(tiny("bert"), "ram:")
+
+
+@pytest.mark.parametrize("thing", [None, 3, torch.nn.Linear(2, 2)])
+def test_things_that_are_no_model_or_memory_are_named(thing: Any) -> None:
+    with pytest.raises(InvalidArgument, match="attach needs a causal LM"):
+        memstore.attach(thing, "ram:")
+    with pytest.raises(InvalidArgument, match="attach needs a memory"):
+        memstore.attach(tiny("llama"), thing)
+
+
+def test_reading_on_with_other_options_is_refused() -> None:
+    model = tiny("llama")
+    with memstore.open("ram:other-options", spec=_spec(model)) as memory:
+        with memstore.attach(model, memory, document="text", **SIZES) as attached:
+            attached.read(tokens(100))
+        other = memstore.attach(model, memory, document="text", retrieval=Retrieval(top_k=3), **SIZES)
+        with other as attached, pytest.raises(InvalidArgument, match="was begun with top_k=8, now 3"):
+            attached.read(tokens(120))
+
+
+def _spec(model: PreTrainedModel) -> memstore.MemorySpec:
+    with memstore.attach(model, "ram:", **SIZES) as attached:
+        return attached.memories[0].spec
+
+
+def test_several_paths_are_opened_and_searched_together(tmp_path: Path) -> None:
+    model = tiny("llama")
+    for name in ("a", "b"):
+        with memstore.attach(model, tmp_path / name, document="text", **SIZES) as attached:
+            attached.read(tokens(160, seed=ord(name)))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with memstore.attach(model, paths, retrieval=Retrieval(top_k=4), **SIZES) as attached, torch.no_grad():
+        assert len(attached.documents) == 2
+        assert bool(model(tokens(9)[None]).logits.isfinite().all())
+        assert sum(len(entry.blocks) for entry in attached.trace) == 4
+
+
+def test_what_was_read_in_inference_mode_is_read_on_outside_of_it() -> None:
+    with memstore.attach(tiny("llama"), "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
+        with torch.inference_mode():
+            attached.read(tokens(200))
+        assert attached.read(tokens(300)).tokens == 300
+
+
+def test_a_compiled_model_answers_like_the_model() -> None:
+    model, ids = tiny("llama"), tokens(40, seed=3)[None]
+    with memstore.attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
+        attached.read(tokens(300))
+        with torch.no_grad():
+            want, got = model(ids).logits, torch.compile(model, backend="eager")(ids).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def test_two_threads_take_turns_or_are_told_to() -> None:
+    model, ids = tiny("llama"), tokens(40, seed=3)[None]
+    with memstore.attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
+        attached.read(tokens(300))
+        with torch.no_grad():
+            want = model(ids).logits
+
+        def ask() -> torch.Tensor | None:
+            try:
+                with torch.no_grad():
+                    result: torch.Tensor = model(ids).logits
+                return result
+            except InvalidArgument as error:
+                assert "another thread" in str(error)  # noqa: PT017 - raised in another thread
+                return None
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: ask(), range(24)))
+    assert all(result is None or torch.equal(result, want) for result in results)
+    assert any(result is not None for result in results)

@@ -43,8 +43,8 @@ def array_record(array: np.ndarray[Any, Any], dtype: str) -> Record:
 
 def make_memory(path: Path, blocks_per_value: int) -> None:
     """Two documents of three and ten blocks, two layers, as the memory layer writes them."""
-    fields = [[name, shape] for name, shape in FIELDS.items()]
-    facts = {"format": 1, "library": "0", "spec": {"fields": fields, "layers": 2, "block_size": 4, "dtype": "float16"}}
+    pairs = [[name, shape] for name, shape in FIELDS.items()]
+    facts = {"format": 1, "library": "0", "spec": {"fields": pairs, "layers": 2, "block_size": 4, "dtype": "float16"}}
     batch = Batch()
     batch.put(Key(Table.META), Record.from_json(facts))
     for document, (name, blocks) in enumerate({"notes": 3, "moby-dick": 10}.items(), start=1):

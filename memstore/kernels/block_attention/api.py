@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
@@ -29,7 +30,8 @@ def block_attention(
         q: queries ``[B, H, T, D]``.
         k: keys ``[B, G, N, D]``, or blocks of keys ``[B, G, K, S, D]``; ``H`` is a multiple of ``G``.
         v: values, shaped like ``k`` (the last dimension may differ).
-        mask: ``True`` or 0 where a query sees a key; broadcasts to ``[B, H, T, N]``.
+        mask: boolean, True where a query sees a key, or floating point, added to the scores; broadcasts to
+            ``[B, H, T, N]``.
         scale: factor on the scores; ``D ** -0.5`` if None.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[H]`` logits of a virtual key with value 0 (gpt-oss).
@@ -43,6 +45,8 @@ def block_attention(
     """
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InvalidArgument(f"a mask is boolean or floating point, got {mask.dtype}")
     match backend:
         case "auto" | "reference":
             from memstore.kernels.block_attention import reference
@@ -71,6 +75,8 @@ def attend(
     """
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
+    if mask is not None and mask.shape[-1] > k.shape[2]:
+        raise InvalidArgument(f"the mask is for {mask.shape[-1]} keys, there are {k.shape[2]}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     special = softcap is not None or sinks is not None
     match backend:
