@@ -63,9 +63,7 @@ def attach(
     from memstore.memory import Memory, Retrieval
 
     retrieval = Retrieval() if retrieval is None else retrieval
-    wanted = list(memory_or_url) if isinstance(memory_or_url, (list, tuple)) else [memory_or_url]
-    if not wanted or not all(isinstance(each, (str, Path, Memory)) for each in wanted):
-        raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory_or_url!r}")
+    wanted = _wanted(memory_or_url)
     sizes = [each.spec.block_size if isinstance(each, Memory) else _existing_block_size(each) for each in wanted]
     block_size = next((size for size in sizes if size is not None), block_size)
     _check_sizes(block_size, window=window, sink=sink, segment=segment)
@@ -78,7 +76,6 @@ def attach(
             if isinstance(each, Memory):
                 memories.append(each)
                 continue
-            assert isinstance(each, (str, Path))
             owned.append(_open(each, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers)))
             memories.append(owned[-1])
         for memory in memories:
@@ -99,6 +96,16 @@ def attach(
         for memory in owned:
             memory.close()
         raise
+
+
+def _wanted(memory_or_url: object) -> list[Memory | str | Path]:
+    from memstore.memory import Memory
+
+    given = list(memory_or_url) if isinstance(memory_or_url, (list, tuple)) else [memory_or_url]
+    wanted = [each for each in given if isinstance(each, (str, Path, Memory))]
+    if not wanted or len(wanted) < len(given):
+        raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory_or_url!r}")
+    return wanted
 
 
 def _existing_block_size(url: str | Path) -> int | None:
