@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
-
-import torch
-import xxhash
-from torch import nn
 
 from memstore.attach.architecture import Architecture
 from memstore.errors import InvalidArgument
 from memstore.memory import Fingerprint, MemorySpec
+from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.retrieval import Retrieval
 
 if TYPE_CHECKING:
@@ -24,28 +20,6 @@ SUB_BLOCKS = 16
 ROUTING_DEPTH = 0.27
 """How deep in the model blocks are chosen. Deep enough to know what a token is about, early enough that the layers that
 read what was retrieved come after it."""
-
-
-def digest_of_weights(model: nn.Module) -> str:
-    """xxh3-128 over the names, dtypes, shapes and bytes of all weights."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(raw.numpy())
-    return digest.hexdigest()
-
-
-def digest_of_tokenizer(tokenizer: Any) -> str:
-    """xxh3-128 over what turns text into ids; padding and truncation, which callers change, do not count."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        content: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        content = json.loads(backend.to_str())
-        content.pop("padding", None)
-        content.pop("truncation", None)
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint_of(model: PreTrainedModel, architecture: Architecture, tokenizer: Any, block_size: int) -> Fingerprint:

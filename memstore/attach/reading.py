@@ -9,9 +9,8 @@ closing the memory in between, computes the same states.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document
 from memstore.memory.append import as_tokens
+from memstore.memory.ingest import background_writer, progress_bar
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -75,7 +75,7 @@ def read(
     attached.calibrate(tokens)
     reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score if score else None)
     begun = time.perf_counter()
-    with _bar(name, stored, len(tokens), progress) as advance, reader:
+    with progress_bar(name, stored, len(tokens), progress) as advance, reader:
         for segment in _segments(stored, len(tokens), attached.segment):
             reader.segment(tokens[segment.start : segment.stop])
             advance(len(segment))
@@ -151,50 +151,6 @@ def _segments(start: int, stop: int, size: int) -> Iterator[range]:
         start = end
 
 
-@contextmanager
-def _bar(name: str, done: int, total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar, which is told how many tokens more have been read."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("reading {task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens, {task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    begun = time.perf_counter()
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
-        task = bar.add_task(name, total=total, completed=min(done, total), speed=0.0)
-        read = 0
-
-        def advance(tokens: int) -> None:
-            nonlocal read
-            read += tokens
-            bar.update(task, advance=tokens, speed=read / (time.perf_counter() - begun))
-
-        yield advance
-
-
-def _single_threaded_writer() -> ThreadPoolExecutor:
-    """A thread that commits beside the model.
-
-    Torch would give it as many OpenMP workers as the model has. With more workers than cores they sleep after every
-    operation instead of waiting for the next, and the model takes twice as long; so the writer gets none.
-    """
-    workers = torch.get_num_threads()
-    writer = ThreadPoolExecutor(1, "memstore-writer", initializer=_work_alone)
-    writer.submit(int).result()
-    torch.set_num_threads(workers)  # the writer has set the default of threads yet to come as well
-    return writer
-
-
-def _work_alone() -> None:
-    torch.get_num_threads()  # reads the default, which would else be read later and undo the next line
-    torch.set_num_threads(1)
-
-
 class _Reader:
     """The state of reading one document. Committing runs in a thread of its own, beside the next segment."""
 
@@ -205,7 +161,7 @@ class _Reader:
         self.tokens = len(document)
         self.nll: list[Tensor] = []
         self._last_logits: Tensor | None = None
-        self._writer = _single_threaded_writer()
+        self._writer = background_writer()
         self._pending: Future[None] | None = None
         sliding = [plan.sliding or 0 for plan in attached.architecture.layers if plan.local]
         span = self.selection.retrieval.span

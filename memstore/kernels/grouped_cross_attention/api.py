@@ -1,0 +1,158 @@
+"""Public function of grouped cross attention: meaning is checked here, the work is done in the chosen back end."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+_INTEGERS = (torch.int32, torch.int64)
+_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+
+
+def grouped_cross_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    blocks: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    off_by_one: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention to each retrieved block by itself, summed with the weights of the blocks (GCA paper, equations 2-3).
+
+    Two forms. With ``blocks``, the states of all blocks are given once and looked up, without copies on a GPU:
+
+    Args:
+        q: queries ``[B, C, H, T, D]``: ``C`` lists of blocks in each row, ``T`` queries for each list.
+        k: keys of all blocks ``[B, N, G, S, D]``; ``H`` is a multiple of ``G``.
+        v: values, shaped like ``k``.
+        weights: of the chosen blocks ``[B, C, K]``, such as the softmax of their scores.
+        blocks: the chosen blocks ``[B, C, K]``, integers below ``N``; -1 for none, whatever its weight. One block may
+            be chosen twice.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+        off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so that a query can find nothing there.
+        backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
+            ``"auto"``: ``"triton"`` on a GPU where it can, else ``"torch"``.
+
+    Without ``blocks``, the states are those of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
+    ``weights [B, K]``.
+
+    Returns:
+        ``[B, C, H, T, D]``, or ``[B, H, T, D]``; differentiable in ``q``, ``k``, ``v`` and ``weights``.
+
+    Raises:
+        InvalidArgument: shapes, types or devices do not fit, a block does not exist, or the back end is not available.
+            On a GPU, a block that does not exist is not looked for beforehand, which would wait for the device:
+            ``"triton"`` gives its list NaN, PyTorch's own operations may fail later.
+    """
+    if blocks is None:
+        _check_gathered(q, k, v, weights)
+        ids = torch.arange(k.shape[2], device=q.device).expand(len(q), 1, -1)
+        one = grouped_cross_attention(
+            q.unsqueeze(1),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            weights.unsqueeze(1),
+            ids,
+            scale=scale,
+            off_by_one=off_by_one,
+            backend=backend,
+        )
+        return one.squeeze(1)
+    _check(q, k, v, weights, blocks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if backend == "auto":
+        backend = "triton" if q.device.type == "cuda" and triton_problem(q, k, v) is None else "torch"
+    elif backend == "triton" and (problem := triton_problem(q, k, v)):
+        raise InvalidArgument(f"backend 'triton' {problem}")
+    if not (q.numel() and blocks.numel() and k.shape[1] and k.shape[3]):
+        return _nothing(q, k, v, weights)
+    match backend:
+        case "triton":
+            from memstore.kernels.grouped_cross_attention import triton
+
+            return triton.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+        case "torch":
+            from memstore.kernels.grouped_cross_attention import fused
+
+            return fused.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+        case "reference":
+            from memstore.kernels.grouped_cross_attention import reference
+
+            return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+        case _:
+            raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
+
+
+def triton_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why Triton cannot compute this, and what to do; None if it can."""
+    largest = max(q.shape[-1], v.shape[-1])
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'torch'"
+    if largest > _LARGEST_HEAD:
+        return f"has heads of at most {_LARGEST_HEAD}, got {largest}; use 'auto' or 'torch'"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _TRITON_TYPES:
+        return (
+            "takes float32, float16 or bfloat16, the same for q, k and v, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them, or use 'auto' or 'torch'"
+        )
+    if q.device.type != "cuda":
+        from memstore.kernels.grouped_cross_attention import triton
+
+        if not triton.interpreted():
+            return (
+                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on {q.device}; "
+                "use 'auto' or 'torch'"
+            )
+    return None
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    """The output where there is nothing to attend to: 0, with gradient 0 whatever the inputs hold."""
+    linked = torch.stack([x[..., :0].sum().to(q.dtype) for x in (q, k, v, weights)]).sum()
+    return q.new_zeros((*q.shape[:-1], v.shape[-1])) + linked
+
+
+def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or weights.shape != (q.shape[0], k.shape[2]):
+        raise InvalidArgument(
+            "expected q [B, H, T, D], k and v [B, G, K, S, D] and weights [B, K] (or blocks, and the indexed form), "
+            f"got {_shapes(q, k, v)}, weights {tuple(weights.shape)}"
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> None:
+    if q.dim() != 5 or k.dim() != 5 or v.dim() != 5 or blocks.dim() != 3:
+        raise InvalidArgument(
+            "expected q [B, C, H, T, D], k and v [B, N, G, S, D] and blocks [B, C, K], "
+            f"got {_shapes(q, k, v)}, blocks {tuple(blocks.shape)}"
+        )
+    if len(k) != len(q) or k.shape[-1] != q.shape[-1] or k.shape[:4] != v.shape[:4] or q.shape[2] % k.shape[2]:
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {_shapes(q, k, v)}")
+    if len({x.device for x in (q, k, v, weights, blocks)}) > 1:
+        raise InvalidArgument(
+            f"expected all tensors on one device, got q {q.device}, k {k.device}, v {v.device}, "
+            f"weights {weights.device}, blocks {blocks.device}"
+        )
+    if blocks.dtype not in _INTEGERS:
+        raise InvalidArgument(f"blocks must be int32 or int64, got {blocks.dtype}")
+    if blocks.shape != weights.shape or blocks.shape[:2] != q.shape[:2]:
+        raise InvalidArgument(
+            f"blocks and weights must be [B, C, K] with B, C = {tuple(q.shape[:2])}, "
+            f"got {tuple(blocks.shape)} and {tuple(weights.shape)}"
+        )
+    if blocks.device.type == "cpu" and blocks.numel() and int(blocks.max()) >= k.shape[1]:
+        raise InvalidArgument(f"block {int(blocks.max())} does not exist; there are {k.shape[1]}")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -1,0 +1,117 @@
+"""Grouped cross attention in a few batched PyTorch operations: the fast path on a CPU, and anywhere without Triton.
+
+The chosen blocks of each list are copied once, scored by one product and summed by another; the weights of the blocks
+are multiplied into the probabilities in between. The backward pass is written by hand, for time goes into passes over
+the probabilities, and autograd makes twice as many. With 128 lists of 4 blocks of 32 tokens, 4 heads of 16 and
+32 queries, one thread takes 24 ms forward and backward, against 41 ms for the same operations under autograd and
+32 ms for the reference. A custom function can be differentiated once; the reference can be more often.
+
+With ``P`` the probabilities within a block, ``w`` its weight and ``g`` the gradient of the output, ``dP = g V^T``,
+``delta = rowsum(P dP)`` (which is ``g . O`` for the output ``O`` of the block), ``dS = w P (dP - delta)``, and the
+gradient of ``w`` is the sum of ``delta``. Softmax-off-by-one, a key with score 0 and value 0, changes ``P`` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def grouped_cross_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, *, scale: float, off_by_one: bool
+) -> Tensor:
+    """``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``."""
+    out: Tensor = _GroupedCrossAttention.apply(q, k, v, blocks, weights, scale, off_by_one)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedCrossAttention(torch.autograd.Function):
+    """``L = B * C`` lists; the ``R = H / G`` heads of a group are more queries, ``M = R * T`` rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, scale: float, off_by_one: bool
+    ) -> Tensor:
+        groups, size = k.shape[2:4]
+        lists, chosen = blocks.shape[0] * blocks.shape[1], blocks.shape[2]
+        there = blocks >= 0
+        weight = torch.where(there, weights, 0).view(lists, 1, 1, chosen, 1)
+        keys, values = _gathered(k, blocks, there), _gathered(v, blocks, there)  # [L * G, K * S, D]
+        queries = (q * scale).reshape(lists * groups, -1, q.shape[-1])  # [L * G, M, D]
+        scores = _at_least_float32(torch.bmm(queries, keys.mT)).view(lists, groups, -1, chosen, size)
+        p = _softmax_(scores, off_by_one)
+        out = torch.bmm((p * weight).view(lists * groups, -1, chosen * size).to(values.dtype), values)
+        ctx.save_for_backward(queries, keys, values, blocks, there, weight, p)
+        ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
+        ctx.dtypes = (q.dtype, k.dtype, v.dtype, weights.dtype)
+        return out.view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, blocks, there, weight, p = ctx.saved_tensors
+        q_shape, k_shape, v_shape = ctx.shapes
+        q_type, k_type, v_type, weights_type = ctx.dtypes
+        gradient = dout.reshape(len(values), -1, values.shape[-1]).to(values.dtype)
+        dp = _at_least_float32(torch.bmm(gradient, values.mT)).view(p.shape)  # [L, G, M, K, S]
+        spare = p * dp
+        delta = spare.sum(-1, keepdim=True)
+        weighted = torch.mul(p, weight, out=spare)
+        ds = dp.sub_(delta).mul_(weighted).flatten(0, 1).flatten(2)  # [L * G, M, K * S]
+        dq = dk = dv = dweights = None
+        if ctx.needs_input_grad[0]:
+            dq = (torch.bmm(ds.to(keys.dtype), keys) * ctx.scale).view(q_shape).to(q_type)
+        if ctx.needs_input_grad[1]:
+            dk = _scattered(torch.bmm(ds.to(queries.dtype).mT, queries), k_shape, blocks, there).to(k_type)
+        if ctx.needs_input_grad[2]:
+            rows = weighted.flatten(0, 1).flatten(2).to(gradient.dtype)
+            dv = _scattered(torch.bmm(rows.mT, gradient), v_shape, blocks, there).to(v_type)
+        if ctx.needs_input_grad[4]:
+            dweights = torch.where(there, delta.sum((1, 2, 4)).view(blocks.shape), 0).to(weights_type)
+        return dq, dk, dv, None, dweights, None, None
+
+
+def _softmax_(scores: Tensor, off_by_one: bool) -> Tensor:
+    """Over the last dimension, in place."""
+    highest = scores.amax(-1, keepdim=True)
+    if off_by_one:
+        highest.clamp_(min=0)
+    scores.sub_(highest).exp_()
+    total = scores.sum(-1, keepdim=True)
+    return scores.div_(total.add_(highest.neg_().exp_()) if off_by_one else total)
+
+
+def _gathered(x: Tensor, blocks: Tensor, there: Tensor) -> Tensor:
+    """The chosen blocks of ``x [B, N, G, S, D]``, 0 where none is, as ``[L * G, K * S, D]``."""
+    chosen = x.reshape(x.shape[0] * x.shape[1], -1).index_select(0, _places(blocks, x.shape[1]))
+    chosen = _cleared(chosen, there).view(-1, blocks.shape[2], *x.shape[2:])
+    return chosen.transpose(1, 2).reshape(-1, blocks.shape[2] * x.shape[3], x.shape[4])
+
+
+def _scattered(x: Tensor, shape: torch.Size, blocks: Tensor, there: Tensor) -> Tensor:
+    """The reverse: sums over the lists that chose a block, ``[L * G, K * S, D]`` to ``shape [B, N, G, S, D]``."""
+    batch, count, groups, size, dim = shape
+    chosen = x.view(-1, groups, blocks.shape[2], size, dim).transpose(1, 2).reshape(blocks.numel(), -1)
+    total = chosen.new_zeros(batch * count, chosen.shape[1])
+    return total.index_add_(0, _places(blocks, count), _cleared(chosen, there)).view(shape)
+
+
+def _places(blocks: Tensor, count: int) -> Tensor:
+    """Of the chosen blocks among those of all rows; anywhere for -1."""
+    rows = torch.arange(0, len(blocks) * count, count, device=blocks.device)
+    return (blocks.clamp(min=0) + rows[:, None, None]).flatten()
+
+
+def _cleared(chosen: Tensor, there: Tensor) -> Tensor:
+    """0 where no block was chosen, in place: what lies in the block read instead may be NaN."""
+    nowhere = ~there.view(-1, 1)
+    if chosen.device.type == "cpu":
+        return chosen.index_fill_(0, nowhere.nonzero()[:, 0], 0)
+    return chosen.masked_fill_(nowhere, 0)  # does not wait for the device
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

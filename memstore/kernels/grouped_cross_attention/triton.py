@@ -1,0 +1,487 @@
+"""Grouped cross attention in Triton: forward, backward and decoding without copies of the chosen blocks.
+
+Hu et al. 2025, *Efficient Length-Generalizable Attention via Causal Retrieval for Long-Context Language Modeling*,
+algorithms 1 (forward) and 2 (backward). Symbols: their chunk is one of our lists, with queries ``Q``, here ``q`` of
+``M`` rows; ``K_k, V_k`` is block ``blocks[..., k]``; ``w_k`` is ``weights[..., k]``; ``O_k`` is ``attended``, the
+attention to one block, and ``O = sum_k w_k O_k`` is ``out``; ``L_k`` is ``lse``, here to the base 2.
+
+With ``P_k`` the probabilities in block ``k`` and ``G`` the gradient of ``out``, the gradients are
+
+    delta_k = rowsum(P_k * (G V_k^T))          equal to G . O_k
+    dS_k    = P_k * (G V_k^T - delta_k)        times w_k, applied in float32 after the product it enters
+    dQ      = scale * sum_k w_k dS_k K_k
+    dK_k    = scale * w_k dS_k^T Q             dV_k = w_k P_k^T G
+    dw_k    = sum of delta_k over queries and heads
+
+Softmax-off-by-one is a key with score 0 and value 0: it enters ``L_k`` and nothing else, so the gradients keep their
+form.
+
+Deliberate deviations:
+
+- The ``R = H / G`` query heads of a key-value head are more queries, ``M = R * T`` rows: a view, by which keys and
+  values are read once for all of them. Decoding is therefore the same kernel with few rows; where there are too few
+  programs to fill the device, several share the blocks of a list, and their parts are added.
+- Blocks are looked up by index, and several lists may choose one. The gradients of keys and values are summed by one
+  program for each block, over the list entries that chose it (found by sorting). Atomic additions would need a float32
+  buffer of the size of all blocks, cleared for each call, and would give other bits in every run. The price is that a
+  block chosen by very many lists keeps one program busy.
+- ``delta_k`` is recomputed while walking over the blocks, since saving ``O_k`` would take ``K`` times the output.
+"""
+
+# What the compiler knows is in capitals, and one such argument is for the tuner alone.
+# ruff: noqa: ARG001, N803
+# Triton has no type information.
+# mypy: disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST = 16
+"""Shortest side of a tile that the matrix units of all devices take."""
+SIMULATED_PROCESSORS = 8
+"""What the interpreter counts as, so that small inputs are shared by several programs and others are not."""
+
+
+def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"BM": queries, "BS": keys}, num_warps=warps, num_stages=stages)
+
+
+INTERPRETED_CONFIG = _config(32, 32, 1, 1)
+CONFIGS = [
+    _config(16, 16, 4, 1),
+    _config(16, 32, 4, 2),
+    _config(16, 64, 4, 3),
+    _config(16, 128, 4, 2),
+    _config(32, 32, 4, 2),
+    _config(32, 64, 4, 2),
+    _config(64, 32, 4, 3),
+    _config(64, 64, 4, 2),
+    _config(64, 64, 8, 2),
+    _config(128, 32, 8, 2),
+    _config(128, 64, 8, 3),
+]
+
+
+def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) -> list[triton.Config]:
+    """The configurations worth trying: tiles no longer than what they cover, sums that leave registers for the rest."""
+    args = {**args, **more}
+
+    def fits(config: triton.Config) -> bool:
+        queries, keys = config.kwargs["BM"], config.kwargs["BS"]
+        summed = (keys if "entries" in args else queries) * (args["BD"] + args["BDV"])
+        numbers = (summed + 2 * queries * keys) / (32 * config.num_warps)  # in each thread, of at most 255
+        return bool(queries <= args["ROWS"] and keys <= padded(args["S"]) and numbers <= 160)
+
+    return [config for config in configs if fits(config)] or configs[:1]
+
+
+def padded(length: int) -> int:
+    """The side of a tile that covers ``length``."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def _tuned(kernel: Any) -> Any:
+    """Tiles are chosen by measuring, once for each kind of shape; the interpreter cannot measure."""
+    key = ["ROWS", "S", "D", "DV", "PRECISION"]
+    if isinstance(kernel, triton.JITFunction):
+        return triton.autotune(CONFIGS, key, {"early_config_prune": admissible})(kernel)
+    return triton.autotune([INTERPRETED_CONFIG], key)(kernel)
+
+
+@triton.jit
+def _rows(
+    base: tl.tensor, index: tl.tensor, count: tl.tensor, stride: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
+) -> tl.tensor:
+    """Rows ``index`` of a matrix ``[count, SIZE]``, with 0 beyond its edges."""
+    dims = tl.arange(0, PADDED)
+    mask = (index[:, None] < count) & (dims[None, :] < SIZE)
+    return tl.load(base + index[:, None] * stride + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    base: tl.tensor, tile: tl.tensor, index: tl.tensor, count: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
+) -> None:
+    """Write a tile to rows ``index`` of a contiguous matrix ``[count, SIZE]``."""
+    dims = tl.arange(0, PADDED)
+    mask = (index[:, None] < count) & (dims[None, :] < SIZE)
+    tl.store(base + index[:, None] * SIZE + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
+
+
+@_tuned
+@triton.jit
+def _forward_kernel(
+    q: tl.tensor,  # [L, G, M, D], L = B * C lists
+    k: tl.tensor,  # [B, N, G, S, D], strided
+    v: tl.tensor,  # [B, N, G, S, DV], strided
+    blocks: tl.tensor,  # [L, K]
+    weights: tl.tensor,  # [L, K]
+    out: tl.tensor,  # [parts, L, G, M, DV]
+    lse: tl.tensor,  # [L, G, K, M]
+    kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
+    vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
+    lists: tl.tensor, lists_per_row: tl.tensor, groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
+    share: tl.tensor,  # of the blocks of a list, for each part
+    scale: tl.tensor,
+    ROWS: tl.constexpr,  # tells the tuner about the number of rows
+    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr,
+    OFF_BY_ONE: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+) -> None:  # fmt: skip
+    """A tile of queries walks over ``share`` blocks of its list; an online softmax runs over each."""
+    tiles = tl.cdiv(rows, BM)
+    program = tl.program_id(0)
+    part = tl.program_id(1)
+    group = (program // tiles) % groups
+    one = (program // tiles // groups).to(tl.int64)  # the list
+    row = (program % tiles) * BM + tl.arange(0, BM)
+    first = (one * groups + group) * rows  # of the queries of this list and group
+    queries = _rows(q + first * D, row, rows, D, D, BD)
+    k += one // lists_per_row * kb + group.to(tl.int64) * kg
+    v += one // lists_per_row * vb + group.to(tl.int64) * vg
+    total = tl.zeros([BM, BDV], tl.float32)
+    for i in range(part * share, tl.minimum(part * share + share, chosen)):
+        block = tl.load(blocks + one * chosen + i).to(tl.int64)
+        if block >= count:
+            total += float("nan")  # an error that cannot be raised here must not pass for a result
+        there = (block >= 0) & (block < count)
+        block = tl.where(there, block, 0)
+        size = tl.where(there, S, 0)  # no keys to read; a branch would keep the loop from being pipelined
+        weight = tl.load(weights + one * chosen + i, mask=there, other=0.0).to(tl.float32)
+        if OFF_BY_ONE:
+            highest = tl.zeros([BM], tl.float32)
+            summed = tl.full([BM], 1.0, tl.float32)
+        else:
+            highest = tl.full([BM], float("-inf"), tl.float32)
+            summed = tl.zeros([BM], tl.float32)
+        attended = tl.zeros([BM, BDV], tl.float32)
+        for start in range(0, S, BS):
+            key = start + tl.arange(0, BS)
+            keys = _rows(k + block * kn, key, size, ks, D, BD)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+            if S % BS != 0:
+                scores = tl.where(key[None, :] < S, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            shrink = tl.exp2(highest - higher)
+            p = tl.exp2(scores - higher[:, None])  # [BM, BS]
+            values = _rows(v + block * vn, key, size, vs, DV, BDV)
+            product = tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
+            attended = attended * shrink[:, None] + product
+            summed = summed * shrink + tl.sum(p, 1)
+            highest = higher
+        total += (weight / summed)[:, None] * attended
+        if SAVE:
+            tl.store(lse + first * chosen + i * rows + row, highest + tl.log2(summed), mask=row < rows)
+    _store_rows(out + (part.to(tl.int64) * lists * groups * rows + first) * DV, total, row, rows, DV, BDV)
+
+
+@_tuned
+@triton.jit
+def _queries_kernel(
+    q: tl.tensor,  # [L, G, M, D]
+    k: tl.tensor,  # [B, N, G, S, D], strided
+    v: tl.tensor,  # [B, N, G, S, DV], strided
+    blocks: tl.tensor,  # [L, K]
+    weights: tl.tensor,  # [L, K]
+    dout: tl.tensor,  # [L, G, M, DV]
+    lse: tl.tensor,  # [L, G, K, M]
+    delta: tl.tensor,  # [L, G, K, M]
+    dq: tl.tensor,  # [L, G, M, D]
+    kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
+    vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
+    lists_per_row: tl.tensor, groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
+    scale: tl.tensor,
+    ROWS: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+) -> None:  # fmt: skip
+    """A tile of queries walks over the blocks of its list: the gradient of the queries, and ``delta``."""
+    tiles = tl.cdiv(rows, BM)
+    program = tl.program_id(0)
+    group = (program // tiles) % groups
+    one = (program // tiles // groups).to(tl.int64)
+    row = (program % tiles) * BM + tl.arange(0, BM)
+    first = (one * groups + group) * rows
+    queries = _rows(q + first * D, row, rows, D, D, BD)
+    gradient = _rows(dout + first * DV, row, rows, DV, DV, BDV)
+    k += one // lists_per_row * kb + group.to(tl.int64) * kg
+    v += one // lists_per_row * vb + group.to(tl.int64) * vg
+    total = tl.zeros([BM, BD], tl.float32)
+    for i in range(chosen):
+        block = tl.load(blocks + one * chosen + i).to(tl.int64)
+        there = (block >= 0) & (block < count)
+        block = tl.where(there, block, 0)
+        size = tl.where(there, S, 0)  # no keys to read; a branch would keep the loop from being pipelined
+        weight = tl.load(weights + one * chosen + i, mask=there, other=0.0).to(tl.float32)
+        place = first * chosen + i * rows + row
+        normaliser = tl.load(lse + place, mask=row < rows, other=0.0)
+        dots = tl.zeros([BM], tl.float32)
+        if S > BS:  # delta is needed before the first tile, so that it takes a walk of its own
+            for start in range(0, S, BS):
+                key = start + tl.arange(0, BS)
+                keys = _rows(k + block * kn, key, size, ks, D, BD)
+                values = _rows(v + block * vn, key, size, vs, DV, BDV)
+                scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+                p = tl.where(key[None, :] < S, tl.exp2(scores - normaliser[:, None]), 0.0)
+                dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
+                dots += tl.sum(p * dp, 1)
+        for start in range(0, S, BS):
+            key = start + tl.arange(0, BS)
+            keys = _rows(k + block * kn, key, size, ks, D, BD)
+            values = _rows(v + block * vn, key, size, vs, DV, BDV)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+            p = tl.where(key[None, :] < S, tl.exp2(scores - normaliser[:, None]), 0.0)
+            dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
+            if S <= BS:
+                dots = tl.sum(p * dp, 1)
+            ds = p * (dp - dots[:, None])
+            total += weight * tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
+        tl.store(delta + place, dots, mask=row < rows)
+    _store_rows(dq + first * D, total * scale, row, rows, D, BD)
+
+
+@_tuned
+@triton.jit
+def _blocks_kernel(
+    q: tl.tensor,  # [L, G, M, D]
+    k: tl.tensor,  # [B, N, G, S, D], strided
+    v: tl.tensor,  # [B, N, G, S, DV], strided
+    weights: tl.tensor,  # [L, K]
+    entries: tl.tensor,  # [L * K], places in weights, ordered by the block that they chose
+    starts: tl.tensor,  # [B * N + 1], where the entries of each block begin
+    dout: tl.tensor,  # [L, G, M, DV]
+    lse: tl.tensor,  # [L, G, K, M]
+    delta: tl.tensor,  # [L, G, K, M]
+    dk: tl.tensor,  # [B, N, G, S, D], contiguous
+    dv: tl.tensor,  # [B, N, G, S, DV], contiguous
+    kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
+    vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
+    groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
+    scale: tl.tensor,
+    ROWS: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+) -> None:  # fmt: skip
+    """A tile of the keys of a block walks over the queries of the lists that chose the block, in their order."""
+    tiles: tl.constexpr = (S + BS - 1) // BS
+    program = tl.program_id(0)
+    group = (program // tiles) % groups
+    block = (program // tiles // groups).to(tl.int64)  # of all rows
+    key = (program % tiles) * BS + tl.arange(0, BS)
+    first_entry = tl.load(starts + block)
+    last_entry = tl.load(starts + block + 1)
+    keys_gradient = tl.zeros([BS, BD], tl.float32)
+    values_gradient = tl.zeros([BS, BDV], tl.float32)
+    if last_entry > first_entry:
+        k += block // count * kb + block % count * kn + group.to(tl.int64) * kg
+        v += block // count * vb + block % count * vn + group.to(tl.int64) * vg
+        keys = _rows(k, key, S, ks, D, BD)
+        values = _rows(v, key, S, vs, DV, BDV)
+        tiles_of_rows = tl.cdiv(rows, BM)
+        for step in range((last_entry - first_entry) * tiles_of_rows):  # one loop, so that it is pipelined
+            entry = tl.load(entries + first_entry + step // tiles_of_rows)
+            weight = tl.load(weights + entry).to(tl.float32)
+            first = (entry // chosen * groups + group) * rows
+            row = (step % tiles_of_rows * BM).to(tl.int32) + tl.arange(0, BM)
+            place = first * chosen + entry % chosen * rows + row
+            queries = _rows(q + first * D, row, rows, D, D, BD)
+            gradient = _rows(dout + first * DV, row, rows, DV, DV, BDV)
+            normaliser = tl.load(lse + place, mask=row < rows, other=0.0)
+            dots = tl.load(delta + place, mask=row < rows, other=0.0)
+            # Transposed: [BS, BM]. Rows beyond the edge have gradient 0, keys beyond it are not stored.
+            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2_E)
+            p = tl.exp2(scores - normaliser[None, :])
+            dp = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
+            ds = p * (dp - dots[None, :])
+            values_gradient += weight * tl.dot(p.to(gradient.dtype), gradient, input_precision=PRECISION)
+            keys_gradient += weight * tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
+    place = block * groups + group
+    _store_rows(dk + place * S * D, keys_gradient * scale, key, S, D, BD)
+    _store_rows(dv + place * S * DV, values_gradient, key, S, DV, BDV)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
+    return not isinstance(_forward_kernel.fn, triton.JITFunction)
+
+
+def grouped_cross_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, *, scale: float, off_by_one: bool
+) -> Tensor:
+    """``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``.
+
+    A list with a block that does not exist, which cannot be seen without waiting for the device, gets NaN.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights)):
+        out: Tensor = _GroupedCrossAttention.apply(q, k, v, blocks, weights, scale, off_by_one)  # type: ignore[no-untyped-call]
+        return out
+    q, k, v, blocks, weights = _dense(q, k, v, blocks, weights)
+    return _forward(q, k, v, blocks, weights, scale, off_by_one, lse=None)
+
+
+class _GroupedCrossAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, scale: float, off_by_one: bool
+    ) -> Tensor:
+        q, k, v, blocks, weights = _dense(q, k, v, blocks, weights)
+        lse = _statistics(q, k, blocks)
+        out = _forward(q, k, v, blocks, weights, scale, off_by_one, lse)
+        ctx.save_for_backward(q, k, v, blocks, weights, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, blocks, weights, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        dq, delta = _queries_gradient(q, k, v, blocks, weights, dout, lse, ctx.scale)
+        dk = dv = dweights = None
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dk, dv = _blocks_gradient(q, k, v, blocks, weights, dout, lse, delta, ctx.scale)
+        if ctx.needs_input_grad[4]:
+            there = (blocks >= 0) & (blocks < k.shape[1])
+            dweights = torch.where(there, delta.sum((2, 4)), 0).to(weights.dtype)
+        return dq, dk, dv, None, dweights, None, None
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    weights: Tensor,
+    scale: float,
+    off_by_one: bool,
+    lse: Tensor | None,
+) -> Tensor:
+    """The output; fills ``lse`` if there is one."""
+    shape = _shape(q, k, v, blocks)
+    lists, chosen = len(q) * q.shape[1], blocks.shape[2]
+    share = -(-chosen // _parts(lists * k.shape[2] * -(-shape["rows"] // 64), chosen, q.device))
+    parts = -(-chosen // share)
+    out = q.new_empty((parts, *q.shape[:-1], v.shape[-1]), dtype=q.dtype if parts == 1 else torch.float32)
+    with torch.cuda.device_of(q):
+        _forward_kernel[_grid(lists * k.shape[2], shape["rows"], "BM", parts)](
+            q=q, k=k, v=v, blocks=blocks, weights=weights, out=out, lse=lse,
+            lists=lists, lists_per_row=q.shape[1], share=share, scale=scale,
+            OFF_BY_ONE=off_by_one, SAVE=lse is not None, **shape,
+        )  # fmt: skip
+    return out[0] if parts == 1 else out.sum(0).to(q.dtype)
+
+
+def _queries_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    weights: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the queries, and ``delta [B, C, G, K, M]``, undefined where no block was chosen."""
+    shape = _shape(q, k, v, blocks)
+    dq, delta = torch.empty_like(q), torch.empty_like(lse)
+    with torch.cuda.device_of(q):
+        _queries_kernel[_grid(len(q) * q.shape[1] * k.shape[2], shape["rows"], "BM")](
+            q=q, k=k, v=v, blocks=blocks, weights=weights, dout=dout, lse=lse, delta=delta, dq=dq,
+            lists_per_row=q.shape[1], scale=scale, **shape,
+        )  # fmt: skip
+    return dq, delta
+
+
+def _blocks_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    weights: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the keys and values of all blocks; 0 for those that no list chose."""
+    entries, starts = chosen_by(blocks, k.shape[1])
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    with torch.cuda.device_of(q):
+        _blocks_kernel[_grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")](
+            q=q, k=k, v=v, weights=weights, entries=entries, starts=starts, dout=dout, lse=lse, delta=delta,
+            dk=dk, dv=dv, scale=scale, **_shape(q, k, v, blocks),
+        )  # fmt: skip
+    return dk, dv
+
+
+def chosen_by(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Which entries of ``blocks [B, C, K]`` chose each of the ``count`` blocks of each row.
+
+    Returns:
+        ``entries [B * C * K]``, places in ``blocks``, and ``starts [B * count + 1]``: block ``n`` of row ``b`` was
+        chosen by ``entries[starts[b * count + n] : starts[b * count + n + 1]]``, in the order of their places.
+    """
+    total = len(blocks) * count
+    rows = torch.arange(0, total, count, device=blocks.device)[:, None, None]
+    there = (blocks >= 0) & (blocks < count)
+    ordered, entries = torch.where(there, blocks + rows, total).flatten().sort(stable=True)
+    return entries, torch.searchsorted(ordered, torch.arange(total + 1, device=blocks.device))
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
+    """What all kernels are told."""
+    rows = q.shape[2] // k.shape[2] * q.shape[3]
+    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return {
+        **dict(zip(("kb", "kn", "kg", "ks"), k.stride(), strict=False)),
+        **dict(zip(("vb", "vn", "vg", "vs"), v.stride(), strict=False)),
+        "groups": k.shape[2],
+        "rows": rows,
+        "chosen": blocks.shape[2],
+        "count": k.shape[1],
+        "ROWS": min(padded(rows), 128),
+        "S": k.shape[3],
+        "D": k.shape[4],
+        "DV": v.shape[4],
+        "BD": padded(k.shape[4]),
+        "BDV": padded(v.shape[4]),
+        "PRECISION": "ieee" if exact else "tf32",
+        "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
+    }
+
+
+def _statistics(q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
+    """Room for one number for each list, group, chosen block and row: ``[B, C, G, K, M]``."""
+    groups = k.shape[2]
+    shape = (*q.shape[:2], groups, blocks.shape[2], q.shape[2] // groups * q.shape[3])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _grid(matrices: int, rows: int, tile: str, parts: int = 1) -> Any:
+    """Programs: one for each tile of ``rows`` of each matrix, and each part of its work."""
+    return lambda config: (matrices * -(-rows // config[tile]), parts)
+
+
+def _parts(programs: int, chosen: int, device: torch.device) -> int:
+    """How many programs share the blocks of a list, so that a few lists fill the device."""
+    on_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else SIMULATED_PROCESSORS
+    return max(1, min(chosen, 2 * processors // programs))
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous queries, blocks and weights; keys and values as they lie, but for their last dimension."""
+    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    return q.contiguous(), keys, values, blocks.contiguous(), weights.contiguous()

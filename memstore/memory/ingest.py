@@ -1,0 +1,54 @@
+"""What everything that reads long inputs into a memory shares: a thread that commits, and a progress bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def progress_bar(name: str, done: int, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar, which is told how many tokens more have been read."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("reading {task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens, {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    begun = time.perf_counter()
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task(name, total=total, completed=done if total is None else min(done, total), speed=0.0)
+        read = 0
+
+        def advance(tokens: int) -> None:
+            nonlocal read
+            read += tokens
+            bar.update(task, advance=tokens, speed=read / (time.perf_counter() - begun))
+
+        yield advance
+
+
+def background_writer() -> ThreadPoolExecutor:
+    """A thread that commits beside the model.
+
+    Torch would give it as many OpenMP workers as the model has. With more workers than cores they sleep after every
+    operation instead of waiting for the next, and the model takes twice as long; so the writer gets none.
+    """
+    workers = torch.get_num_threads()
+    writer = ThreadPoolExecutor(1, "memstore-writer", initializer=_work_alone)
+    writer.submit(int).result()
+    torch.set_num_threads(workers)  # the writer has set the default of threads yet to come as well
+    return writer
+
+
+def _work_alone() -> None:
+    torch.get_num_threads()  # reads the default, which would else be read later and undo the next line
+    torch.set_num_threads(1)

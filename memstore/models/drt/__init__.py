@@ -1,0 +1,11 @@
+"""DRT, the language model of grouped cross attention: it retrieves blocks of its own past and learns which.
+
+``DRTForCausalLM`` trains, saves and generates as any Hugging Face model does; ``Reader`` puts its blocks into a memory.
+"""
+
+from memstore.models.drt.cache import DRTCache
+from memstore.models.drt.configuration import DRTConfig
+from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
+from memstore.models.drt.reader import Reader
+
+__all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "Reader"]

@@ -1,0 +1,176 @@
+"""What a DRT remembers from one segment to the next: windows, the incomplete block, blocks, and the last lists."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.attention.gca import Retrieved
+from memstore.models.drt.configuration import DRTConfig
+from memstore.models.drt.layers import States
+from memstore.models.drt.packing import Packing
+from memstore.models.drt.tables import BlockTable, TensorTable
+
+
+class LastList(NamedTuple):
+    """The list that the next tokens use: the states of its blocks, ready to be attended to."""
+
+    keys: Tensor
+    """``[B, K, G, S, D]``"""
+    values: Tensor
+    weights: Tensor
+    """``[B, K]``"""
+    blocks: Tensor
+    """``[B, K]``; -1: none."""
+
+
+class DRTCache:
+    """The ``past_key_values`` of a DRT: a fixed size per row, and one entry per block.
+
+    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. It serves one
+    generation: to branch, make another.
+    """
+
+    is_compileable = False
+
+    def __init__(self, config: DRTConfig, rows: int, table: BlockTable | None = None, tokens: int = 0) -> None:
+        """``tokens``: those that the table's blocks stand for, before the first segment."""
+        self.config = config
+        self.rows = rows
+        self.counts = [tokens] * rows
+        """Tokens of each row, those of the document included."""
+        self.table = TensorTable(rows) if table is None else table
+        self.windows: list[States | None] = [None] * config.num_hidden_layers
+        self.past = 0
+        """Stream items that the windows hold."""
+        self.empty: Tensor | None = None
+        """``[B]``: how many of them do not exist, where rows differ."""
+        self.partial: Tensor | None = None
+        """``[B, P, hidden]``: hidden states of the incomplete block after the lower layers."""
+        self.partial_ids: Tensor | None = None
+        """``[B, P, 1]``: tokens of the incomplete block, where an external retriever will want them."""
+        self.lists: list[LastList | None] = [None] * len(config.upper_layers)
+        self._started = tokens
+
+    def __repr__(self) -> str:
+        return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
+        """Tokens given so far, those of a document not counted: what ``generate`` leaves out of a prompt."""
+        return self._given
+
+    _given = 0
+
+    def begin(self) -> None:
+        """From here on tokens count as given."""
+        self._given = 0
+
+    @property
+    def offsets(self) -> list[int]:
+        """Tokens that wait in the incomplete block of each row."""
+        return [count % self.config.tokens_per_block for count in self.counts]
+
+    @property
+    def blocks(self) -> list[int]:
+        """Complete blocks of each row."""
+        return [count // self.config.tokens_per_block for count in self.counts]
+
+    @property
+    def positions(self) -> list[int]:
+        """Place in the stream of the next item of each row."""
+        return [count + blocks for count, blocks in zip(self.counts, self.blocks, strict=True)]
+
+    def advance(self, packing: Packing, given: int) -> None:
+        """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""
+        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
+        self._given += given
+
+    def slide(self, packing: Packing, layers: dict[int, States], device: torch.device) -> None:
+        """Keep what the next segment can see of the keys and values ``[B, G, past + M, D]`` of each layer."""
+        keep = self.config.window - 1
+        if packing.uniform and self.empty is None:
+            total = self.past + packing.items
+            for number, (keys, values) in layers.items():
+                self.windows[number] = (_last(keys, keep), _last(values, keep))
+            self.past = min(total, keep)
+            return
+        lengths = torch.tensor(packing.lengths, device=device)
+        empty = torch.zeros_like(lengths) if self.empty is None else self.empty
+        # In the coordinates of [keep zeros, past, segment], right-aligned at the end of each row.
+        at = self.past + lengths[:, None] + torch.arange(keep, device=device)
+        for number, (keys, values) in layers.items():
+            self.windows[number] = (_take(keys, at, keep), _take(values, at, keep))
+        self.empty = (keep - (self.past - empty + lengths)).clamp(min=0)
+        self.past = keep
+        if not bool(self.empty.any()):
+            self.empty = None
+
+    def combined(self, group: int, fresh: Retrieved | None, numbers: Tensor) -> Retrieved | None:
+        """The lists that a segment's items use: number 0 is the last one of before, ``1 + j`` is fresh list ``j``.
+
+        ``numbers [B or 1, C]``. None where there is nothing to attend to.
+        """
+        last = self.lists[group]
+        if fresh is None:
+            if last is None:
+                return None
+            blocks = torch.where(last.blocks >= 0, torch.arange(last.blocks.shape[1], device=numbers.device), -1)
+            lists = numbers.shape[1]
+            return Retrieved(
+                last.keys,
+                last.values,
+                blocks.unsqueeze(1).expand(-1, lists, -1),
+                last.weights.unsqueeze(1).expand(-1, lists, -1),
+            )
+        keys, values, blocks, weights = fresh
+        top_k = blocks.shape[-1]
+        if last is None:
+            blocks, weights = F.pad(blocks, (0, 0, 1, 0), value=-1), F.pad(weights, (0, 0, 1, 0))
+        else:
+            held, missing = last.blocks.shape[1], top_k - last.blocks.shape[1]
+            first = torch.where(last.blocks >= 0, torch.arange(held, device=numbers.device), -1)
+            blocks = torch.where(blocks >= 0, blocks + held, -1)
+            blocks = torch.cat([F.pad(first, (0, missing), value=-1).unsqueeze(1), blocks], 1)
+            weights = torch.cat([F.pad(last.weights, (0, missing)).unsqueeze(1), weights], 1)
+            keys, values = torch.cat([last.keys, keys], 1), torch.cat([last.values, values], 1)
+        at = numbers.clamp(max=blocks.shape[1] - 1).expand(len(blocks), -1).unsqueeze(-1).expand(-1, -1, top_k)
+        return Retrieved(keys, values, blocks.gather(1, at), weights.gather(1, at))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        rows = beam_idx.tolist()
+        self.rows = len(rows)
+        self.counts = [self.counts[row] for row in rows]
+        self.table.reorder(beam_idx)
+        pick = beam_idx.to
+        self.windows = [
+            None if states is None else (states[0][pick(states[0].device)], states[1][pick(states[1].device)])
+            for states in self.windows
+        ]
+        self.empty = None if self.empty is None else self.empty[pick(self.empty.device)]
+        self.partial = None if self.partial is None else self.partial[pick(self.partial.device)]
+        self.partial_ids = None if self.partial_ids is None else self.partial_ids[pick(self.partial_ids.device)]
+        self.lists = [
+            None if last is None else LastList(*(tensor[pick(tensor.device)] for tensor in last)) for last in self.lists
+        ]
+
+    def crop(self, max_length: int) -> None:
+        """Refused: what has left the window cannot be brought back."""
+        raise NotImplementedError(
+            f"a DRT's cache cannot be cut to {max_length} tokens, for its window has moved on; assisted generation and "
+            "prompt look-up do not work with it"
+        )
+
+
+def _last(x: Tensor, keep: int) -> Tensor:
+    """The last ``keep`` of ``[B, G, n, D]``, free of what they were cut from."""
+    start = max(0, x.shape[2] - keep)
+    return x[:, :, start:].clone() if start > keep else x[:, :, start:]
+
+
+def _take(x: Tensor, at: Tensor, keep: int) -> Tensor:
+    index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return F.pad(x, (0, 0, keep, 0)).gather(2, index)

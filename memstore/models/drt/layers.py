@@ -1,0 +1,100 @@
+"""Decoder layers of a DRT: sliding-window self-attention, and in upper layers grouped cross attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memstore.attention.gca import GroupedCrossAttention, Retrieved
+from memstore.attention.layers import SwiGLU, heads, merged, rotate
+from memstore.attention.sliding import Window
+from memstore.models.drt.configuration import DRTConfig
+
+States = tuple[Tensor, Tensor]
+"""Keys and values of a layer, ``[B, G, P, D]`` each."""
+
+
+class Sight(NamedTuple):
+    """What self-attention of one segment sees, the same in every layer."""
+
+    window: Window
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosines and sines of the segment's positions; None with ALiBi."""
+
+
+class SelfAttention(nn.Module):
+    """Sliding-window attention. Keys are cached as they are attended to, that is rotated."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.groups = config.num_key_value_heads
+        inner = self.heads * config.head_dim
+        self.sizes = [inner, self.groups * config.head_dim, self.groups * config.head_dim]
+        self.qkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
+        self.out = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
+        """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
+        parts = self.qkv(x).split(self.sizes, -1)
+        q, k, v = (heads(part, count) for part, count in zip(parts, (self.heads, self.groups, self.groups), strict=True))
+        if sight.rotation is not None:
+            q, k = rotate(q, sight.rotation), rotate(k, sight.rotation)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return self.out(merged(sight.window.attend(q, k, v))), (k, v)
+
+
+class LowerLayer(nn.Module):
+    """Self-attention and feed-forward, both after a norm."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = SelfAttention(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
+        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        attended, states = self.attention(self.attention_norm(x), sight, past)
+        x = x + attended
+        return x + self.feed_forward(self.norm(x)), states
+
+
+class UpperLayer(LowerLayer):
+    """As a lower layer, with what was retrieved added before the feed-forward layer's norm.
+
+    The residual is taken before grouped cross attention: ``H + MLP(Norm(H + GCA(H)))``, as published.
+    """
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__(config)
+        self.cross = None
+        if config.retrieval != "none":
+            self.cross = GroupedCrossAttention(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.head_dim,
+                off_by_one=config.off_by_one,
+                fusion=config.fusion,  # type: ignore[arg-type]  # checked by the configuration
+                eps=config.rms_norm_eps,
+            )
+
+    def forward(  # type: ignore[override]  # it needs what was retrieved
+        self, x: Tensor, sight: Sight, past: States | None, retrieved: Retrieved | None, by_list: ByList
+    ) -> tuple[Tensor, States]:
+        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        attended, states = self.attention(self.attention_norm(x), sight, past)
+        x = x + attended
+        found = x
+        if self.cross is not None and retrieved is not None:
+            found = x + by_list(x, lambda queries: self.cross(queries, retrieved))  # type: ignore[misc]  # checked above
+        return x + self.feed_forward(self.norm(found)), states
+
+
+ByList = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""Hands tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and takes them back."""

@@ -1,0 +1,530 @@
+"""DRT: a decoder that retrieves blocks of its own past (Hu et al. 2025, sections 3-4).
+
+A segment of tokens is packed into a stream with landmarks (``packing.py``), runs through the lower layers, and its
+complete blocks are encoded. Then, for each group of upper layers, every landmark chooses among the blocks before its
+own, and the tokens of the *next* block attend to what it chose. Segments continue one another through a ``DRTCache``;
+training is one segment that starts from nothing.
+
+Deviations from the published code: softmax-off-by-one is a true one, scores have projections (``tied_retriever=True``
+takes them out), prompts of any length can be continued, and padding is left out of the stream instead of being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from memstore.attention.gca import (
+    BlockEncoder,
+    BlockKeysValues,
+    CausalRetriever,
+    Chosen,
+    Retrieved,
+    choose,
+    weighed,
+)
+from memstore.attention.layers import rotary
+from memstore.attention.sliding import Window, alibi_slopes
+from memstore.errors import InvalidArgument
+from memstore.models.drt.cache import DRTCache, LastList
+from memstore.models.drt.configuration import DRTConfig
+from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
+from memstore.models.drt.packing import Packing
+from memstore.models.drt.tables import random_choice
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Retriever = Callable[[Tensor], Tensor]
+"""Token ids of blocks ``[n, block_size - 1]`` -> embeddings ``[n, e]``."""
+
+
+@dataclass
+class DRTOutput(CausalLMOutputWithPast):
+    """What ``DRTForCausalLM`` returns."""
+
+    retrieval: tuple[Chosen, ...] | None = None
+    """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Blocks beside a row's own that it may retrieve while training: distractors that cost no reading.
+
+    A block depends on a window of tokens only, so blocks of other rows, or of earlier steps, are what a row would find in
+    a longer document. Whoever trains says which of them hold no answer to another row's question.
+    """
+
+    rows: Tensor | None = None
+    """``[B, T]`` True for tokens whose blocks other rows may retrieve."""
+    states: Tensor | None = None
+    """``[P, S, hidden]``: states of further blocks, such as those of earlier steps."""
+    landmarks: Tensor | None = None
+    """``[P, hidden]``"""
+
+
+class DRTModel(nn.Module):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.landmark = nn.Parameter(torch.empty(hidden))
+        self.lower = nn.ModuleList([LowerLayer(config) for _ in range(config.lower_layers)])
+        self.upper = nn.ModuleList(
+            [nn.ModuleList([UpperLayer(config) for _ in range(count)]) for count in config.upper_layers]
+        )
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.external: Retriever | None = None
+        if config.retrieval != "none":
+            self.encoder = BlockEncoder(
+                hidden,
+                config.intermediate_size,
+                config.num_attention_heads,
+                config.encoder_layers,
+                theta=config.rope_theta,
+                eps=config.rms_norm_eps,
+                normalise=config.normalise_scores,
+            )
+            self.block_states = BlockKeysValues(hidden, config.num_key_value_heads, config.head_dim)
+        if config.retrieval == "causal":
+            self.retrievers = nn.ModuleList(
+                CausalRetriever(
+                    hidden,
+                    tied=config.tied_retriever,
+                    normalise=config.normalise_scores,
+                    eps=config.rms_norm_eps,
+                )
+                for _ in config.upper_layers
+            )
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] | None = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
+        x: Tensor = self.embed_tokens(ids.clamp(min=0))
+        return torch.where(ids.unsqueeze(-1) < 0, self.landmark.to(x.dtype), x)
+
+    def sight(self, packing: Packing, cache: DRTCache | None, dtype: torch.dtype, device: torch.device) -> Sight:
+        """What the items of a segment see."""
+        past = 0 if cache is None else cache.past
+        slopes = alibi_slopes(self.config.num_attention_heads, device) if self.config.positions == "alibi" else None
+        empty = None if cache is None else cache.empty
+        window = Window(
+            packing.items, past, self.config.window, empty=empty, slopes=slopes, dtype=dtype, device=device
+        )
+        if slopes is not None:
+            return Sight(window, None)
+        starts = torch.zeros(1, dtype=torch.int64) if cache is None else torch.tensor(sorted(set(cache.positions)))
+        if len(starts) > 1 and cache is not None:
+            starts = torch.tensor(cache.positions)
+        positions = starts[:, None, None].to(device) + torch.arange(packing.items, device=device)
+        return Sight(window, rotary(positions, self.config.head_dim, self.config.rope_theta, dtype))
+
+    def read(self, x: Tensor, sight: Sight, cache: DRTCache | None) -> tuple[Tensor, dict[int, States]]:
+        """The lower layers: ``x [B, M, hidden]`` -> the same, and the states of each layer."""
+        states: dict[int, States] = {}
+        for number, layer in enumerate(self.lower):
+            past = None if cache is None else cache.windows[number]
+            x, states[number] = self._checkpointed(layer, x, sight, past)
+        return x, states
+
+    def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of blocks ``[..., S, hidden]`` -> states and landmarks, as a memory would keep them."""
+        states, landmarks = self._checkpointed(self.encoder, blocks)
+        dtype = DTYPES[self.config.state_dtype]
+        return _rounded(states, dtype), _rounded(landmarks, dtype)
+
+    def forward(
+        self, packing: Packing, cache: DRTCache | None, shared: Shared | None = None
+    ) -> tuple[Tensor, tuple[Chosen, ...]]:
+        """The stream of a segment ``[B, M, hidden]`` after the last norm, and what each group retrieved."""
+        x = self.embed(packing.ids)
+        sight = self.sight(packing, cache, x.dtype, x.device)
+        x, window_states = self.read(x, sight, cache)
+        blocks = self._blocks(packing, x, cache)
+        number = self.config.lower_layers
+        retrieval: list[Chosen] = []
+        for group, layers in enumerate(self.upper):
+            retrieved = None
+            if self.config.retrieval != "none":
+                chosen, retrieved = self._retrieve(group, packing, x, blocks, cache, shared)
+                retrieval += [] if chosen is None else [chosen]
+            for layer in layers:
+                past = None if cache is None else cache.windows[number]
+                x, window_states[number] = self._checkpointed(layer, x, sight, past, retrieved, _by_list(packing, shared))
+                number += 1
+        if cache is not None:
+            cache.slide(packing, window_states, x.device)
+        return self.norm(x), tuple(retrieval)
+
+    def read_blocks(self, packing: Packing, cache: DRTCache) -> tuple[Tensor, Tensor]:
+        """Read a segment with the lower layers and the encoder alone: states and landmarks of the blocks it completes.
+
+        ``[B, n, S, hidden]`` and ``[B, n, e]``; the blocks do not go into the cache's table.
+        """
+        x = self.embed(packing.ids)
+        x, window_states = self.read(x, self.sight(packing, cache, x.dtype, x.device), cache)
+        cache.slide(packing, window_states, x.device)
+        blocks = self._blocks(packing, x, cache, keep=False)
+        if blocks is None:
+            size = self.config.block_size
+            return x.new_zeros(len(x), 0, size, x.shape[-1]), x.new_zeros(len(x), 0, x.shape[-1])
+        return blocks
+
+    def _blocks(
+        self, packing: Packing, x: Tensor, cache: DRTCache | None, *, keep: bool = True
+    ) -> tuple[Tensor, Tensor] | None:
+        """States and landmarks of the blocks that a segment completes, ``[B, n, ...]``; None where it completes none."""
+        if self.config.retrieval == "none":
+            return None
+        whole, waiting = packing.joined(None if cache is None else cache.partial, x)
+        embedded = self._external_landmarks(packing, cache) if self.config.retrieval == "external" else None
+        first = [] if cache is None else cache.blocks
+        if cache is not None:
+            cache.partial = waiting if waiting.shape[1] else None
+        if not whole.shape[1]:
+            return None
+        states, landmarks = self.encode(whole)
+        if embedded is not None:
+            landmarks = embedded.to(landmarks.dtype)
+        if cache is not None and keep:
+            cache.table.extend(first, packing.blocks, states, landmarks)
+        return states, landmarks
+
+    def _external_landmarks(self, packing: Packing, cache: DRTCache | None) -> Tensor | None:
+        if self.external is None:
+            raise InvalidArgument(
+                "this model's retrieval is 'external', and it has no retriever; give it one with set_retriever"
+            )
+        ids = packing.ids.unsqueeze(-1)
+        whole, waiting = packing.joined(None if cache is None else cache.partial_ids, ids)
+        if cache is not None:
+            cache.partial_ids = waiting if waiting.shape[1] else None
+        if not whole.shape[1]:
+            return None
+        tokens = whole[..., :-1, 0]
+        return self.external(tokens.flatten(0, 1).clamp(min=0)).detach().unflatten(0, tokens.shape[:2]).to(ids.device)
+
+    def _retrieve(
+        self,
+        group: int,
+        packing: Packing,
+        x: Tensor,
+        blocks: tuple[Tensor, Tensor] | None,
+        cache: DRTCache | None,
+        shared: Shared | None,
+    ) -> tuple[Chosen | None, Retrieved | None]:
+        """What the landmarks of a segment choose, and what its items attend to."""
+        numbers = packing.list_numbers(x.device)
+        if blocks is None:
+            return None, None if cache is None else cache.combined(group, None, numbers)
+        queries = self._queries(group, packing, x, blocks[1])
+        if cache is None:
+            return self._retrieve_at_once(packing, queries, *blocks, numbers, shared)
+        first = torch.tensor(cache.blocks, device=x.device)[:, None]
+        limits = first + torch.arange(queries.shape[1], device=x.device)
+        chosen = self._choose_cached(cache, queries, limits)
+        fresh = self._fetch(cache, chosen, x.dtype)
+        retrieved = cache.combined(group, fresh, numbers)
+        self._keep_last(group, packing, cache, fresh, chosen)
+        return chosen, retrieved
+
+    def _queries(self, group: int, packing: Packing, x: Tensor, landmarks: Tensor) -> Tensor:
+        if self.config.retrieval != "causal":
+            return landmarks
+        queries: Tensor = self.retrievers[group].queries(packing.landmarks(x))
+        return queries
+
+    def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> Chosen:
+        if self.config.retrieval == "random":
+            return random_choice(limits, self.config.retrieval_top_k)
+        scores, blocks = cache.table.search(queries, limits, self.config.retrieval_top_k)
+        return weighed(scores, blocks)
+
+    def _fetch(self, cache: DRTCache, chosen: Chosen, dtype: torch.dtype) -> Retrieved | None:
+        """Keys and values of the chosen blocks, each list's own."""
+        rows, lists, top_k = chosen.blocks.shape
+        if not top_k or not bool((chosen.blocks >= 0).any()):
+            return None
+        states = cache.table.gather(chosen.blocks.flatten(1)).to(dtype)
+        keys, values = self.block_states(states)
+        own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
+        return Retrieved(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(dtype))
+
+    def _keep_last(
+        self, group: int, packing: Packing, cache: DRTCache, fresh: Retrieved | None, chosen: Chosen
+    ) -> None:
+        """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
+        if fresh is None:
+            return
+        top_k = chosen.blocks.shape[-1]
+        device = chosen.blocks.device
+        at = torch.tensor(packing.blocks, device=device) - 1
+        rows = torch.arange(len(at), device=device)
+        picked = at.clamp(min=0)
+        columns = (picked * top_k)[:, None] + torch.arange(top_k, device=device)
+        last = LastList(
+            fresh.keys[rows[:, None], columns],
+            fresh.values[rows[:, None], columns],
+            fresh.weights[rows, picked],
+            torch.where(at[:, None] >= 0, chosen.blocks[rows, picked], -1),
+        )
+        before = cache.lists[group]
+        if before is not None and min(packing.blocks) == 0:
+            last = _mixed(at >= 0, last, before)
+        cache.lists[group] = last
+
+    def _retrieve_at_once(
+        self,
+        packing: Packing,
+        queries: Tensor,
+        states: Tensor,
+        landmarks: Tensor,
+        numbers: Tensor,
+        shared: Shared | None,
+    ) -> tuple[Chosen, Retrieved | None]:
+        """All blocks are those of this segment, and of ``shared``: what training does."""
+        rows, count = queries.shape[:2]
+        limits = torch.arange(count, device=queries.device).expand(rows, -1)
+        if self.config.retrieval == "random":
+            chosen = random_choice(limits, self.config.retrieval_top_k)
+        elif shared is None:
+            scores = queries @ landmarks.transpose(1, 2)
+            scores = scores.masked_fill(~_earlier(count, queries.device), -torch.inf)
+            chosen = choose(scores, self.config.retrieval_top_k, gumbel=self._gumbel)
+        else:
+            return self._retrieve_shared(packing, queries, states, landmarks, numbers, shared)
+        keys, values = self.block_states(states)
+        blocks, weights = _shifted(chosen, numbers)
+        return chosen, Retrieved(keys, values, blocks, weights.to(keys.dtype))
+
+    def _retrieve_shared(
+        self,
+        packing: Packing,
+        queries: Tensor,
+        states: Tensor,
+        landmarks: Tensor,
+        numbers: Tensor,
+        shared: Shared,
+    ) -> tuple[Chosen, Retrieved]:
+        """Rows as one: every block has a number of its own, and a mask says who may have it."""
+        rows, count = queries.shape[:2]
+        earlier = _earlier(count, queries.device)
+        own = torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & earlier[None, :, None, :]
+        if shared.rows is not None:
+            free = packing.joined(None, _spread(packing, shared.rows))[0].squeeze(-1).all(-1)  # [B, n]
+            others = ~torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & free[None, None]
+            own = own | others
+        scores = torch.einsum("bnd,cmd->bncm", queries, landmarks).masked_fill(~own, -torch.inf).flatten(2)
+        states = states.flatten(0, 1)
+        if shared.states is not None and shared.landmarks is not None:
+            scores = torch.cat([scores, queries @ shared.landmarks.to(queries.dtype).T], -1)
+            states = torch.cat([states, shared.states.to(states.dtype)])
+        chosen = choose(scores, self.config.retrieval_top_k, gumbel=self._gumbel)
+        keys, values = self.block_states(states.unsqueeze(0))
+        blocks, weights = _shifted(chosen, numbers)
+        return chosen, Retrieved(
+            keys, values, blocks.flatten(0, 1).unsqueeze(0), weights.flatten(0, 1).unsqueeze(0).to(keys.dtype)
+        )
+
+    @property
+    def _gumbel(self) -> float:
+        return self.config.gumbel if self.training else 0.0
+
+    def _checkpointed(self, function: nn.Module, *arguments: Any) -> Any:
+        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
+            return self._gradient_checkpointing_func(function.__call__, *arguments)
+        return function(*arguments)
+
+
+class DRTForCausalLM(PreTrainedModel, GenerationMixin):
+    """A DRT with its output layer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
+
+    Tokens go in plain, with a padding mask or without; landmarks are the model's own affair. A prompt of any length can
+    be continued through ``past_key_values``, and rows may have padding anywhere.
+    """
+
+    config_class = DRTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _no_split_modules: ClassVar[list[str]] = ["LowerLayer", "UpperLayer", "EncoderLayer"]
+    _supports_sdpa = True
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__(config)
+        self.model = DRTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DRTModel):
+            nn.init.normal_(module.landmark, std=self.config.initializer_range)
+
+    def set_retriever(self, retriever: Retriever) -> None:
+        """Use ``retriever`` where the configuration says ``retrieval="external"``.
+
+        It takes token ids of blocks ``[n, block_size - 1]`` and returns embeddings ``[n, e]``; a block's score is the
+        inner product of two of them. It is not saved with the model.
+        """
+        if self.config.retrieval != "external":
+            raise InvalidArgument(f"retrieval is {self.config.retrieval!r}; make the model with retrieval='external'")
+        self.model.external = retriever
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: DRTCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        shared: Shared | None = None,
+        output_retrieval: bool = False,
+        **kwargs: Any,
+    ) -> DRTOutput:
+        """Logits of the token after each of ``input_ids [B, T]``.
+
+        Args:
+            input_ids: tokens, without landmarks.
+            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left out.
+            past_key_values: what came before.
+            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
+            use_cache: return ``past_key_values``; the configuration's choice if None, and not while training.
+            logits_to_keep: only those of the last so many tokens; all if 0.
+            shared: while training, further blocks to choose from.
+            output_retrieval: return what was retrieved.
+            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
+
+        Raises:
+            InvalidArgument: tokens that do not exist, or shapes that do not fit.
+        """
+        self._check(input_ids, attention_mask, past_key_values)
+        keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        cache = past_key_values
+        if cache is None and keep_cache:
+            cache = DRTCache(self.config, len(input_ids))
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        offsets = [0] * len(input_ids) if cache is None else cache.offsets
+        packing = Packing(
+            input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
+        )
+        stream, retrieval = self.model(packing, cache, shared)
+        if cache is not None:
+            cache.advance(packing, input_ids.shape[1])
+        hidden = packing.tokens(stream)
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            if mask is not None:
+                # What stands on padding predicts nothing.
+                labels = labels.clone()
+                labels[:, 1:][~mask[:, :-1]] = -100
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return DRTOutput(
+            loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval if output_retrieval else None
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: DRTCache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        return {
+            "input_ids": input_ids[:, known:],
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache", True),
+            "logits_to_keep": 1,
+        }
+
+    def _check(self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache | None) -> None:
+        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
+        if input_ids.device.type == "cpu":
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise InvalidArgument(
+                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
+                    "was the text encoded with this model's tokenizer?"
+                )
+        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
+            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+        if cache is not None and not isinstance(cache, DRTCache):
+            raise InvalidArgument(f"past_key_values of a DRT is a DRTCache, not {type(cache).__name__}")
+        if cache is not None and cache.rows != len(input_ids):
+            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as it would come back from a memory of that type; its gradient is not rounded, for it would vanish."""
+    if x.dtype == dtype:
+        return x
+    with torch.no_grad():
+        difference = x.to(dtype).to(x.dtype) - x
+    return x + difference
+
+
+def _by_list(packing: Packing, shared: Shared | None) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
+    if shared is None:
+        return packing.by_list
+
+    def as_one_row(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return packing.by_list(
+            x, lambda framed: function(framed.flatten(0, 1).unsqueeze(0)).squeeze(0).unflatten(0, framed.shape[:2])
+        )
+
+    return as_one_row
+
+
+def _earlier(count: int, device: torch.device) -> Tensor:
+    """``[n, n]``: block ``i`` may retrieve block ``j``."""
+    return torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)
+
+
+def _shifted(chosen: Chosen, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists by their numbers: 0 is empty, ``1 + j`` is what block ``j`` chose."""
+    blocks = F.pad(chosen.blocks, (0, 0, 1, 0), value=-1)
+    weights = F.pad(chosen.weights, (0, 0, 1, 0))
+    at = numbers[0].clamp(max=blocks.shape[1] - 1)
+    return blocks[:, at], weights[:, at]
+
+
+def _spread(packing: Packing, tokens: Tensor) -> Tensor:
+    """A flag of each token ``[B, T]`` as a stream ``[B, M, 1]``; True for landmarks."""
+    stream = torch.ones(packing.rows, packing.items + 1, dtype=torch.bool, device=tokens.device)
+    stream.scatter_(1, packing.slots.expand(packing.rows, -1), tokens)
+    return stream[:, : packing.items].unsqueeze(-1)
+
+
+def _mixed(new: Tensor, last: LastList, before: LastList) -> LastList:
+    """Row by row ``last`` where ``new [B]``, else ``before``."""
+    width = max(last.blocks.shape[1], before.blocks.shape[1])
+    one, other = _widened(last, width), _widened(before, width)
+    return LastList(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
+
+
+def _widened(last: LastList, width: int) -> LastList:
+    missing = width - last.blocks.shape[1]
+    if not missing:
+        return last
+    keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (last.keys, last.values))
+    return LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))

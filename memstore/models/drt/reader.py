@@ -1,0 +1,369 @@
+"""Reading a long input into a memory, and going on from there.
+
+Reading runs the lower layers and the block encoder alone: that is all that the blocks of a memory depend on, and half of
+the work. The upper layers run where logits are wanted. What the next token needs of the text just before it (windows, the
+incomplete block, the lists in use) is computed anew from the last few hundred stored tokens, so nothing but blocks and
+tokens is stored, and a document can be continued from any commit, by any process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
+from memstore.memory.append import as_tokens
+from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.ingest import background_writer, progress_bar
+from memstore.memory.urls import Mode
+from memstore.models.drt.cache import DRTCache
+from memstore.models.drt.modeling import DRTForCausalLM
+from memstore.models.drt.packing import Packing
+from memstore.models.drt.tables import MemoryTable
+
+SEGMENT_BLOCKS = 128
+"""Blocks of one segment: more leave the processor's cache, fewer pay more often for what every segment costs."""
+
+Chunks = Sequence[int] | Tensor | Iterable[Sequence[int] | Tensor]
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What a call of ``Reader.read`` did."""
+
+    document: str
+    tokens: int
+    """Tokens of the document now."""
+    new: int
+    """Tokens read by this call."""
+    reused: int
+    """Tokens that were there already."""
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of reading the new tokens."""
+        return self.new / self.seconds if self.seconds else 0.0
+
+
+def memory_spec(model: DRTForCausalLM, tokenizer: Any = None) -> MemorySpec:
+    """The spec of a memory for ``model``: one field ``c``, and one landmark of a block for all groups.
+
+    Raises ``InvalidArgument`` for a model that retrieves nothing.
+    """
+    config = model.config
+    if config.retrieval == "none":
+        raise InvalidArgument("this model has retrieval='none': it would never look into a memory")
+    fingerprint = Fingerprint(
+        architecture=f"{config.model_type}/{config.lower_layers}+{config.upper_layers}x{config.hidden_size}",
+        weights=digest_of_weights(model),
+        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
+        positions=config.positions,
+        layout="c, landmark last",
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=config.tokens_per_block,
+    )
+    return MemorySpec(
+        layers=1,
+        fields={"c": (config.block_size, config.hidden_size)},
+        index_layers=(0,),
+        key_heads=1,
+        key_dim=_landmark_size(model),
+        block_size=config.tokens_per_block,
+        keys_per_block=1,
+        dtype=config.state_dtype,
+        key_dtype="bfloat16" if config.state_dtype == "bfloat16" else "float32",
+        fingerprint=fingerprint,
+    )
+
+
+class Reader:
+    """A document of a memory, and the DRT that reads it.
+
+    ::
+
+        with Reader(model, "book.mem", document="moby-dick") as reader:
+            reader.read(token_ids)
+            model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
+
+    One thread at a time. What is asked or generated is not stored; read it to keep it.
+    """
+
+    def __init__(
+        self,
+        model: DRTForCausalLM,
+        memory: Memory | str | Path,
+        document: str = "document",
+        *,
+        tokenizer: Any = None,
+        mode: Mode = "a",
+        segment_blocks: int = SEGMENT_BLOCKS,
+    ) -> None:
+        """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
+
+        Raises ``ForeignMemory`` for a memory of another model (other weights, block size or state type),
+        ``InvalidArgument``, and what ``memstore.open`` raises.
+        """
+        if not isinstance(model, DRTForCausalLM):
+            raise InvalidArgument(f"a Reader reads with a DRTForCausalLM, not a {type(model).__name__}; see attach()")
+        if segment_blocks < 1:
+            raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
+        self.model = model
+        self.segment = segment_blocks * model.config.tokens_per_block
+        spec = memory_spec(model, tokenizer)
+        self._own = not isinstance(memory, Memory)
+        self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode)
+        try:
+            _check_same(spec, self.memory)
+            self.document = self.memory.document(document)
+        except BaseException:
+            self.close()
+            raise
+        self._lower: DRTCache | None = None
+        """Windows and the incomplete block at the end of the document."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Close the memory, unless it was given open."""
+        if self._own:
+            self.memory.close()
+
+    def read(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
+        """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
+
+        ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Raises
+        ``InvalidArgument`` where the document holds another text.
+        """
+        stored = len(self.document)
+        seen = 0
+
+        def rest() -> Iterator[Tensor]:
+            nonlocal seen
+            for piece in _pieces(tokens):
+                known = min(max(0, stored - seen), len(piece))
+                if known:
+                    _check_stored(self.document, seen, piece[:known])
+                seen += len(piece)
+                if known < len(piece):
+                    yield piece[known:]
+
+        total = None if not _is_flat(tokens) else len(tokens)  # type: ignore[arg-type]  # flat things have a length
+        seconds = self._append(rest(), stored, total, progress=progress)
+        new = len(self.document) - stored
+        return ReadResult(self.document.name, len(self.document), new, min(stored, seen), seconds)
+
+    def append(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
+        """Read more tokens at the end of the document, such as a question and the answer that was generated."""
+        stored = len(self.document)
+        seconds = self._append(_pieces(tokens), stored, None, progress=progress)
+        new = len(self.document) - stored
+        return ReadResult(self.document.name, stored + new, new, 0, seconds)
+
+    @torch.no_grad()
+    def cache(self, rows: int = 1) -> DRTCache:
+        """A cache that goes on where the document ends, for ``rows`` continuations at once.
+
+        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass. It
+        sees the blocks that are stored now.
+        """
+        layers = self.model.config.num_hidden_layers
+        groups = len(self.model.config.upper_layers)
+        with _evaluating(self.model):
+            cache, tail = self._started(rows, layers, groups + 2)
+            if len(tail):
+                self._segment(self.model.model.forward, tail, cache)
+        cache.begin()
+        return cache
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Any:
+        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next."""
+        beams = options.get("num_beams") or 1
+        samples = options.get("num_return_sequences") or 1
+        del beams, samples  # the cache grows rows by itself when generate repeats its inputs
+        return self.model.generate(input_ids, past_key_values=self.cache(len(input_ids)), **options)
+
+    def _started(self, rows: int, layers: int, lists: int) -> tuple[DRTCache, Tensor]:
+        """An empty cache some way before the end of the document, and the tokens from there on.
+
+        So many that what ``layers`` of windows and ``lists`` of retrieval see at the end is whole.
+        """
+        config, count = self.model.config, len(self.document)
+        text, size = config.tokens_per_block, config.block_size
+        items = layers * (config.window - 1) + (lists + 1) * size
+        complete = self.document.complete_blocks
+        first = max(min(complete.start, complete.stop), count // text - math.ceil(items / size), 0)
+        view = self.document.layer(0)
+        table = MemoryTable(view, complete, rows, self.model.dtype, self.model.device)
+        cache = DRTCache(config, rows, table, first * text)
+        return cache, self._tokens(first, count)
+
+    def _tokens(self, first: int, count: int) -> Tensor:
+        blocks = range(first, -(-count // self.model.config.tokens_per_block))
+        parts = [self.document.tokens(block) for block in blocks]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
+        config = self.model.config
+        ids = tokens.to(self.model.device, torch.int64).expand(cache.rows, -1)
+        packing = Packing(ids, None, cache.offsets, config.block_size, landmark_uses_own=config.landmark_uses_own)
+        result = forward(packing, cache)
+        cache.advance(packing, len(tokens))
+        return result
+
+    @torch.no_grad()
+    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
+        """Read ``pieces`` at the end of the document; seconds that it took."""
+        if self.memory.mode == "r":
+            raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
+        if self._lower is not None and self._lower.counts[0] != len(self.document):
+            self._lower = None  # somebody else went on with the document
+        begun = time.perf_counter()
+        writer = background_writer()
+        pending: Future[None] | None = None
+        try:
+            with _evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
+                for tokens in self._segments(pieces):
+                    parts = self._blocks(tokens)
+                    if pending is not None:
+                        pending.result()
+                    pending = writer.submit(self._commit, tokens, *parts)
+                    advance(len(tokens))
+        except BaseException:
+            self._lower = None  # it may be ahead of what is committed
+            raise
+        finally:
+            writer.shutdown()
+            if pending is not None and pending.exception() is not None:
+                self._lower = None
+        if pending is not None:
+            pending.result()
+        return time.perf_counter() - begun
+
+    def _segments(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Segments that end at multiples of the segment's length, as far as the pieces go."""
+        waiting: list[Tensor] = []
+        held, place = 0, len(self.document)
+        for piece in pieces:
+            self._check(piece)
+            start = 0
+            while start < len(piece):
+                room = self.segment - place % self.segment - held
+                waiting.append(piece[start : start + room])
+                held += len(waiting[-1])
+                start += len(waiting[-1])
+                if held == self.segment - place % self.segment:
+                    yield torch.cat(waiting)
+                    place += held
+                    waiting, held = [], 0
+        if held:
+            yield torch.cat(waiting)
+
+    def _blocks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
+        if self._lower is None:
+            self._lower, tail = self._started(1, self.model.config.lower_layers, 0)
+            if len(tail):
+                self._segment(self.model.model.read_blocks, tail, self._lower)
+        cache = self._lower
+        incomplete = (cache.offsets[0] + len(tokens)) % self.model.config.tokens_per_block > 0
+        states, landmarks = self._segment(self.model.model.read_blocks, tokens, cache)
+        states, landmarks = states[0].cpu(), landmarks[0, :, None, None].cpu()
+        if incomplete:  # its place is kept; it has no states before it is complete
+            states = torch.cat([states, states.new_zeros(1, *states.shape[1:])])
+            landmarks = torch.cat([landmarks, landmarks.new_zeros(1, *landmarks.shape[1:])])
+        return states, landmarks
+
+    def _commit(self, tokens: Tensor, states: Tensor, landmarks: Tensor) -> None:
+        with self.document.append(tokens) as batch:
+            batch.put(0, landmarks=landmarks, c=states)
+
+    def _check(self, tokens: Tensor) -> None:
+        last = self.model.config.vocab_size - 1
+        if tokens.numel() and int(tokens.max()) > last:
+            raise InvalidArgument(
+                f"token ids must be from 0 to {last}, got {int(tokens.max())}; was the text encoded with this model's "
+                "tokenizer?"
+            )
+
+
+class _evaluating:  # noqa: N801 - it reads as a word in a with statement
+    """The model without dropout or noise, for the time being."""
+
+    def __init__(self, model: DRTForCausalLM) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._training = self._model.training
+        self._model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self._model.train(self._training)
+
+
+def _is_flat(tokens: Chunks) -> bool:
+    if isinstance(tokens, Tensor):
+        return True
+    return isinstance(tokens, Sequence) and (not tokens or isinstance(tokens[0], int))
+
+
+def _pieces(tokens: Chunks) -> Iterator[Tensor]:
+    if _is_flat(tokens):
+        flat = tokens[0] if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1 else tokens
+        yield as_tokens(flat)  # type: ignore[arg-type]  # checked above
+        return
+    for piece in tokens:
+        yield as_tokens(piece)  # type: ignore[arg-type]  # it says what is wrong with anything else
+
+
+def _check_stored(document: Document, start: int, piece: Tensor) -> None:
+    """Raise ``InvalidArgument`` unless the document holds ``piece`` from token ``start`` on."""
+    size = document._shared.spec.block_size
+    first, stop = start // size, -(-(start + len(piece)) // size)
+    stored = torch.cat([document.tokens(block) for block in range(first, stop)])[start - first * size :][: len(piece)]
+    if not torch.equal(stored, piece.long()):
+        place = start + int((stored != piece.long()).nonzero()[0])
+        raise InvalidArgument(
+            f"document {document.name!r} holds another text (they differ from token {place} on): read this one under "
+            "another name, or append() to go on after it"
+        )
+
+
+def _check_same(spec: MemorySpec, memory: Memory) -> None:
+    if differences := spec.differences(memory.spec):
+        raise ForeignMemory(
+            f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
+            "Open it with the model and settings that it was made with, or make a new memory at another path."
+        )
+
+
+def _landmark_size(model: DRTForCausalLM) -> int:
+    config = model.config
+    if config.retrieval != "external":
+        return config.hidden_size
+    if model.model.external is None:
+        raise InvalidArgument("this model's retrieval is 'external'; give it a retriever with set_retriever first")
+    probe = torch.zeros(1, config.tokens_per_block, dtype=torch.int64, device=model.device)
+    return model.model.external(probe).shape[-1]

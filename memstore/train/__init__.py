@@ -1,0 +1,21 @@
+"""Training the models of ``memstore.models`` on texts, on recipes that need no data, and on prompts with answers.
+
+``train_on_texts``, ``train_recipe`` and ``train_on_pairs`` are what ``memstore train drt`` calls. They need
+transformers and accelerate: ``pip install "torch-memstore[train]"``.
+"""
+
+from memstore.train.align import align
+from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
+from memstore.train.recipes import RECIPES, Recipe
+from memstore.train.settings import Optimisation, Runtime
+
+__all__ = [
+    "RECIPES",
+    "Optimisation",
+    "Recipe",
+    "Runtime",
+    "align",
+    "train_on_pairs",
+    "train_on_texts",
+    "train_recipe",
+]
