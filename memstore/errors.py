@@ -51,3 +51,13 @@ class StoreFull(MemstoreError, OSError):
 
 class UnsupportedModel(MemstoreError, TypeError):
     """A memory cannot be attached to this model."""
+
+
+class DifferentRun(MemstoreError, FileExistsError):
+    """The folder holds a training run with other settings: nothing of it was touched."""
+
+    __str__ = Exception.__str__
+
+
+class TrainingDiverged(MemstoreError, ArithmeticError):
+    """The loss or the weights are no longer finite; training has stopped."""

@@ -8,8 +8,8 @@ paper                            here
 ===============================  ======================================================================================
 chunk encoder, ``C_k``           ``BlockEncoder``: states ``c [S, d]`` of a block, shared by all upper layers
 landmark ``l_k``                 the encoder's output at the landmark token
-``r = (W_h h)^T W_l l / sqrt d``  ``CausalRetriever.queries(h) . l``; both projections are in the query, so that one landmark
-                                 of a block serves every group and every index
+``(W_h h)^T W_l l / sqrt d``     ``CausalRetriever.queries(h) . l``; both projections are in the query, so that one
+                                 landmark of a block serves every group and every index
 top-k with Gumbel noise          ``choose``: noise changes which blocks are taken, in training only, never their weights
 ``w_k`` (softmax over the k)     ``Chosen.weights``
 equations 2-3                    ``memstore.kernels.grouped_cross_attention``
@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
 
 
 class Retrieved(NamedTuple):
-    """Blocks ready to be attended to: list ``[b, c]`` has the blocks ``blocks[b, c]`` of ``keys[b]`` and ``values[b]``."""
+    """Blocks ready to be attended to: list ``[b, c]`` has ``blocks[b, c]`` of ``keys[b]`` and ``values[b]``."""
 
     keys: Tensor
     """``[B, N, G, S, D]``"""
@@ -74,7 +74,7 @@ def weighed(scores: Tensor, blocks: Tensor) -> Chosen:
     """``scores [..., K]`` of chosen ``blocks [..., K]``, with their weights."""
     there = scores > -math.inf
     # Where a list is empty the softmax of nothing would be NaN, and its gradient too.
-    weights = torch.where(there, scores, -1e30).softmax(-1) * there
+    weights = torch.where(there, scores, torch.finfo(scores.dtype).min).softmax(-1) * there
     return Chosen(torch.where(there, blocks, -1), weights, scores)
 
 
@@ -223,4 +223,4 @@ class GroupedCrossAttention(nn.Module):
         # Without a sink a list without blocks is a softmax over nothing.
         some = there.any(-1, keepdim=True)
         out, _ = block_attention(q.flatten(0, 1), k, v, mask=there | ~some, scale=dim**-0.5, sinks=sinks)
-        return (out * some).unflatten(0, (batch, lists))
+        return (out * some).view(batch, lists, *out.shape[1:])

@@ -43,7 +43,8 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 def heads(x: Tensor, count: int) -> Tensor:
     """``[B, T, count * D]`` -> ``[B, count, T, D]``."""
-    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+    split: Tensor = x.unflatten(-1, (count, -1)).transpose(1, 2)
+    return split
 
 
 def merged(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Pure tensor functions, one folder each: ``api.py`` checks and dispatches, ``reference.py`` defines the truth."""
 
 from memstore.kernels.block_attention import block_attention, merge_attention
+from memstore.kernels.grouped_cross_attention import grouped_cross_attention
 
-__all__ = ["block_attention", "merge_attention"]
+__all__ = ["block_attention", "grouped_cross_attention", "merge_attention"]

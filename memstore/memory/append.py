@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.memory.layouts import token_layout
 from memstore.memory.shared import Shared
 from memstore.memory.state import LAST_ITEM, Address, DocumentState
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, to_record
@@ -101,10 +102,14 @@ class Append:
             self._shared.runs(address.id, layer).leave(batch, range(gone.start, self.after.first))
 
     def _put_tokens(self, batch: Batch, address: Address, tokens: Tensor) -> None:
-        pieces = torch.split(tokens, self._shared.spec.block_size)
-        for block, piece in zip(self.blocks, pieces, strict=True):
+        size = self._shared.spec.block_size
+        full = len(tokens) // size
+        layout, rows = token_layout(size), byte_rows(tokens[: full * size].view(full, size))
+        for row, block in enumerate(self.blocks[:full]):
             if block >= self.after.first:
-                batch.put(address.tokens(block), to_record(piece))
+                batch.put(address.tokens(block), Record(layout, rows[row]))
+        if len(tokens) % size:
+            batch.put(address.tokens(self.blocks[-1]), to_record(tokens[full * size :]))
 
     def _put_layer(self, batch: Batch, address: Address, number: int, layer: _Layer) -> None:
         layouts = self._shared.block_layouts

@@ -12,20 +12,22 @@ import torch
 
 @contextmanager
 def progress_bar(name: str, done: int, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar, which is told how many tokens more have been read."""
+    """A progress bar, which is told how many tokens more have been read. ``total``: None if nobody knows."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    of = "" if total is None else f" of {total:,}"
     columns = (
         TextColumn("reading {task.description}"),
         BarColumn(),
         TaskProgressColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens, {task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("{task.completed:,.0f}{task.fields[of]} tokens, {task.fields[speed]:,.0f} tokens/s"),
         TimeRemainingColumn(),
     )
     begun = time.perf_counter()
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
-        task = bar.add_task(name, total=total, completed=done if total is None else min(done, total), speed=0.0)
+        completed, of = (done, "") if total is None else (min(done, total), f" of {total:,}")
+        task = bar.add_task(name, total=total, completed=completed, of=of, speed=0.0)
         read = 0
 
         def advance(tokens: int) -> None:

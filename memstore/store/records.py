@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, reco
 _ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
 _EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
 _SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
+_ZEROS = bytes(ALIGNMENT)
 _ADDRESS_AT, _EXTENT_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 80, 88
 
 
@@ -69,20 +71,24 @@ def encode_value(key: Key, records: Sequence[Record]) -> bytes:
     for number, record in enumerate(records):
         payload = _raw(record.payload)
         header = _encode_header(key, number, len(records), record.layout, checksum(payload))
-        parts += [header, payload, bytes(padding(payload.nbytes))]
+        parts += [header, payload, _ZEROS[: padding(payload.nbytes)]]
     return b"".join(parts)
 
 
 def _raw(payload: Bytes) -> memoryview:
+    if payload.ndim == 1 and payload.dtype == np.uint8 and payload.flags.c_contiguous:
+        return payload.data
     return np.ascontiguousarray(payload).reshape(-1).view(np.uint8).data
 
 
+@lru_cache(maxsize=256)
 def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
     return _KIND.pack(
         MAGIC, VERSION, NO_CODEC, DTYPES.index(layout.dtype), table, number, count, len(layout.shape)
     )  # [12 bytes]
 
 
+@lru_cache(maxsize=256)
 def _extent(layout: Layout) -> bytes:
     return _EXTENT.pack(*layout.shape, *(0,) * (MAX_DIMENSIONS - len(layout.shape)), layout.nbytes, 0)  # [48 bytes]
 

@@ -9,6 +9,7 @@ import typer
 
 from memstore.errors import (
     DamagedError,
+    DifferentRun,
     ForeignMemory,
     InvalidArgument,
     MemoryInUse,
@@ -24,7 +25,8 @@ OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 
 
 EXIT_CODES = """\
 Exit codes: 0 done, 1 another failure (a mistake in memstore, or of the system), 2 bad usage, 3 not found, 4 damaged,
-5 refused (another model's memory, in use, read-only, full), 130 interrupted, 141 the reader of the output left.
+5 refused (another model's memory or another training run there, in use, read-only, full), 130 interrupted,
+141 the reader of the output left.
 With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
 
 
@@ -50,7 +52,7 @@ def exit_code(error: Exception) -> int:
             return NOT_FOUND
         case DamagedError():
             return DAMAGED
-        case ForeignMemory() | UnsupportedModel() | MemoryInUse() | ReadOnlyMemory() | StoreFull():
+        case ForeignMemory() | UnsupportedModel() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | DifferentRun():
             return REFUSED
         case Interrupted():
             return INTERRUPTED

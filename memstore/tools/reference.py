@@ -25,9 +25,18 @@ def reference() -> str:
     """The whole page."""
     group: Any = typer.main.get_command(app)
     parts = [HEAD, f"{EXIT_CODES}\n"]
-    for name, command in group.commands.items():
+    for name, command in _commands(group):
         parts += _section(name, command)
     return "\n".join(parts)
+
+
+def _commands(group: Any) -> Iterator[tuple[str, Any]]:
+    """Every verb, those of groups with the group's name before them."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {verb}", each) for verb, each in _commands(command))
+        else:
+            yield name, command
 
 
 def _section(name: str, command: Any) -> Iterator[str]:

@@ -58,7 +58,6 @@ CONFIGS = [
     _config(16, 16, 4, 1),
     _config(16, 32, 4, 2),
     _config(16, 64, 4, 3),
-    _config(16, 128, 4, 2),
     _config(32, 32, 4, 2),
     _config(32, 64, 4, 2),
     _config(64, 32, 4, 3),
@@ -75,9 +74,10 @@ def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) 
 
     def fits(config: triton.Config) -> bool:
         queries, keys = config.kwargs["BM"], config.kwargs["BS"]
-        summed = (keys if "entries" in args else queries) * (args["BD"] + args["BDV"])
+        own, walked = (keys, queries) if "entries" in args else (queries, keys)
+        summed = own * (args["BD"] + args["BDV"])
         numbers = (summed + 2 * queries * keys) / (32 * config.num_warps)  # in each thread, of at most 255
-        return bool(queries <= args["ROWS"] and keys <= padded(args["S"]) and numbers <= 160)
+        return bool(queries <= args["ROWS"] and keys <= padded(args["S"]) and numbers <= 160 and walked <= 64)
 
     return [config for config in configs if fits(config)] or configs[:1]
 

@@ -53,7 +53,7 @@ class DRTCache:
         self.partial_ids: Tensor | None = None
         """``[B, P, 1]``: tokens of the incomplete block, where an external retriever will want them."""
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
-        self._started = tokens
+        self._given = 0
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
@@ -61,8 +61,6 @@ class DRTCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
         """Tokens given so far, those of a document not counted: what ``generate`` leaves out of a prompt."""
         return self._given
-
-    _given = 0
 
     def begin(self) -> None:
         """From here on tokens count as given."""

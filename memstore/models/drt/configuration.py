@@ -9,6 +9,18 @@ from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "lower_layers",
+    "encoder_layers",
+    "block_size",
+    "window",
+    "retrieval_top_k",
+)
 CHOICES = {
     "positions": ("alibi", "rope"),
     "retrieval": ("causal", "random", "external", "none"),
@@ -104,7 +116,7 @@ class DRTConfig(PreTrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
         self._check()
 
     @property
@@ -130,10 +142,11 @@ class DRTConfig(PreTrainedConfig):
         return cls(**{**PRESETS[name], **changes})
 
     def _check(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "encoder_layers", "window")
-        for name in (*sizes, "retrieval_top_k", "lower_layers"):
+        for name in SIZES:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
+        if self.gumbel < 0:
+            raise InvalidArgument(f"gumbel must be at least 0, not {self.gumbel}")
         if self.block_size < 2:
             raise InvalidArgument(f"block_size counts the landmark, so it must be at least 2, not {self.block_size}")
         if not self.upper_layers or min(self.upper_layers) < 1:

@@ -40,7 +40,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
         """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
         parts = self.qkv(x).split(self.sizes, -1)
-        q, k, v = (heads(part, count) for part, count in zip(parts, (self.heads, self.groups, self.groups), strict=True))
+        q, k, v = (
+            heads(part, count) for part, count in zip(parts, (self.heads, self.groups, self.groups), strict=True)
+        )
         if sight.rotation is not None:
             q, k = rotate(q, sight.rotation), rotate(k, sight.rotation)
         if past is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,7 @@ Retriever = Callable[[Tensor], Tensor]
 class DRTOutput(CausalLMOutputWithPast):
     """What ``DRTForCausalLM`` returns."""
 
+    past_key_values: DRTCache | None = None  # type: ignore[assignment]  # a cache of its own kind
     retrieval: tuple[Chosen, ...] | None = None
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
 
@@ -56,8 +57,8 @@ class DRTOutput(CausalLMOutputWithPast):
 class Shared:
     """Blocks beside a row's own that it may retrieve while training: distractors that cost no reading.
 
-    A block depends on a window of tokens only, so blocks of other rows, or of earlier steps, are what a row would find in
-    a longer document. Whoever trains says which of them hold no answer to another row's question.
+    A block depends on a window of tokens only, so blocks of other rows, or of earlier steps, are what a row would find
+    in a longer document. Whoever trains says which of them hold no answer to another row's question.
     """
 
     rows: Tensor | None = None
@@ -117,15 +118,13 @@ class DRTModel(nn.Module):
         past = 0 if cache is None else cache.past
         slopes = alibi_slopes(self.config.num_attention_heads, device) if self.config.positions == "alibi" else None
         empty = None if cache is None else cache.empty
-        window = Window(
-            packing.items, past, self.config.window, empty=empty, slopes=slopes, dtype=dtype, device=device
-        )
+        window = Window(packing.items, past, self.config.window, empty=empty, slopes=slopes, dtype=dtype, device=device)
         if slopes is not None:
             return Sight(window, None)
-        starts = torch.zeros(1, dtype=torch.int64) if cache is None else torch.tensor(sorted(set(cache.positions)))
-        if len(starts) > 1 and cache is not None:
-            starts = torch.tensor(cache.positions)
-        positions = starts[:, None, None].to(device) + torch.arange(packing.items, device=device)
+        starts = [0] if cache is None else cache.positions
+        if len(set(starts)) == 1:
+            starts = starts[:1]
+        positions = torch.tensor(starts, device=device)[:, None, None] + torch.arange(packing.items, device=device)
         return Sight(window, rotary(positions, self.config.head_dim, self.config.rope_theta, dtype))
 
     def read(self, x: Tensor, sight: Sight, cache: DRTCache | None) -> tuple[Tensor, dict[int, States]]:
@@ -150,6 +149,7 @@ class DRTModel(nn.Module):
         sight = self.sight(packing, cache, x.dtype, x.device)
         x, window_states = self.read(x, sight, cache)
         blocks = self._blocks(packing, x, cache)
+        by_list = _by_list(packing, shared)
         number = self.config.lower_layers
         retrieval: list[Chosen] = []
         for group, layers in enumerate(self.upper):
@@ -157,32 +157,28 @@ class DRTModel(nn.Module):
             if self.config.retrieval != "none":
                 chosen, retrieved = self._retrieve(group, packing, x, blocks, cache, shared)
                 retrieval += [] if chosen is None else [chosen]
-            for layer in layers:
+            for layer in cast("nn.ModuleList", layers):
                 past = None if cache is None else cache.windows[number]
-                x, window_states[number] = self._checkpointed(layer, x, sight, past, retrieved, _by_list(packing, shared))
+                x, window_states[number] = self._checkpointed(layer, x, sight, past, retrieved, by_list)
                 number += 1
         if cache is not None:
             cache.slide(packing, window_states, x.device)
         return self.norm(x), tuple(retrieval)
 
-    def read_blocks(self, packing: Packing, cache: DRTCache) -> tuple[Tensor, Tensor]:
+    def read_blocks(self, packing: Packing, cache: DRTCache) -> tuple[Tensor, Tensor] | None:
         """Read a segment with the lower layers and the encoder alone: states and landmarks of the blocks it completes.
 
-        ``[B, n, S, hidden]`` and ``[B, n, e]``; the blocks do not go into the cache's table.
+        ``[B, n, S, hidden]`` and ``[B, n, e]``, None where it completes none; they do not go into the cache's table.
         """
         x = self.embed(packing.ids)
         x, window_states = self.read(x, self.sight(packing, cache, x.dtype, x.device), cache)
         cache.slide(packing, window_states, x.device)
-        blocks = self._blocks(packing, x, cache, keep=False)
-        if blocks is None:
-            size = self.config.block_size
-            return x.new_zeros(len(x), 0, size, x.shape[-1]), x.new_zeros(len(x), 0, x.shape[-1])
-        return blocks
+        return self._blocks(packing, x, cache, keep=False)
 
     def _blocks(
         self, packing: Packing, x: Tensor, cache: DRTCache | None, *, keep: bool = True
     ) -> tuple[Tensor, Tensor] | None:
-        """States and landmarks of the blocks that a segment completes, ``[B, n, ...]``; None where it completes none."""
+        """States and landmarks of the blocks that a segment completes, ``[B, n, ...]``; None if it completes none."""
         if self.config.retrieval == "none":
             return None
         whole, waiting = packing.joined(None if cache is None else cache.partial, x)
@@ -194,7 +190,7 @@ class DRTModel(nn.Module):
             return None
         states, landmarks = self.encode(whole)
         if embedded is not None:
-            landmarks = embedded.to(landmarks.dtype)
+            landmarks = _rounded(embedded.to(landmarks.dtype), DTYPES[self.config.state_dtype])
         if cache is not None and keep:
             cache.table.extend(first, packing.blocks, states, landmarks)
         return states, landmarks
@@ -211,7 +207,13 @@ class DRTModel(nn.Module):
         if not whole.shape[1]:
             return None
         tokens = whole[..., :-1, 0]
-        return self.external(tokens.flatten(0, 1).clamp(min=0)).detach().unflatten(0, tokens.shape[:2]).to(ids.device)
+        embedded = self.external(tokens.flatten(0, 1).clamp(min=0)).detach().to(ids.device)
+        if embedded.dim() != 2 or len(embedded) != tokens.shape[0] * tokens.shape[1]:
+            raise InvalidArgument(
+                f"a retriever returns embeddings [n, e] of token ids [n, {tokens.shape[-1]}]; for "
+                f"{tokens.shape[0] * tokens.shape[1]} blocks it returned {list(embedded.shape)}"
+            )
+        return embedded.view(*tokens.shape[:2], embedded.shape[-1])
 
     def _retrieve(
         self,
@@ -240,8 +242,7 @@ class DRTModel(nn.Module):
     def _queries(self, group: int, packing: Packing, x: Tensor, landmarks: Tensor) -> Tensor:
         if self.config.retrieval != "causal":
             return landmarks
-        queries: Tensor = self.retrievers[group].queries(packing.landmarks(x))
-        return queries
+        return cast("CausalRetriever", self.retrievers[group]).queries(packing.landmarks(x))
 
     def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> Chosen:
         if self.config.retrieval == "random":
@@ -321,6 +322,8 @@ class DRTModel(nn.Module):
         own = torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & earlier[None, :, None, :]
         if shared.rows is not None:
             free = packing.joined(None, _spread(packing, shared.rows))[0].squeeze(-1).all(-1)  # [B, n]
+            there = torch.tensor(packing.blocks, device=free.device)[:, None]
+            free = free & (torch.arange(count, device=free.device) < there)
             others = ~torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & free[None, None]
             own = own | others
         scores = torch.einsum("bnd,cmd->bncm", queries, landmarks).masked_fill(~own, -torch.inf).flatten(2)
@@ -329,8 +332,10 @@ class DRTModel(nn.Module):
             scores = torch.cat([scores, queries @ shared.landmarks.to(queries.dtype).T], -1)
             states = torch.cat([states, shared.states.to(states.dtype)])
         chosen = choose(scores, self.config.retrieval_top_k, gumbel=self._gumbel)
-        keys, values = self.block_states(states.unsqueeze(0))
-        blocks, weights = _shifted(chosen, numbers)
+        needed, places = chosen.blocks.clamp(min=0).unique(return_inverse=True)
+        keys, values = self.block_states(states[needed].unsqueeze(0))
+        here = chosen._replace(blocks=torch.where(chosen.blocks >= 0, places, -1))
+        blocks, weights = _shifted(here, numbers)
         return chosen, Retrieved(
             keys, values, blocks.flatten(0, 1).unsqueeze(0), weights.flatten(0, 1).unsqueeze(0).to(keys.dtype)
         )
@@ -341,7 +346,8 @@ class DRTModel(nn.Module):
 
     def _checkpointed(self, function: nn.Module, *arguments: Any) -> Any:
         if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-            return self._gradient_checkpointing_func(function.__call__, *arguments)
+            # What was retrieved comes in tuples: reentrant checkpointing would not find the tensors in them.
+            return self._gradient_checkpointing_func(function.__call__, *arguments, use_reentrant=False)
         return function(*arguments)
 
 
@@ -352,18 +358,20 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
     be continued through ``past_key_values``, and rows may have padding anywhere.
     """
 
+    config: DRTConfig
     config_class = DRTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _no_split_modules: ClassVar[list[str]] = ["LowerLayer", "UpperLayer", "EncoderLayer"]
+    # transformers reads these from the class
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _no_split_modules = ["LowerLayer", "UpperLayer", "EncoderLayer"]  # noqa: RUF012
     _supports_sdpa = True
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__(config)
         self.model = DRTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -371,7 +379,7 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
+        super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         if isinstance(module, DRTModel):
             nn.init.normal_(module.landmark, std=self.config.initializer_range)
 
@@ -401,7 +409,8 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: tokens, without landmarks.
-            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left out.
+            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
+                out.
             past_key_values: what came before.
             labels: ``[B, T]``, -100 where there is none; adds ``loss``.
             use_cache: return ``past_key_values``; the configuration's choice if None, and not while training.
@@ -415,6 +424,8 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         self._check(input_ids, attention_mask, past_key_values)
         keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if shared is not None:
+            self._check_shared(shared, input_ids, cached=keep_cache or past_key_values is not None)
         cache = past_key_values
         if cache is None and keep_cache:
             cache = DRTCache(self.config, len(input_ids))
@@ -439,7 +450,7 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval if output_retrieval else None
         )
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
         self,
         input_ids: Tensor,
         past_key_values: DRTCache | None = None,
@@ -472,6 +483,20 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
             raise InvalidArgument(f"past_key_values of a DRT is a DRTCache, not {type(cache).__name__}")
         if cache is not None and cache.rows != len(input_ids):
             raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
+        if cache is not None and cache.config is not self.config and cache.config.to_dict() != self.config.to_dict():
+            raise InvalidArgument("past_key_values was made for another configuration than this model's")
+
+    def _check_shared(self, shared: Shared, input_ids: Tensor, *, cached: bool) -> None:
+        if cached:
+            raise InvalidArgument("shared blocks have no place in a cache; pass use_cache=False")
+        if self.config.retrieval in ("random", "none"):
+            raise InvalidArgument(f"a model with retrieval={self.config.retrieval!r} does not choose; pass no shared")
+        if (shared.states is None) != (shared.landmarks is None):
+            raise InvalidArgument("shared states come with their landmarks, and landmarks with their states")
+        if shared.rows is not None and shared.rows.shape != input_ids.shape:
+            raise InvalidArgument(
+                f"expected shared.rows for {list(input_ids.shape)} tokens, got {list(shared.rows.shape)}"
+            )
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

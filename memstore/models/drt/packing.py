@@ -20,7 +20,13 @@ class Packing:
     """One segment ``[B, T]`` as a stream ``[B, M]``; rows with fewer items are filled up at their end."""
 
     def __init__(
-        self, input_ids: Tensor, mask: Tensor | None, offsets: Sequence[int], block_size: int, *, landmark_uses_own: bool
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        offsets: Sequence[int],
+        block_size: int,
+        *,
+        landmark_uses_own: bool,
     ) -> None:
         """``offsets``: tokens of each row that wait in its incomplete block. ``mask [B, T]``: False for padding."""
         device = input_ids.device
@@ -65,7 +71,7 @@ class Packing:
         return padded.gather(1, self.slots.expand(self.rows, -1).unsqueeze(-1).expand(-1, -1, stream.shape[-1]))
 
     def landmarks(self, stream: Tensor) -> Tensor:
-        """``stream [B, M, d]`` -> what belongs to the landmarks, ``[B, max(blocks), d]``; any for blocks that are not."""
+        """``stream [B, M, d]`` -> what is at the landmarks, ``[B, max(blocks), d]``; anything where none is."""
         most = max(self.blocks)
         if self.aligned:
             return stream[:, self.block_size - 1 - self.offsets[0] :: self.block_size][:, :most]
@@ -112,7 +118,7 @@ class Packing:
         return self.items <= FEW or not self.aligned
 
     def list_numbers(self, device: torch.device) -> Tensor:
-        """Which list each place of a segment uses: ``[B or 1, C]``; 0 is the one from before, ``1 + j`` its block j's."""
+        """Which list each place of a segment uses, ``[B or 1, C]``: 0 is that of before, ``1 + j`` its block j's."""
         if not self.by_item:
             return torch.arange(self._frames, device=device)[None]
         starts = torch.tensor(self.offsets[:1] if self.aligned else self.offsets, device=device)[:, None]

@@ -1,9 +1,9 @@
 """Reading a long input into a memory, and going on from there.
 
-Reading runs the lower layers and the block encoder alone: that is all that the blocks of a memory depend on, and half of
-the work. The upper layers run where logits are wanted. What the next token needs of the text just before it (windows, the
-incomplete block, the lists in use) is computed anew from the last few hundred stored tokens, so nothing but blocks and
-tokens is stored, and a document can be continued from any commit, by any process.
+Reading runs the lower layers and the block encoder alone: that is all that the blocks of a memory depend on, and half
+of the work. The upper layers run where logits are wanted. What the next token needs of the text just before it
+(windows, the incomplete block, the lists in use) is computed anew from the last few hundred stored tokens, so nothing
+but blocks and tokens is stored, and a document can be continued from any commit, by any process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
-from memstore.memory.append import as_tokens
+from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_writer, progress_bar
 from memstore.memory.urls import Mode
@@ -34,7 +35,8 @@ from memstore.models.drt.tables import MemoryTable
 SEGMENT_BLOCKS = 128
 """Blocks of one segment: more leave the processor's cache, fewer pay more often for what every segment costs."""
 
-Chunks = Sequence[int] | Tensor | Iterable[Sequence[int] | Tensor]
+Chunks = Tokens | Iterable[Tokens]
+"""Token ids, or pieces of them one after the other."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +167,12 @@ class Reader:
             for piece in _pieces(tokens):
                 known = min(max(0, stored - seen), len(piece))
                 if known:
-                    _check_stored(self.document, seen, piece[:known])
+                    _check_stored(self.document, self.memory.spec.block_size, seen, piece[:known])
                 seen += len(piece)
                 if known < len(piece):
                     yield piece[known:]
 
-        total = None if not _is_flat(tokens) else len(tokens)  # type: ignore[arg-type]  # flat things have a length
+        total = _count(tokens) if _is_flat(tokens) else None
         seconds = self._append(rest(), stored, total, progress=progress)
         new = len(self.document) - stored
         return ReadResult(self.document.name, len(self.document), new, min(stored, seen), seconds)
@@ -186,8 +188,8 @@ class Reader:
     def cache(self, rows: int = 1) -> DRTCache:
         """A cache that goes on where the document ends, for ``rows`` continuations at once.
 
-        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass. It
-        sees the blocks that are stored now.
+        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass.
+        It sees the blocks that are stored now.
         """
         layers = self.model.config.num_hidden_layers
         groups = len(self.model.config.upper_layers)
@@ -199,11 +201,22 @@ class Reader:
         return cache
 
     def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next."""
-        beams = options.get("num_beams") or 1
-        samples = options.get("num_return_sequences") or 1
-        del beams, samples  # the cache grows rows by itself when generate repeats its inputs
-        return self.model.generate(input_ids, past_key_values=self.cache(len(input_ids)), **options)
+        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next.
+
+        Raises ``InvalidArgument`` where nothing comes next.
+        """
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise InvalidArgument(
+                f"expected the tokens that come next, [rows, T], got {list(input_ids.shape)}; to go on right after the "
+                "document, read all but its last token and give that one here"
+            )
+        # So often does generate repeat each row.
+        given = options.get("generation_config") or self.model.generation_config
+        beams, samples = (
+            options.get(name) or getattr(given, name) or 1 for name in ("num_beams", "num_return_sequences")
+        )
+        cache = self.cache(len(input_ids) * max(beams, samples))
+        return self.model.generate(input_ids, past_key_values=cache, **options)  # type: ignore[misc]  # any causal LM
 
     def _started(self, rows: int, layers: int, lists: int) -> tuple[DRTCache, Tensor]:
         """An empty cache some way before the end of the document, and the tokens from there on.
@@ -287,14 +300,14 @@ class Reader:
             self._lower, tail = self._started(1, self.model.config.lower_layers, 0)
             if len(tail):
                 self._segment(self.model.model.read_blocks, tail, self._lower)
-        cache = self._lower
-        incomplete = (cache.offsets[0] + len(tokens)) % self.model.config.tokens_per_block > 0
-        states, landmarks = self._segment(self.model.model.read_blocks, tokens, cache)
-        states, landmarks = states[0].cpu(), landmarks[0, :, None, None].cpu()
-        if incomplete:  # its place is kept; it has no states before it is complete
-            states = torch.cat([states, states.new_zeros(1, *states.shape[1:])])
-            landmarks = torch.cat([landmarks, landmarks.new_zeros(1, *landmarks.shape[1:])])
-        return states, landmarks
+        made = self._segment(self.model.model.read_blocks, tokens, self._lower)
+        states = [] if made is None else [made[0][0].cpu()]
+        landmarks = [] if made is None else [made[1][0, :, None, None].cpu()]
+        if self._lower.offsets[0]:  # the place of the incomplete block is kept; it has no states before it is complete
+            spec = self.memory.spec
+            states.append(torch.zeros(1, *spec.fields["c"]))
+            landmarks.append(torch.zeros(1, 1, 1, spec.key_dim))
+        return torch.cat(states), torch.cat(landmarks)
 
     def _commit(self, tokens: Tensor, states: Tensor, landmarks: Tensor) -> None:
         with self.document.append(tokens) as batch:
@@ -302,10 +315,13 @@ class Reader:
 
     def _check(self, tokens: Tensor) -> None:
         last = self.model.config.vocab_size - 1
-        if tokens.numel() and int(tokens.max()) > last:
+        if not tokens.numel():
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high > last:
             raise InvalidArgument(
-                f"token ids must be from 0 to {last}, got {int(tokens.max())}; was the text encoded with this model's "
-                "tokenizer?"
+                f"token ids must be from 0 to {last}, got {low}..{high}; "
+                "was the text encoded with this model's tokenizer?"
             )
 
 
@@ -317,16 +333,21 @@ class _evaluating:  # noqa: N801 - it reads as a word in a with statement
 
     def __enter__(self) -> None:
         self._training = self._model.training
-        self._model.eval()
+        self._model.train(False)
 
     def __exit__(self, *_: object) -> None:
         self._model.train(self._training)
 
 
 def _is_flat(tokens: Chunks) -> bool:
-    if isinstance(tokens, Tensor):
+    if isinstance(tokens, Tensor | np.ndarray):
         return True
     return isinstance(tokens, Sequence) and (not tokens or isinstance(tokens[0], int))
+
+
+def _count(tokens: Chunks) -> int:
+    """How many tokens a flat text has."""
+    return tokens.numel() if isinstance(tokens, Tensor) else len(tokens)  # type: ignore[arg-type]  # flat
 
 
 def _pieces(tokens: Chunks) -> Iterator[Tensor]:
@@ -338,9 +359,8 @@ def _pieces(tokens: Chunks) -> Iterator[Tensor]:
         yield as_tokens(piece)  # type: ignore[arg-type]  # it says what is wrong with anything else
 
 
-def _check_stored(document: Document, start: int, piece: Tensor) -> None:
-    """Raise ``InvalidArgument`` unless the document holds ``piece`` from token ``start`` on."""
-    size = document._shared.spec.block_size
+def _check_stored(document: Document, size: int, start: int, piece: Tensor) -> None:
+    """Raise ``InvalidArgument`` unless the document, in blocks of ``size``, holds ``piece`` from token ``start`` on."""
     first, stop = start // size, -(-(start + len(piece)) // size)
     stored = torch.cat([document.tokens(block) for block in range(first, stop)])[start - first * size :][: len(piece)]
     if not torch.equal(stored, piece.long()):
@@ -366,4 +386,4 @@ def _landmark_size(model: DRTForCausalLM) -> int:
     if model.model.external is None:
         raise InvalidArgument("this model's retrieval is 'external'; give it a retriever with set_retriever first")
     probe = torch.zeros(1, config.tokens_per_block, dtype=torch.int64, device=model.device)
-    return model.model.external(probe).shape[-1]
+    return int(model.model.external(probe).shape[-1])

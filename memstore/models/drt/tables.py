@@ -40,7 +40,7 @@ class BlockTable(ABC):
 
 
 class TensorTable(BlockTable):
-    """Blocks held in tensors, which grow by half when they are full."""
+    """Blocks held in tensors, which grow by half when they are full; those before ``first`` are somebody else's."""
 
     def __init__(self, rows: int, first: int = 0) -> None:
         self._rows = rows
@@ -129,12 +129,7 @@ class MemoryTable(BlockTable):
     def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
         """See ``BlockTable``."""
         if any(f + n > self._blocks.stop for f, n in zip(first, counts, strict=True)):
-            known = [max(0, min(n, self._blocks.stop - f)) for f, n in zip(first, counts, strict=True)]
-            # Rows that share a document complete the same blocks of it.
-            skip = min(known)
-            start = [f + skip for f in first]
-            left = [n - skip for n in counts]
-            self._own.extend(start, left, states[:, skip:], landmarks[:, skip:])
+            self._own.extend(first, counts, states, landmarks)
 
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """See ``BlockTable``."""
@@ -170,7 +165,9 @@ class MemoryTable(BlockTable):
             if bound <= self._blocks.start:
                 continue
             which = [i for i, each in enumerate(bounds) if each == bound]
-            found, ids, _ = self._view.search(flat[which][None].float(), top_k, allowed=range(self._blocks.start, bound))
+            found, ids, _ = self._view.search(
+                flat[which][None].float(), top_k, allowed=range(self._blocks.start, bound)
+            )
             scores[which], blocks[which] = found[0].to(scores.dtype), ids[0]
         return scores.view(*queries.shape[:2], -1), blocks.view(*queries.shape[:2], -1)
 

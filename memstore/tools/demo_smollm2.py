@@ -1,4 +1,4 @@
-"""``memstore demo``: a small model reads four times its training length; a new process answers from the memory."""
+"""``memstore demo --model smollm2``: a stock model reads four times its training length; a new process answers from the memory."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _ask_in_new_process(folder: Path, texts: list[Text], threads: int | None) ->
         [text.name, needle.kind, needle.prompt, needle.answer] for text in texts for needle in text.hay.needles
     ]
     request = {"folder": str(folder), "questions": questions, "threads": threads}
-    command = [sys.executable, "-m", "memstore.tools.demo"]
+    command = [sys.executable, "-m", "memstore.tools.demo_smollm2"]
     done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")

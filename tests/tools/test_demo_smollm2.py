@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memstore.tools import demo
+from memstore.tools import demo_smollm2 as demo
 
 KEYS = {
     "tokens_read",

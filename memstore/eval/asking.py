@@ -1,0 +1,101 @@
+"""Asking a DRT for a needle: its answer, and how clearly the needle's block stood out from all others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memstore.eval.tasks import Sample
+from memstore.models.drt import DRTCache, DRTForCausalLM
+from memstore.models.drt.tables import BlockTable
+
+WIDE = 64
+"""Best blocks among which the needle is looked for, however few the model takes."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """How one needle was retrieved at the end of the question."""
+
+    margin: float | None
+    """Score of the needle's block minus that of the best other; None where there is no other. For a needle that is not
+    among the ``WIDE`` best the score of the last of them stands in: the margin is at most this."""
+    weight: float
+    """What the model gave the needle's blocks, of 1."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said, and what it retrieved for it."""
+
+    tokens: list[int]
+    found: tuple[Found, ...]
+    """For each needle that had to be found what its group of upper layers retrieved; none without scores."""
+
+
+class Watched(BlockTable):
+    """A table that passes everything on to ``table``, and remembers a wider search of the last query each time."""
+
+    def __init__(self, table: BlockTable) -> None:
+        self._table = table
+        self.searches: list[tuple[Tensor, Tensor]] = []
+        """Scores and blocks ``[n]``, best first."""
+
+    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
+        """See ``BlockTable``."""
+        self._table.extend(first, counts, states, landmarks)
+
+    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """See ``BlockTable``."""
+        scores, blocks = self._table.search(queries[:, -1:], limits[:, -1:], max(WIDE, top_k))
+        self.searches.append((scores[0, 0], blocks[0, 0]))
+        return self._table.search(queries, limits, top_k)
+
+    def gather(self, blocks: Tensor) -> Tensor:
+        """See ``BlockTable``."""
+        return self._table.gather(blocks)
+
+    def reorder(self, rows: Tensor) -> None:
+        """See ``BlockTable``."""
+        self._table.reorder(rows)
+
+
+@torch.no_grad()
+def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
+    """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
+    watched = Watched(cache.table)
+    cache.table = watched
+    tokens: list[int] = []
+    ids = torch.tensor([sample.prompt], device=model.device)
+    output = model(ids, past_key_values=cache, logits_to_keep=1, output_retrieval=True)
+    chosen, searches = output.retrieval or (), watched.searches[:]
+    while len(tokens) < len(sample.answer):
+        ids = output.logits[:, -1:].argmax(-1)
+        tokens.append(int(ids))
+        if len(tokens) < len(sample.answer):
+            output = model(ids, past_key_values=cache, logits_to_keep=1)
+    size = model.config.tokens_per_block
+    found = (
+        _found(scores, blocks, group.blocks[0, -1], group.weights[0, -1], needle_blocks(hop, size))
+        for hop, group, (scores, blocks) in zip(sample.hops, chosen, searches, strict=False)
+    )
+    return Reply(tokens, tuple(found))
+
+
+def needle_blocks(place: range, tokens_per_block: int) -> range:
+    """The blocks that a needle at ``place`` lies in."""
+    return range(place.start // tokens_per_block, (place.stop - 1) // tokens_per_block + 1)
+
+
+def _found(scores: Tensor, blocks: Tensor, chosen: Tensor, weights: Tensor, needle: range) -> Found:
+    ranked = [(s, b) for s, b in zip(scores.tolist(), blocks.tolist(), strict=True) if b >= 0]
+    others = [score for score, block in ranked if block not in needle]
+    own = [score for score, block in ranked if block in needle]
+    margin = None
+    if others:
+        margin = (own[0] if own else others[-1]) - others[0]
+    weight = sum(w for w, b in zip(weights.tolist(), chosen.tolist(), strict=True) if b in needle)
+    return Found(margin if margin is None or math.isfinite(margin) else None, weight)

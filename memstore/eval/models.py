@@ -1,0 +1,68 @@
+"""Which DRT to measure: a folder, or one that comes with the package."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from memstore.models.drt import DRTForCausalLM
+
+TINY, TWO_HOP = "tiny", "two-hop"
+
+
+def shipped_model(name: str) -> Path:
+    """The folder of a model in the package. Raises ``NotFound`` where it is not there."""
+    folder = Path(str(files("memstore"))) / "models" / "shipped" / name
+    if not (folder / "config.json").exists():
+        raise NotFound(f"this copy of memstore comes without its model {name!r}. Name the folder of one with --model.")
+    return folder
+
+
+def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
+    """The DRT in ``folder``, in evaluation mode, and its tokenizer.
+
+    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    from memstore.models.drt import DRTConfig, DRTForCausalLM
+
+    kind = _kind(folder)
+    if kind != DRTConfig.model_type:
+        raise UnsupportedModel(f"{folder} is a {kind or 'model of no type'}, not a DRT. Train one: memstore train drt")
+    if not (folder / "tokenizer.json").exists():
+        raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
+    try:
+        model = DRTForCausalLM.from_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except OSError as error:
+        raise NotFound(f"the model {folder} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+    if len(tokenizer) > model.config.vocab_size:
+        raise UnsupportedModel(
+            f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "
+            "they do not belong together"
+        )
+    model.eval()  # type: ignore[no-untyped-call]
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it
+    return model, tokenizer
+
+
+def _kind(folder: Path) -> str | None:
+    """What the configuration in ``folder`` says it is."""
+    import json
+
+    if not folder.is_dir():
+        raise NotFound(f"no model folder {folder}. Name one that 'memstore train drt' or save_pretrained made.")
+    path = folder / "config.json"
+    if not path.exists():
+        raise InvalidArgument(f"{folder} is not a model folder: it has no config.json.")
+    try:
+        config: Any = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not JSON: {error}") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return None if kind is None else str(kind)

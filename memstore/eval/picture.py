@@ -1,0 +1,101 @@
+"""A heat map of whole-answer accuracy, depth by length, that can be read in black and white."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
+
+if TYPE_CHECKING:
+    from memstore.eval.run import Row
+
+BINS = 5
+"""Rows of the picture where depths are random."""
+SUFFIXES = (".png", ".svg")
+Cell = tuple[int, int]
+"""Right answers, and samples."""
+
+
+def check_picture(path: Path) -> None:
+    """Raise unless a picture can be written to ``path``: before hours of measuring, not after."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidArgument(f"the picture {path} must end in {' or '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise NotFound(f"no folder {path.parent} for the picture. Make it first, or choose another with --picture.")
+    _figure_class()
+
+
+def draw_picture(rows: Sequence[Row], path: Path, *, title: str, caption: str) -> None:
+    """Write the heat map of ``rows`` to ``path``, as its ending says. Needs matplotlib."""
+    figure_class = _figure_class()
+    import matplotlib
+
+    lengths = sorted({row.length for row in rows})
+    labels, cells = _cells(rows, lengths)
+    # 1.2 by 0.55 inches a cell, and room for labels.
+    figure = figure_class(figsize=(max(5.0, 2.2 + 1.2 * len(lengths)), 2.2 + 0.55 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    _draw_cells(axes, cells)
+    axes.set_xticks(range(len(lengths)), [tokens_label(length) for length in lengths])
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("length of the haystack [tokens]")
+    axes.set_ylabel("depth of the needle [%]")
+    axes.set_title(title, fontsize="medium")
+    figure.supxlabel(caption, fontsize="x-small")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+        try:
+            figure.savefig(path, dpi=150, format=path.suffix[1:].lower())
+        except PermissionError:
+            raise ReadOnlyMemory(f"the picture {path} cannot be written: permission denied.") from None
+
+
+def tokens_label(tokens: int) -> str:
+    """``64K`` and ``1M`` for powers of two, else the number."""
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return f"{tokens:,}"
+
+
+def _cells(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[str], list[list[Cell]]]:
+    """Labels of the picture's rows, and what is in each cell."""
+    if all(row.depth is not None for row in rows):
+        depths = sorted({row.depth for row in rows if row.depth is not None})
+        by_place = {(row.depth, row.length): [each.correct for each in row.outcomes] for row in rows}
+        table = [[_count(by_place.get((depth, length), [])) for length in lengths] for depth in depths]
+        return [f"{100 * depth:g}" for depth in depths], table
+    by_bin: dict[Cell, list[bool]] = {}
+    for row in rows:
+        for each in row.outcomes:
+            by_bin.setdefault((min(BINS - 1, int(each.depth * BINS)), row.length), []).append(each.correct)
+    labels = [f"{100 * number // BINS}-{100 * (number + 1) // BINS}" for number in range(BINS)]
+    return labels, [[_count(by_bin.get((number, length), [])) for length in lengths] for number in range(BINS)]
+
+
+def _count(correct: Sequence[bool]) -> Cell:
+    return sum(correct), len(correct)
+
+
+def _draw_cells(axes: Any, cells: list[list[Cell]]) -> None:
+    shades = [[right / count if count else float("nan") for right, count in row] for row in cells]
+    axes.imshow(shades, cmap="gray", vmin=0, vmax=1, aspect="auto")
+    axes.set_facecolor("white")
+    for y, row in enumerate(cells):
+        for x, (right, count) in enumerate(row):
+            text = f"{100 * right / count:.0f}%\n{right}/{count}" if count else "no sample"
+            dark = count and right / count < 0.5
+            axes.text(x, y, text, ha="center", va="center", fontsize="small", color="white" if dark else "black")
+    for edge in range(1, len(cells)):
+        axes.axhline(edge - 0.5, color="0.6", linewidth=0.8)
+    for edge in range(1, len(cells[0])):
+        axes.axvline(edge - 0.5, color="0.6", linewidth=0.8)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise NotFound("pictures need the package matplotlib: pip install 'torch-memstore[eval]'") from None
+    return Figure

@@ -1,0 +1,239 @@
+"""Needle tasks over lengths and depths: every sample is read into a memory, asked, and forgotten again.
+
+With ``reuse`` the samples of one length share their filler. They are asked in the order of their first needles, the
+last one first; the document is cut before the block in which the next sample's first needle begins, and read on from
+there. What is kept are the very tokens that the next haystack begins with, and a block depends on nothing after it, so
+the memory is that of a whole reading. It saves half of the reading where needles lie anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.eval.asking import Reply, ask
+from memstore.eval.filler import Filler
+from memstore.eval.resources import PeakMemory
+from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
+from memstore.memory import Memory
+from memstore.models.drt import DRTForCausalLM, Reader
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure. Raises ``InvalidArgument`` for what cannot be."""
+
+    task: str
+    """One of ``TASKS``."""
+    lengths: Sequence[int]
+    """Tokens of a haystack."""
+    depths: Sequence[float] | None = None
+    """Where the needle is, from 0 to 1, a row for each; random if None."""
+    samples: int = 20
+    """Samples of each row."""
+    seed: int = 0
+    """Chooses needles, places and filler."""
+    reuse: bool = False
+    """Whether to keep what two haystacks of a length begin with in common."""
+    options: dict[str, int] = field(default_factory=dict)
+    """Of the task, such as ``digits``."""
+
+    @property
+    def places(self) -> Sequence[float | None]:
+        """The depth of each row of a length; None: random."""
+        return [None] if self.depths is None else self.depths
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise InvalidArgument(f"no task is called {self.task!r}; choose one of {', '.join(TASKS)}")
+        if self.samples < 1:
+            raise InvalidArgument(f"samples must be at least 1, not {self.samples}")
+        if not self.lengths or min(self.lengths) < 1:
+            raise InvalidArgument(f"lengths are numbers of tokens, at least one of them, not {list(self.lengths)}")
+        if self.depths is not None and not (self.depths and all(0 <= depth <= 1 for depth in self.depths)):
+            raise InvalidArgument(f"depths are from 0 (the beginning) to 1 (the end), not {list(self.depths)}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One sample."""
+
+    depth: float
+    expected: list[int]
+    reply: Reply
+    tokens_read: int
+    read_seconds: float
+    seconds: float
+
+    @property
+    def correct(self) -> bool:
+        """Whether the answer is the expected one, whole."""
+        return self.reply.tokens == self.expected
+
+    def to_dict(self, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+        """What was wanted, and what came."""
+        return {
+            "depth": round(self.depth, 4),
+            "expected": decode(self.expected),
+            "answer": decode(self.reply.tokens),
+            "margins": [_rounded(found.margin) for found in self.reply.found],
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """The samples of one length and one depth."""
+
+    length: int
+    depth: float | None
+    """None: random."""
+    outcomes: tuple[Outcome, ...]
+    repeats: int
+    """How often the filler had to begin anew within a haystack."""
+    peak_bytes: int = 0
+    """Most anonymous memory of the process while the samples of this length were read and asked."""
+
+    @property
+    def accuracy(self) -> float:
+        """Part of the samples with the whole answer right."""
+        return fmean(outcome.correct for outcome in self.outcomes)
+
+    def margins(self, hop: int = 0) -> list[float]:
+        """The margins of a needle that had to be found, of all samples that have one."""
+        found = (outcome.reply.found[hop] for outcome in self.outcomes if len(outcome.reply.found) > hop)
+        return [each.margin for each in found if each.margin is not None]
+
+    def weight(self, hop: int = 0) -> float | None:
+        """Mean weight on a needle that had to be found."""
+        weights = [outcome.reply.found[hop].weight for outcome in self.outcomes if len(outcome.reply.found) > hop]
+        return fmean(weights) if weights else None
+
+    def to_dict(self, decode: Callable[[list[int]], str] = str) -> dict[str, Any]:
+        """As ``--json`` prints it; a second needle to be found, by a second group, has names of its own."""
+        read, seconds = (sum(getattr(each, name) for each in self.outcomes) for name in ("tokens_read", "read_seconds"))
+        hops = max(len(outcome.reply.found) for outcome in self.outcomes)
+        row: dict[str, Any] = {
+            "length": self.length,
+            "depth": self.depth,
+            "samples": len(self.outcomes),
+            "accuracy": round(self.accuracy, 4),
+        }
+        for hop in range(max(1, hops)):
+            suffix = f"_{hop + 1}" if hop else ""
+            margins = self.margins(hop)
+            row[f"margin{suffix}"] = round(fmean(margins), 4) if margins else None
+            row[f"margin_min{suffix}"] = round(min(margins), 4) if margins else None
+            row[f"weight{suffix}"] = _rounded(self.weight(hop))
+        return row | {
+            "repeats": self.repeats,
+            "tokens_per_second": round(read / seconds) if read and seconds else None,
+            "seconds": round(sum(outcome.seconds for outcome in self.outcomes), 3),
+            "peak_bytes": self.peak_bytes,
+            "missed": [outcome.to_dict(decode) for outcome in self.outcomes if not outcome.correct],
+        }
+
+
+def evaluate(
+    model: DRTForCausalLM,
+    tokenizer: Any,
+    plan: Plan,
+    filler: Filler,
+    memory: Memory,
+    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> Iterator[Row]:
+    """The rows of ``plan``, each as soon as it is there. ``memory`` holds one haystack at a time.
+
+    ``advance`` hears of every token read. Raises ``InvalidArgument`` for a length that is too short, before reading.
+    """
+    check_lengths(plan, tokenizer, model.config.tokens_per_block)
+    for length in plan.lengths:
+        rows = draw(plan, length, tokenizer, filler, model.config.tokens_per_block)
+        name = f"eval/{plan.task}/{length}"
+        samples = [each for row in rows for each in row]
+        with PeakMemory() as peak:
+            outcomes = _outcomes(samples, model, filler, memory, name, plan.reuse, advance)
+        repeats = max(filler.repeats(sample.filler_tokens) for sample in samples)
+        for depth, row in zip(plan.places, rows, strict=True):
+            yield Row(length, depth, tuple(outcomes[id(sample)] for sample in row), repeats, peak.anonymous_bytes)
+
+
+def check_lengths(plan: Plan, tokenizer: Any, tokens_per_block: int) -> None:
+    """Raise ``InvalidArgument`` for a haystack without room for its needles, or a tokenizer that cannot write them."""
+    riddle = make(plan.task, Phrases(tokenizer), random.Random(0), **plan.options)
+    for length in plan.lengths:
+        check_room(riddle, length, tokens_per_block)
+
+
+def draw(plan: Plan, length: int, tokenizer: Any, filler: Filler, tokens_per_block: int) -> list[list[Sample]]:
+    """The samples of each row of one length; the same for the same plan and filler."""
+    phrases = Phrases(tokenizer)
+    shared = random.Random(f"{plan.seed}/{length}").randrange(len(filler)) if plan.reuse else None
+
+    def sample(depth: float | None, number: int) -> Sample:
+        rng = random.Random(f"{plan.seed}/{plan.task}/{length}/{depth}/{number}")
+        riddle = make(plan.task, phrases, rng, **plan.options)
+        return plant(riddle, length, filler, tokens_per_block, rng, depth=depth, start=shared)
+
+    return [[sample(depth, number) for number in range(plan.samples)] for depth in plan.places]
+
+
+def _outcomes(
+    samples: list[Sample],
+    model: DRTForCausalLM,
+    filler: Filler,
+    memory: Memory,
+    name: str,
+    reuse: bool,
+    advance: Advance,
+) -> dict[int, Outcome]:
+    """What became of each sample, by its ``id``."""
+    outcomes: dict[int, Outcome] = {}
+    order = sorted(samples, key=lambda sample: -sample.first) if reuse else samples
+    _forget(memory, name)  # of a run that was interrupted
+    try:
+        for sample in order:
+            begun = time.perf_counter()
+            with Reader(model, memory, name) as reader:
+                _cut(reader, sample.first if reuse else 0)
+                read = reader.append(_listened(sample.haystack(filler, len(reader)), advance))
+                advance(read.tokens - read.new)
+                reply = ask(model, reader.cache(), sample)
+            seconds = time.perf_counter() - begun
+            outcomes[id(sample)] = Outcome(sample.depth, sample.answer, reply, read.new, read.seconds, seconds)
+            if not reuse:
+                _forget(memory, name)
+    finally:
+        _forget(memory, name)
+    return outcomes
+
+
+def _cut(reader: Reader, tokens: int) -> None:
+    """Let nothing be left but the whole blocks of the first ``tokens``."""
+    keep = min(tokens, len(reader)) // reader.model.config.tokens_per_block
+    if len(reader):
+        reader.document.truncate(keep)
+
+
+def _forget(memory: Memory, name: str) -> None:
+    if any(document.name == name for document in memory.documents()):
+        memory.forget(name)
+
+
+def _listened(chunks: Iterator[Any], advance: Advance) -> Iterator[Tensor]:
+    for chunk in chunks:
+        yield torch.from_numpy(chunk)
+        advance(len(chunk))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

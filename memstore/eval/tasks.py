@@ -1,0 +1,210 @@
+"""Needle tasks in tokens: what is hidden in a haystack, where, what is asked, and the whole answer.
+
+The formats are those of the GCA paper's data (Hu et al. 2025), the last of them after RULER (Hsieh et al. 2024):
+
+- passkey: ``|The passkey is:12345|``, asked with ``|What is the passkey? The passkey is:`` -> ``12345|``
+- two hops: ``|DEF12->34|`` and ``|DEF34->56|``, and a second chain that nobody asks for; asked with
+  ``|The path from12is:`` -> ``34,56|``
+- several needles: ``|One of the special magic numbers for 12345 is 67890|``, each for another name, of which one is
+  asked for with ``|The value of 12345is:`` -> ``67890|``
+
+One deviation: every question ends with a colon, the first token of its block. A block retrieves for the *next* one, so
+the rest of the question stands in complete blocks and the answer is written with what the last of them retrieved. (In
+the paper's data the word "is" stands there.) An answer counts if it is whole: all digits, and the bar that closes it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from memstore.errors import InvalidArgument
+from memstore.eval.filler import Filler, Tokens
+
+CHUNK = 1 << 16
+"""Tokens of a haystack that are made at a time."""
+
+
+class Phrases:
+    """Token ids of the phrases that needles are made of. Raises ``InvalidArgument`` where a digit is several tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}
+        digits = [self(str(digit)) for digit in range(10)]
+        if any(len(ids) != 1 for ids in digits):
+            raise InvalidArgument("needles are made of digits, and this tokenizer has no token for each of them alone")
+        self._digits = [ids[0] for ids in digits]
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of ``text``."""
+        if text not in self._known:
+            self._known[text] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._known[text]
+
+    def numbers(self, rng: random.Random, count: int, digits: int) -> list[list[int]]:
+        """``count`` different numbers of so many digits."""
+        chosen = rng.sample(range(10**digits), count)
+        return [[self._digits[int(digit)] for digit in f"{number:0{digits}}"] for number in chosen]
+
+
+@dataclass(frozen=True)
+class Riddle:
+    """What is hidden and what is asked, before it has a place."""
+
+    needles: list[list[int]]
+    question: list[int]
+    """Its last token will be the first of a block."""
+    answer: list[int]
+    hops: list[int]
+    """The needles that have to be found, each with the help of the one before; the first has the depth of a sample."""
+
+
+def passkey(phrases: Phrases, rng: random.Random, *, digits: int = 5) -> Riddle:
+    """One number."""
+    (key,) = phrases.numbers(rng, 1, digits)
+    needle = phrases("|The passkey is:") + key + phrases("|")
+    return Riddle([needle], phrases("|What is the passkey? The passkey is:"), key + phrases("|"), [0])
+
+
+def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2) -> Riddle:
+    """A chain of two links, and another one of noise."""
+    start, middle, end, *noise = phrases.numbers(rng, 6, digits)
+    pairs = [(start, middle), (middle, end), (noise[0], noise[1]), (noise[1], noise[2])]
+    links = [phrases("|DEF") + a + phrases("->") + b + phrases("|") for a, b in pairs]
+    question = phrases("|The path from") + start + phrases("is:")
+    return Riddle(links, question, middle + phrases(",") + end + phrases("|"), [0, 1])
+
+
+def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digits: int = 5) -> Riddle:
+    """Numbers for several names, of which one is asked for."""
+    names, values = phrases.numbers(rng, needles, digits), phrases.numbers(rng, needles, digits)
+    hidden = [
+        phrases("|One of the special magic numbers for ") + name + phrases(" is ") + value + phrases("|")
+        for name, value in zip(names, values, strict=True)
+    ]
+    question = phrases("|The value of ") + names[0] + phrases("is:")
+    return Riddle(hidden, question, values[0] + phrases("|"), [0])
+
+
+TASKS: dict[str, Callable[..., Riddle]] = {"passkey": passkey, "two-hop": two_hop, "multi-needle": multi_needle}
+
+
+def make(task: str, phrases: Phrases, rng: random.Random, **options: int) -> Riddle:
+    """A riddle of the task called ``task``."""
+    if task not in TASKS:
+        raise InvalidArgument(f"no task is called {task!r}; choose one of {', '.join(TASKS)}")
+    return TASKS[task](phrases, rng, **options)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A riddle in a haystack of ``length`` tokens, and the prompt that follows it."""
+
+    length: int
+    """Tokens of the haystack, needles among them."""
+    depth: float
+    """Where the first needle to be found was wanted: 0 at the beginning, 1 at the end."""
+    start: int
+    """Where in the filler the haystack begins."""
+    needles: tuple[tuple[int, list[int]], ...]
+    """Place and tokens of each, by place."""
+    prompt: list[int]
+    """Filler, then the question."""
+    answer: list[int]
+    hops: tuple[range, ...]
+    """Places of the needles that have to be found, in that order."""
+
+    @property
+    def first(self) -> int:
+        """Place of the first needle: what is before it is filler alone."""
+        return self.needles[0][0]
+
+    @property
+    def filler_tokens(self) -> int:
+        """Tokens of filler in the haystack."""
+        return self.length - sum(len(ids) for _, ids in self.needles)
+
+    def haystack(self, filler: Filler, first: int = 0) -> Iterator[Tokens]:
+        """The haystack's tokens from place ``first`` on, in chunks."""
+        place = 0
+        for chunk in self._parts(filler):
+            place += len(chunk)
+            if place > first:
+                yield chunk[max(0, len(chunk) - (place - first)) :]
+
+    def _parts(self, filler: Filler) -> Iterator[Tokens]:
+        place, taken = 0, self.start
+        for at, ids in (*self.needles, (self.length, [])):
+            for chunk in range(place, at, CHUNK):
+                count = min(CHUNK, at - chunk)
+                yield filler.take(taken, count)
+                taken += count
+            yield np.array(ids, np.int64)
+            place = at + len(ids)
+
+
+def shortest(riddle: Riddle, tokens_per_block: int) -> int:
+    """Tokens of the shortest haystack that is one: the needles, and a block of filler."""
+    return sum(map(len, riddle.needles)) + tokens_per_block
+
+
+def check_room(riddle: Riddle, length: int, tokens_per_block: int) -> None:
+    """Raise ``InvalidArgument`` for a length that is too short for ``riddle``."""
+    if length < (least := shortest(riddle, tokens_per_block)):
+        raise InvalidArgument(f"a haystack of {length:,} tokens is too short for its needles: {least} are the least")
+
+
+def plant(
+    riddle: Riddle,
+    length: int,
+    filler: Filler,
+    tokens_per_block: int,
+    rng: random.Random,
+    *,
+    depth: float | None = None,
+    start: int | None = None,
+) -> Sample:
+    """Hide ``riddle`` in ``length`` tokens: the needle to be found first at ``depth``, the others anywhere.
+
+    A depth says the place to a block's width, so that needles lie at any place of a block. Without ``depth`` and
+    ``start`` (of the filler) they are random. Raises ``InvalidArgument`` for a length that is too short.
+    """
+    check_room(riddle, length, tokens_per_block)
+    depth = rng.random() if depth is None else depth
+    start = rng.randrange(len(filler)) if start is None else start
+    room = length - sum(map(len, riddle.needles))
+    wanted = round(depth * (room - tokens_per_block)) + rng.randrange(tokens_per_block + 1)
+    places = [wanted if number == riddle.hops[0] else rng.randrange(room + 1) for number in range(len(riddle.needles))]
+    planted: dict[int, tuple[int, list[int]]] = {}
+    shift = 0
+    for number in sorted(range(len(places)), key=places.__getitem__):
+        planted[number] = (places[number] + shift, riddle.needles[number])
+        shift += len(riddle.needles[number])
+    return Sample(
+        length=length,
+        depth=depth,
+        start=start,
+        needles=tuple(planted.values()),
+        prompt=[*_before(riddle.question, length, filler, start + room, tokens_per_block), *riddle.question],
+        answer=riddle.answer,
+        hops=tuple(range(planted[hop][0], planted[hop][0] + len(riddle.needles[hop])) for hop in riddle.hops),
+    )
+
+
+def _before(question: Sequence[int], length: int, filler: Filler, place: int, tokens_per_block: int) -> list[int]:
+    """Filler before the question, so that its last token is the first of a block that all needles are far enough from.
+
+    The block that retrieves for the answer, the last one of the question, finds blocks before itself alone; so it must
+    begin after the haystack.
+    """
+    asked = len(question) - 1
+    count = -(length + asked) % tokens_per_block
+    if count + asked < tokens_per_block:
+        count += tokens_per_block
+    ids: list[int] = filler.take(place, count).tolist()
+    return ids

@@ -1,0 +1,185 @@
+"""``memstore demo``: a model of 0.3 million parameters reads a million tokens; a new process finds what is hidden there.
+
+Five volumes of text, each a document of one memory on disk, with one passkey hidden in each. The model is a DRT that a CPU
+trained in minutes on rows of at most 248 tokens (``memstore train drt --recipe passkey-cpu``).
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import InvalidArgument, MemstoreError
+from memstore.eval.models import TINY, load_drt, shipped_model
+
+if TYPE_CHECKING:
+    from memstore.eval.filler import Filler
+    from memstore.eval.tasks import Sample
+    from memstore.models.drt import DRTForCausalLM
+
+TOKENS = 1_000_000
+VOLUMES = 5
+_AROUND = 70
+"""Characters that are shown on either side of a passkey."""
+
+
+def run(
+    *, json: bool = False, threads: int | None = None, seed: int = 0, keep: Path | None = None, tokens: int = TOKENS
+) -> dict[str, Any]:
+    """Run the demo and return its figures; without ``json`` it also tells what it is doing."""
+    with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
+        folder = Path(scratch) / "demo.mem" if keep is None else keep
+        if keep is not None and keep.exists():
+            raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
+        figures, samples = _read(folder, seed, tokens, say=not json)
+        if not json:
+            print("\nThe memory is closed. A new process opens it and asks each volume for its passkey.\n", flush=True)
+        asked = _ask_in_new_process(folder, samples, threads)
+        result = figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
+    if not json:
+        _print(result)
+    return result
+
+
+def _read(folder: Path, seed: int, tokens: int, *, say: bool) -> tuple[dict[str, Any], dict[str, Sample]]:
+    """Write the memory: figures, and what is hidden in each volume."""
+    from memstore.eval.filler import load_filler
+    from memstore.eval.resources import PeakMemory
+    from memstore.memory import open_memory
+    from memstore.models.drt.reader import Reader, memory_spec
+
+    model, tokenizer = load_drt(shipped_model(TINY))
+    filler = load_filler(tokenizer, at_most=tokens)
+    samples = hide(model, tokenizer, filler, seed, tokens)
+    seconds = 0.0
+    with PeakMemory() as peak, open_memory(folder, spec=memory_spec(model, tokenizer), mode="x") as memory:
+        for name, sample in samples.items():
+            with Reader(model, memory, name, tokenizer=tokenizer) as reader:
+                seconds += reader.read(sample.haystack(filler), progress=say).seconds
+    read = sum(sample.length for sample in samples.values())
+    return {
+        "tokens_read": read,
+        "read_seconds": round(seconds, 2),
+        "read_tokens_per_s": round(read / seconds),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "filler": filler.name,
+        "peak_anonymous_bytes": peak.anonymous_bytes,
+    }, samples
+
+
+def hide(model: DRTForCausalLM, tokenizer: Any, filler: Filler, seed: int, tokens: int) -> dict[str, Sample]:
+    """A passkey at a random place of each volume; the volumes follow one another in the filler."""
+    from memstore.eval.tasks import Phrases, make, plant
+
+    rng, length = random.Random(seed), tokens // VOLUMES
+    size = model.config.tokens_per_block
+    riddles = [make("passkey", Phrases(tokenizer), rng) for _ in range(VOLUMES)]
+    return {
+        f"volume-{number + 1}": plant(riddle, length, filler, size, rng, start=number * length)
+        for number, riddle in enumerate(riddles)
+    }
+
+
+def _disk(folder: Path) -> dict[str, int]:
+    from memstore.eval.resources import disk_bytes
+
+    return {"disk_bytes": disk_bytes(folder)}
+
+
+# The second process
+
+
+def _ask_in_new_process(folder: Path, samples: dict[str, Sample], threads: int | None) -> dict[str, Any]:
+    questions = {name: asdict(sample) | {"hops": [[h.start, h.stop] for h in sample.hops]} for name, sample in samples.items()}
+    request = {"folder": str(folder), "questions": questions, "threads": threads}
+    command = [sys.executable, "-m", "memstore.tools.demo_drt"]
+    done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+    answer: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def answer_questions(folder: str, questions: dict[str, dict[str, Any]], threads: int | None) -> dict[str, Any]:
+    """Open the memory and ask each volume; what the second process does."""
+    from memstore.memory import open_memory
+    from memstore.tools.options import use_threads
+
+    use_threads(threads)
+    begun = time.perf_counter()
+    model, tokenizer = load_drt(shipped_model(TINY))
+    with open_memory(folder, mode="r") as memory:
+        answers = [_answer(model, tokenizer, memory, name, values) for name, values in questions.items()]
+    return {
+        "answers": answers,
+        "passkeys_asked": len(answers),
+        "passkeys_found": sum(answer["found"] for answer in answers),
+        "ask_seconds": round(time.perf_counter() - begun, 2),
+        "pid": os.getpid(),
+    }
+
+
+def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
+    from memstore.eval.asking import ask
+    from memstore.eval.tasks import Sample
+    from memstore.models.drt.reader import Reader
+
+    sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
+    with Reader(model, memory, name, tokenizer=tokenizer) as reader:
+        reply = ask(model, reader.cache(), sample)
+        block = sample.hops[0].start // model.config.tokens_per_block
+        stored = [reader.document.tokens(number) for number in (block, block + 1) if number in reader.document.blocks]
+    text = " ".join(tokenizer.decode([token for part in stored for token in part.tolist()]).split())
+    expected, said = (tokenizer.decode(ids).rstrip("|") for ids in (sample.answer, reply.tokens))
+    return {
+        "document": name,
+        "expected": expected,
+        "answer": said,
+        "found": reply.tokens == sample.answer,
+        "block": block,
+        "blocks": len(reader.document.blocks),
+        "weight": round(reply.found[0].weight, 3) if reply.found else None,
+        "margin": None if not reply.found or reply.found[0].margin is None else round(reply.found[0].margin, 2),
+        "text": text,
+    }
+
+
+# What people see
+
+
+def _print(result: dict[str, Any]) -> None:
+    from memstore.tools.output import Page
+
+    page = Page()
+    for answer in result["answers"]:
+        at = answer["text"].find(answer["expected"])
+        shown = answer["text"][max(0, at - _AROUND) : at + _AROUND]
+        page.line(f"{'found ' if answer['found'] else 'MISSED'}  {answer['document']}: the passkey is {answer['answer']}")
+        page.line(f"        block {answer['block']:,} of {answer['blocks']:,}: …{shown}…")
+    page.line()
+    page.facts(_facts(result))
+
+
+def _facts(result: dict[str, Any]) -> dict[str, object]:
+    mebi = 1 / 2**20
+    return {
+        "passkeys found": f"{result['passkeys_found']} of {result['passkeys_asked']}",
+        "tokens read": f"{result['tokens_read']:,}, in {VOLUMES} volumes of {result['filler']}",
+        "reading": f"{result['read_tokens_per_s']:,} tokens/s ({result['read_seconds']:.1f} s), committed to disk",
+        "asking, with starting a process": f"{result['ask_seconds']:.1f} s",
+        "parameters of the model": f"{result['parameters']:,}",
+        "peak memory while reading, anonymous": f"{result['peak_anonymous_bytes'] * mebi:,.0f} MiB",
+        "on disk": f"{result['disk_bytes'] * mebi:,.0f} MiB",
+    }
+
+
+if __name__ == "__main__":
+    print(jsonlib.dumps(answer_questions(**jsonlib.load(sys.stdin))))

@@ -1,0 +1,319 @@
+"""``memstore eval``: does the memory give back what was put into it, and what is it worth to the model?"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memstore.errors import InvalidArgument
+from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
+from memstore.tools.options import Device, Threads, use_threads
+from memstore.tools.output import Json, Page, Report
+from memstore.tools.texts import read_text
+
+if TYPE_CHECKING:
+    from memstore.eval.run import Plan, Row
+    from memstore.models.drt import DRTForCausalLM
+
+COLUMNS = ("length", "depth", "samples", "accuracy", "margin", "margin_min", "weight", "repeats", "tokens_per_second")
+RANDOM = "random"
+SLACK = 1 << 18
+"""Tokens of filler beyond the longest haystack, so that samples differ."""
+
+Depths = Annotated[str, typer.Option(help="Where the needle is: random, or from 0 to 1, such as 0,0.25,0.5,0.75,1.")]
+FillerFile = Annotated[
+    list[Path] | None,
+    typer.Option(help="A text file to hide needles in; may be repeated. Without it: texts that every Python carries."),
+]
+Lengths = Annotated[str, typer.Option(help="Tokens, separated by commas. 64K is 65536, 1M is 1048576.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Where blocks are kept meanwhile: a path, or ram:. Without it: a temporary folder.")
+]
+Model = Annotated[
+    Path | None, typer.Option(help="Folder of a DRT with its tokenizer. Without it: the one in the package.")
+]
+Needles = Annotated[int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw depth by length into this .png or .svg file.")]
+Reuse = Annotated[
+    bool, typer.Option("--reuse", help="Share the filler of a length, and keep what haystacks begin with in common.")
+]
+Samples = Annotated[int, typer.Option(min=1, help="Samples of each row.")]
+Seed = Annotated[int, typer.Option(help="Chooses needles, places and filler.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The options that all needle tasks take, each once."""
+
+    model: Model = None
+    lengths: Lengths = "64K,1M"
+    samples: Samples = 20
+    depths: Depths = RANDOM
+    filler: FillerFile = None
+    memory: Memory = None
+    reuse: Reuse = False
+    picture: Picture = None
+    seed: Seed = 0
+    threads: Threads = None
+    device: Device = "cpu"
+    json: Json = False
+
+    def measure(self, task: str, **options: int) -> Report:
+        """Load the model, measure ``task``, draw the picture if there is to be one."""
+        plan = self._plan(task, options)
+        from memstore.eval.filler import check_files
+        from memstore.eval.models import TINY, TWO_HOP
+        from memstore.eval.picture import check_picture
+
+        check_files(self.filler or [])
+        if self.picture is not None:
+            check_picture(self.picture)
+        name, model, tokenizer = _load(self.model, TWO_HOP if task == "two-hop" else TINY, self.device, self.threads)
+        rows, filler = self._rows(plan, model, tokenizer)
+        if self.picture is not None:
+            _draw(rows, self.picture, plan, name, filler)
+        return _needle_report(task, name, filler, [row.to_dict(tokenizer.decode) for row in rows])
+
+    def _plan(self, task: str, options: dict[str, int]) -> Plan:
+        lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
+        require_transformers()
+        from memstore.eval.run import Plan
+
+        return Plan(
+            task=task,
+            lengths=lengths,
+            depths=depths,
+            samples=self.samples,
+            seed=self.seed,
+            reuse=self.reuse,
+            options=options,
+        )
+
+    def _rows(self, plan: Plan, model: DRTForCausalLM, tokenizer: Any) -> tuple[list[Row], str]:
+        """All rows, and what the filler is called."""
+        import memstore
+        from memstore.eval.filler import load_filler
+        from memstore.eval.run import check_lengths, evaluate
+        from memstore.memory.ingest import progress_bar
+        from memstore.models.drt.reader import memory_spec
+
+        check_lengths(plan, tokenizer, model.config.tokens_per_block)
+        at_most = max(plan.lengths) * 3 // 2 + SLACK
+        total = sum(plan.lengths) * plan.samples * len(plan.places)
+        show = not self.json and sys.stderr.isatty()
+        with _memory_url(self.memory) as url, memstore.open(url, spec=memory_spec(model, tokenizer)) as memory:
+            with progress_bar("filler", 0, at_most, show) as advance:
+                filler = load_filler(tokenizer, self.filler or [], at_most=at_most, advance=advance)
+            with progress_bar(plan.task, 0, total, show) as advance:
+                return list(evaluate(model, tokenizer, plan, filler, memory, advance)), filler.name
+
+
+def _needles(function: Callable[..., Report]) -> Callable[..., Report]:
+    """Give ``function(setting, ...)`` the options that a ``Setting`` is made of, after its own."""
+    shared = inspect.signature(Setting, eval_str=True).parameters
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+
+    @functools.wraps(function)
+    def with_options(**arguments: Any) -> Report:
+        setting = Setting(**{name: arguments.pop(name) for name in shared})
+        return function(setting, **arguments)
+
+    with_options.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
+    return with_options
+
+
+@_needles
+def passkey(setting: Setting) -> Report:
+    """Hide a number in a long text, and ask for it.
+
+    Every sample is read into a memory and asked; a sample counts if the whole answer is right. The margin is the score
+    of the needle's block minus that of the best other block.
+
+    Example:
+
+        memstore eval passkey --lengths 64K,1M --depths 0,0.25,0.5,0.75,1 --samples 4 --picture passkey.png
+    """
+    return setting.measure("passkey")
+
+
+@_needles
+def two_hop(setting: Setting) -> Report:
+    """Hide the two links of a chain, and a chain of noise; ask for the path.
+
+    The first link has the depth that is asked for, the others lie anywhere. The margin is that of the first link at the
+    first retrieval; margin_2 in --json is that of the second at the second.
+
+    Example:
+
+        memstore eval two-hop --lengths 64K --samples 20
+    """
+    return setting.measure("two-hop")
+
+
+@_needles
+def multi_needle(setting: Setting, *, needles: Needles = 4) -> Report:
+    """Hide numbers for several names, and ask for one of them.
+
+    The one that is asked for has the depth that is asked for, the others lie anywhere.
+
+    Example:
+
+        memstore eval multi-needle --needles 8 --lengths 64K
+    """
+    return setting.measure("multi-needle", needles=needles)
+
+
+def perplexity(
+    *,
+    text: Annotated[str, typer.Option(help="A text file, or - for standard input.", show_default=False)],
+    model: Model = None,
+    lengths: Lengths = "2K,8K,32K",
+    scored: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each sample.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Places of the text, the same for all lengths.")] = 4,
+    threads: Threads = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> Report:
+    """Compare perplexity with the memory and with the window alone.
+
+    The same last tokens are scored after contexts of each length: with all of it in a memory, and by the same weights
+    with retrieval off.
+
+    Example:
+
+        memstore eval perplexity --text moby-dick.txt --lengths 2K,8K,32K
+    """
+    wanted = parse_lengths(lengths)
+    content = read_text(text)
+    require_transformers()
+    import torch
+
+    from memstore.eval.models import TINY
+    from memstore.eval.perplexity import perplexity as measure
+    from memstore.eval.perplexity import places
+    from memstore.memory.ingest import progress_bar
+
+    name, loaded, tokenizer = _load(model, TINY, device, threads)
+    tokens = torch.tensor(encode(tokenizer, content))
+    total = sum(wanted) * len(places(len(tokens), max(wanted), samples))
+    with progress_bar("perplexity", 0, total, not json and sys.stderr.isatty()) as advance:
+        rows = measure(loaded, tokens, wanted, scored=scored, samples=samples, advance=advance)
+    data = [row.to_dict() for row in rows]
+    report = {"task": "perplexity", "model": name, "rows": data}
+    return Report(data=report, text=lambda page: _table(page, data, list(data[0])))
+
+
+def generate(
+    *,
+    pairs: Annotated[Path, typer.Option(help="A JSON Lines file of prompts and answers.", show_default=False)],
+    model: Model = None,
+    prompt_field: Annotated[str, typer.Option(help="Field of the prompt.")] = "prompt",
+    answer_field: Annotated[str, typer.Option(help="Field of the answer.")] = "answer",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most, in tokens.")] = 64,
+    threads: Threads = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> Report:
+    """Let the model answer prompts, and compare with the answers that are wanted.
+
+    Exact match after splitting at white space, and the F measures of ROUGE-1, ROUGE-2 and ROUGE-L. With --json
+    every answer is there.
+
+    Example:
+
+        memstore eval generate --pairs questions.jsonl --model my-model --answer-field summary
+    """
+    require_transformers()
+    from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
+    from memstore.eval.models import TINY
+    from memstore.memory.ingest import progress_bar
+    from memstore.train.pairs import read_pairs
+
+    rouge_scorer()  # before hours of generating
+    found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)
+    name, loaded, tokenizer = _load(model, TINY, device, threads)
+    total = sum(len(encode(tokenizer, prompt)) for prompt, _ in found)
+    with progress_bar("prompts", 0, total, not json and sys.stderr.isatty()) as advance:
+        answers = generate_answers(loaded, tokenizer, found, max_tokens=max_tokens, advance=advance)
+    each = judged(found, answers)
+    facts = {"task": "generate", "model": name, "pairs": len(each), **means(each)}
+    return Report(data={**facts, "answers": each}, text=lambda page: page.facts(facts))
+
+
+def parse_lengths(text: str) -> list[int]:
+    """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
+    lengths = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([1-9][0-9]*)([kKmM]?)\s*", part, re.ASCII)
+        if match is None:
+            raise InvalidArgument(f"--lengths {text!r}: {part!r} is no number of tokens. Write such as 65536,1M.")
+        lengths.append(int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()])
+    if len(set(lengths)) < len(lengths):
+        raise InvalidArgument(f"--lengths {text!r} names a length twice")
+    return lengths
+
+
+def parse_depths(text: str) -> list[float] | None:
+    """``0,0.5,1`` -> depths; ``random`` -> None. Raises ``InvalidArgument``."""
+    if text == RANDOM:
+        return None
+    try:
+        depths = [float(part) for part in text.split(",")]
+    except ValueError:
+        depths = [-1.0]
+    if not all(0 <= depth <= 1 for depth in depths) or len(set(depths)) < len(depths):
+        raise InvalidArgument(f"--depths {text!r}: write random, or different numbers from 0 to 1 such as 0,0.5,1")
+    return depths
+
+
+def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, DRTForCausalLM, Any]:
+    """Name, model and tokenizer."""
+    from memstore.eval.models import load_drt, shipped_model
+
+    use_threads(threads)
+    check_device(device)
+    with quiet_transformers():
+        model, tokenizer = load_drt(shipped_model(shipped) if folder is None else folder.expanduser(), device)
+    return shipped if folder is None else folder.name or str(folder), model, tokenizer
+
+
+@contextmanager
+def _memory_url(wanted: str | None) -> Iterator[str]:
+    if wanted is not None:
+        yield wanted
+        return
+    with tempfile.TemporaryDirectory(prefix="memstore-eval-") as scratch:
+        yield str(Path(scratch) / "eval.mem")
+
+
+def _needle_report(task: str, model: str, filler: str, rows: Sequence[dict[str, Any]]) -> Report:
+    columns = [column for column in COLUMNS if any(row[column] is not None for row in rows)]
+    report = {"task": task, "model": model, "filler": filler, "rows": rows}
+    return Report(data=report, text=lambda page: _table(page, rows, columns))
+
+
+def _table(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    heads = [column.replace("_per_", "/").replace("_", " ") for column in columns]
+    page.table(heads, [[row[column] for column in columns] for row in rows])
+
+
+def _draw(rows: Sequence[Row], path: Path, plan: Plan, model: str, filler: str) -> None:
+    from memstore.eval.picture import draw_picture
+
+    each = f"{plan.samples} samples of each length" + (" and depth" if plan.depths is not None else ", depths random")
+    draw_picture(
+        rows,
+        path,
+        title=f"{plan.task}: whole answers found",
+        caption=f"model {model}; {each}; filler: {filler}",
+    )

@@ -1,0 +1,74 @@
+"""Distractors that cost no reading: blocks of other rows, and a bank of blocks of earlier steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from memstore.models.drt import DRTForCausalLM
+from memstore.models.drt.modeling import DTYPES, Shared
+from memstore.train.recipes import Recipe
+
+
+class Bank:
+    """What rows may retrieve beside their own blocks.
+
+    It listens to the block encoder and keeps the latest blocks, without gradients. All of them alike: keeping those that
+    mislead most, as hard negatives are often chosen, taught less (see ``benchmarks/LOG.md``).
+    """
+
+    states: Tensor | None = None
+    """``[P, S, hidden]``, the latest first."""
+    landmarks: Tensor | None = None
+    """``[P, hidden]``"""
+
+    def __init__(self, model: DRTForCausalLM, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._dtype = DTYPES[model.config.state_dtype]
+        self._size = model.config.tokens_per_block
+        self._encoded: tuple[Tensor, Tensor] | None = None
+        if recipe.bank:
+            model.model.encoder.register_forward_hook(self._listen)
+
+    def _listen(self, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG002 - a hook
+        if module.training:
+            self._encoded = output[0].detach(), output[1].detach()
+
+    def shared(self, free: Tensor, progress: float) -> Shared | None:
+        """For rows in which ``free [B, T]`` holds no answer to anybody else's question, at a part of the training."""
+        recipe = self._recipe
+        if progress < recipe.hard_from:
+            return None
+        grown = min(1.0, (progress - recipe.hard_from) / recipe.bank_growth) if recipe.bank_growth else 1.0
+        count = int(recipe.bank * grown**3)
+        if not count or self.states is None or self.landmarks is None:
+            return Shared(rows=free) if recipe.share_rows else None
+        rows = free if recipe.share_rows else None
+        return Shared(rows=rows, states=self.states[:count], landmarks=self.landmarks[:count])
+
+    def keep(self, free: Tensor) -> None:
+        """Take in the free blocks of the rows that were just encoded."""
+        if self._encoded is None:
+            return
+        blocks = free.unflatten(1, (-1, self._size)).all(-1)
+        states, landmarks = (part[blocks].to(self._dtype) for part in self._encoded)
+        self._encoded = None
+        if self.states is not None and self.landmarks is not None:
+            states, landmarks = torch.cat([states, self.states]), torch.cat([landmarks, self.landmarks])
+        self.states, self.landmarks = states[: self._recipe.bank], landmarks[: self._recipe.bank]
+
+    def save(self, path: Path) -> None:
+        """Write the blocks, if there are any."""
+        tensors = {name: getattr(self, name) for name in ("states", "landmarks") if getattr(self, name) is not None}
+        if tensors:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+    def load(self, path: Path, device: torch.device) -> None:
+        """Go on with the blocks of ``path``, if there are any."""
+        if path.exists():
+            for name, tensor in load_file(path, device=str(device)).items():
+                setattr(self, name, tensor)

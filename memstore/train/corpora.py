@@ -1,0 +1,140 @@
+"""Where texts come from: files, folders of them, Hugging Face dataset folders, and Python itself."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from memstore.errors import InvalidArgument, NotFound
+
+Tokens = NDArray[np.int32]
+ENCODED_AT_ONCE = 64
+DATASET_FILE = "state.json"
+"""What tells a dataset folder from a folder of texts."""
+
+
+class Documents:
+    """The documents of files, folders of them, and dataset folders, in a fixed order, read again each time."""
+
+    def __init__(self, paths: Sequence[str | Path], *, column: str = "text") -> None:
+        """Raises ``NotFound`` for what does not exist, ``InvalidArgument`` where there is no text.
+
+        Args:
+            paths: text files, folders that are searched for ``*.txt``, or folders made by ``Dataset.save_to_disk``.
+            column: the column of a dataset that holds the text.
+        """
+        if not paths:
+            raise InvalidArgument("there is nothing to train on: name text files or folders of them")
+        self._column = column
+        self._sources = [source for path in paths for source in _sources(Path(path).expanduser())]
+
+    def __iter__(self) -> Iterator[str]:
+        for source in self._sources:
+            if source.is_dir():
+                yield from _dataset(source, self._column)
+            else:
+                yield _text(source)
+
+    def digest(self) -> str:
+        """A checksum of all texts."""
+        return digest(self)
+
+
+def digest(texts: Iterable[str]) -> str:
+    """A checksum of ``texts``."""
+    state = xxhash.xxh3_64()
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def _sources(path: Path) -> list[Path]:
+    if not path.exists():
+        raise NotFound(f"no file or folder {path}. Name text files, folders of .txt files, or a dataset folder.")
+    if not path.is_dir() or (path / DATASET_FILE).exists():
+        return [path]
+    if (path / "dataset_dict.json").exists():
+        parts = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+        raise InvalidArgument(f"{path} holds several datasets: name the folder of one of them ({parts})")
+    found = sorted(path.rglob("*.txt"))
+    if not found:
+        raise InvalidArgument(f"the folder {path} has no .txt files, and it is no dataset folder ({DATASET_FILE})")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except PermissionError:
+        raise InvalidArgument(f"{path} cannot be read: permission denied.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first.") from None
+    if "\0" in text:
+        raise InvalidArgument(f"{path} is binary: it has NUL bytes.")
+    return text.replace("\r\n", "\n")
+
+
+def _dataset(path: Path, column: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise NotFound(
+            f"{path} is a dataset folder; reading it needs the package datasets: pip install 'torch-memstore[train]'"
+        ) from None
+    dataset = datasets.load_from_disk(str(path))
+    if column not in dataset.column_names:
+        raise InvalidArgument(
+            f"the dataset {path} has no column {column!r}: its columns are {', '.join(dataset.column_names)}. "
+            "Choose with --column."
+        )
+    for row in dataset:
+        yield str(row[column])
+
+
+def encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
+    """Token ids of each document that has any."""
+    batch: list[str] = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == ENCODED_AT_ONCE:
+            yield from _encoded(batch, tokenizer)
+            batch = []
+    if batch:
+        yield from _encoded(batch, tokenizer)
+
+
+def _encoded(batch: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
+    for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+        if ids:
+            yield np.array(ids, np.int32)
+
+
+def topics() -> str:
+    """Python's language reference, which every Python carries."""
+    try:
+        from pydoc_data.topics import topics as texts
+    except ImportError:
+        raise NotFound("this Python comes without pydoc_data, the text that recipes train on") from None
+    return "\n\n".join(str(texts[name]) for name in sorted(texts))
+
+
+def sources(characters: int = 2_000_000) -> str:
+    """The first ``characters`` of the standard library's own modules."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    parts, total = [], 0
+    for path in sorted(folder.glob("*.py")):
+        parts.append(path.read_text(encoding="utf-8", errors="replace"))
+        total += len(parts[-1]) + 2
+        if total >= characters:
+            break
+    if not parts:
+        raise NotFound(f"the standard library's sources are not in {folder}; recipes train on them")
+    return "\n\n".join(parts)[:characters]

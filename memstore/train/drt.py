@@ -1,0 +1,204 @@
+"""Train a DRT: on texts, by a recipe, or on prompts and answers. All three go on where they were interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from memstore.errors import InvalidArgument
+from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.train import corpora, segments
+from memstore.train.needles import Rows
+from memstore.train.pairs import collate_pairs, encode_pairs, read_pairs
+from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.session import Report, Session, session
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.start import Folder, Start, starting
+from memstore.train.tokens import train_tokenizer
+from memstore.train.trainer import DRTTrainer, NeedleTrainer, measure_answers, perplexity
+
+DEFAULT_BLOCKS = 32
+"""Blocks of a segment, where no context is given."""
+
+
+def train_on_texts(
+    texts: Sequence[Folder],
+    out: Folder,
+    *,
+    config: DRTConfig | None = None,
+    tokenizer: Folder | None = None,
+    init: Folder | None = None,
+    context: int | None = None,
+    valid: float = 0.0,
+    column: str = "text",
+    optimisation: Optimisation | None = None,
+    runtime: Runtime | None = None,
+) -> Report:
+    """Train on text files, folders of them, or dataset folders; the report, with the model in ``out``.
+
+    Args:
+        texts: see ``corpora.Documents``.
+        out: a new folder, or that of the same run, which then goes on.
+        config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
+        tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
+        init: a model folder to start from, instead of ``config``.
+        context: tokens of a segment; 32 blocks if None.
+        valid: the part of the text whose perplexity is measured at the end, and which is not trained on.
+        column: of a dataset.
+        optimisation: what decides the result.
+        runtime: what does not.
+    """
+    optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
+    start = starting(config, init, tokenizer)
+    context = _context(context, start.config)
+    documents = corpora.Documents(texts, column=column)
+    settings = {
+        "kind": "texts",
+        "texts": documents.digest(),
+        "context": context,
+        "valid": valid,
+        **start.settings(),
+        "optimisation": optimisation.to_dict(),
+    }
+    with session(out, settings, optimisation, runtime) as opened:
+        return opened.run.report or _on_texts(opened, start, documents, context, valid)
+
+
+def train_recipe(
+    recipe: str | Recipe, out: Folder, *, init: Folder | None = None, runtime: Runtime | None = None
+) -> Report:
+    """Train by a recipe, from nothing or from the model folder ``init``; the report, with the model in ``out``."""
+    recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    config = DRTConfig.preset("tiny", **recipe.model)
+    start = starting(config, init)
+    for name in recipe.model:
+        if getattr(start.config, name) != getattr(config, name):
+            raise InvalidArgument(
+                f"{recipe.name} trains models whose {name} is {getattr(config, name)}; "
+                f"that of {init} is {getattr(start.config, name)}. Leave --init out."
+            )
+    texts = [corpora.topics(), corpora.sources()]
+    settings = {
+        "kind": "recipe",
+        "recipe": recipe.to_dict(),
+        "texts": corpora.digest(texts),
+        **start.settings(),
+    }
+    with session(out, settings, recipe.optimisation, runtime or Runtime()) as opened:
+        return opened.run.report or _by_recipe(opened, start, recipe, texts)
+
+
+def train_on_pairs(
+    pairs: Folder,
+    out: Folder,
+    *,
+    init: Folder,
+    prompt_field: str = "prompt",
+    answer_field: str = "answer",
+    optimisation: Optimisation | None = None,
+    runtime: Runtime | None = None,
+) -> Report:
+    """Fine-tune the model folder ``init`` on a JSON Lines file of prompts and answers, of any length.
+
+    The loss is on the answers alone. Prompts are aligned with blocks (see ``align``), as they have to be when the model
+    is used.
+    """
+    optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
+    start = starting(None, init)
+    found = read_pairs(Path(pairs), prompt=prompt_field, answer=answer_field)
+    settings = {
+        "kind": "pairs",
+        "pairs": corpora.digest(text for pair in found for text in pair),
+        **start.settings(),
+        "optimisation": optimisation.to_dict(),
+    }
+    with session(out, settings, optimisation, runtime) as opened:
+        return opened.run.report or _on_pairs(opened, start, found)
+
+
+def _context(context: int | None, config: DRTConfig) -> int:
+    context = DEFAULT_BLOCKS * config.tokens_per_block if context is None else context
+    if context < 2 * config.tokens_per_block:
+        raise InvalidArgument(
+            f"--context is {context} tokens; at least {2 * config.tokens_per_block} are needed, two blocks, "
+            "or there is nothing to retrieve"
+        )
+    return context
+
+
+def _on_texts(opened: Session, start: Start, documents: corpora.Documents, context: int, valid: float) -> Report:
+    with opened.state.main_process_first():
+        tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, start.config.vocab_size))
+    end = start.config.vocab_size - 1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    rows = segments.cut(corpora.encoded(documents, tokenizer), context, end)
+    rows, kept = segments.held_out(rows, valid)
+    batch = opened.optimisation.batch
+    trainer = _trainer(opened, start, tokenizer, rows, segments.collate)
+
+    def measure() -> Report:
+        measured = {"valid_perplexity": round(perplexity(trainer.trained, kept, batch), 4)} if len(kept) else {}
+        return {"segments": len(rows), "context": context, **measured}
+
+    return opened.fit(trainer, measure)
+
+
+def _on_pairs(opened: Session, start: Start, found: list[tuple[str, str]]) -> Report:
+    with opened.state.main_process_first():
+        tokenizer = start.tokenizer_of(opened.run)
+    pairs = encode_pairs(found, tokenizer, start.config.tokens_per_block)
+    longest = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
+    trainer = _trainer(opened, start, tokenizer, pairs, collate_pairs)
+    return opened.fit(trainer, lambda: {"pairs": len(pairs), "longest": longest})
+
+
+def _trainer(opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, items: Any, collate: Any) -> DRTTrainer:
+    data = opened.drawn(items)
+    return DRTTrainer(
+        opened.run,
+        start.model(tokenizer, opened.optimisation.seed),
+        opened.arguments(start.config, len(data), opened.optimisation.batch),
+        opened.optimisation,
+        data=data,
+        collate=collate,
+        tokenizer=tokenizer,
+    )
+
+
+def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) -> Report:
+    with opened.state.main_process_first():
+        tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(texts, start.config.vocab_size))
+    tokens = list(corpora.encoded(texts, tokenizer))
+    size, seed = start.config.tokens_per_block, recipe.optimisation.seed
+    batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
+    data = Rows(recipe, tokenizer, tokens, size, batches, seed)
+    trainer = NeedleTrainer(
+        recipe,
+        opened.run,
+        start.model(tokenizer, seed),
+        opened.arguments(start.config, batches, batch=1),
+        recipe.optimisation,
+        data=data,
+        collate=_only,
+        tokenizer=tokenizer,
+    )
+    fresh = Rows(recipe.asking_only(recipe.task), tokenizer, tokens, size, recipe.checked, seed + 1)
+    return opened.fit(trainer, lambda: _measured(trainer.trained, recipe, fresh, opened))
+
+
+def _measured(model: DRTForCausalLM, recipe: Recipe, fresh: Rows, opened: Session) -> Report:
+    """Whole answers on rows that training has not seen."""
+    return {
+        "recipe": recipe.name,
+        "task": recipe.task,
+        "samples": recipe.checked,
+        "accuracy": round(measure_answers(model, fresh, recipe.checked), 4),
+        "next_command": recipe.next_command.format(model=opened.run.out),
+    }
+
+
+def _only(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch that the dataset has made whole."""
+    return batches[0]

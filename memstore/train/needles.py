@@ -1,0 +1,193 @@
+"""Rows to learn retrieval from, made up as training goes: needles in text, a question, and the answer.
+
+The tasks are those of ``memstore.eval.tasks``, word by word. Every row ends with a question whose last token is the
+first of a block, so that the blocks before it hold the rest of the question and retrieve for the answer (``align``).
+
+Numbers vary in length, for that is what makes a small model copy instead of remember. The text around comes from
+several corpora; some rows hold near misses (other things with numbers after a colon) or tokens without sense.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from memstore.errors import InvalidArgument
+from memstore.eval.tasks import TASKS, Phrases, Riddle, two_hop
+from memstore.train.corpora import Tokens
+from memstore.train.recipes import Recipe
+
+NEAR = ("code", "number", "address", "count", "key", "password", "value", "version", "chapter", "verse", "size", "line")
+KINDS = (*NEAR, "passport", "pass", "port", "time", "date")
+
+
+class Varied(Phrases):
+    """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task asks for.
+
+    ``few``: part of the numbers that are made of two to four digits alone.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int, few: float = 0.0) -> None:
+        super().__init__(tokenizer)
+        self._digits = [self(str(digit))[0] for digit in range(10)]
+        self.bounds = shortest, longest
+        self._few = few
+
+    def numbers(self, rng: random.Random, count: int, digits: int = 0) -> list[list[int]]:  # noqa: ARG002
+        """``count`` different numbers."""
+        found: list[list[int]] = []
+        while len(found) < count:
+            pool = rng.sample(self._digits, rng.randint(2, 4)) if rng.random() < self._few else self._digits
+            number = rng.choices(pool, k=rng.randint(*self.bounds))
+            if number not in found:
+                found.append(number)
+        return found
+
+
+class Distractions:
+    """What makes a text harder to search."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._phrases = Varied(tokenizer, 3, 12)
+        self._vocabulary = len(tokenizer)
+
+    def nonsense(self, rng: Generator, count: int) -> Tokens:
+        """Random tokens: of all, or of a few with many digits and signs among them."""
+        if rng.random() < 0.4:
+            return rng.integers(2, self._vocabulary, count, dtype=np.int32)
+        few = rng.integers(2, self._vocabulary, rng.choice([3, 10, 40]), dtype=np.int32).tolist()
+        few += self._phrases("0123456789") * int(rng.integers(3))
+        few += self._phrases(":|") * int(rng.integers(3))
+        return rng.choice(np.array(few, np.int32), count)
+
+    def near_miss(self, rng: random.Random) -> list[int]:
+        """What looks like a needle, or like the question for one, and is not."""
+        phrases, kind, chance = self._phrases, rng.choice(KINDS), rng.random()
+        (number,) = phrases.numbers(rng, 1)
+        if chance < 0.4:
+            return phrases(f"|The {kind} is:") + number + phrases("|")
+        if chance < 0.6:
+            return phrases(rng.choice(("", " the", " a")) + f" {kind}:") + number
+        if chance < 0.7:
+            return phrases(f"|What is the {kind}? The {kind} is")
+        if chance < 0.8:
+            return phrases(":") + number + phrases("|")
+        if chance < 0.9:
+            return phrases("The passkey is" + rng.choice((" lost", " not here", " unknown")))
+        return phrases(" passkey")
+
+
+def one_hop(phrases: Phrases, rng: random.Random) -> Riddle:
+    """The links of two hops, of which one is asked for: the first half of the way to learn."""
+    riddle = two_hop(phrases, rng)
+    end = riddle.answer.index(phrases(",")[0])
+    question = phrases("|The step from") + riddle.question[len(phrases("|The path from")) :]
+    return Riddle(riddle.needles, question, riddle.answer[:end] + phrases("|"), riddle.hops[:1])
+
+
+ASKED = {**TASKS, "one-hop": one_hop}
+
+
+class Row(NamedTuple):
+    """``T`` tokens, which of them are the answer, and which may distract other rows."""
+
+    ids: Tokens
+    answer: NDArray[np.bool_]
+    free: NDArray[np.bool_]
+
+
+class Rows(Dataset[Any]):
+    """Item ``i`` is the batch of step ``i``: a function of the recipe, the seed and ``i`` alone."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: PreTrainedTokenizerBase,
+        texts: Sequence[Tokens],
+        tokens_per_block: int,
+        count: int,
+        seed: int,
+    ) -> None:
+        """``texts``: what surrounds the needles. ``count``: batches."""
+        self._recipe = recipe
+        self._phrases = Varied(tokenizer, 0, 0, recipe.few_digits)
+        self._distractions = Distractions(tokenizer)
+        self._texts = texts
+        self._tokens_per_block = tokens_per_block
+        self._count = count
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """``input_ids``, ``answer`` and ``free`` as in ``Row``, ``[B, T]`` each."""
+        rng, recipe = np.random.default_rng([self._seed, number]), self._recipe
+        plain = random.Random(int(rng.integers(1 << 62)))
+        progress = number / self._count
+        blocks = plain.randint(*recipe.ramped(recipe.blocks, progress))
+        riddles = [self._riddle(plain, progress) for _ in range(self._rows(blocks))]
+        blocks = max([blocks, *map(self._least_blocks, riddles)])
+        hard = progress >= recipe.hard_from
+        rows = [self._row(rng, plain, riddle, blocks, hard) for riddle in riddles[: self._rows(blocks)]]
+        ids, answer, free = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        return {"input_ids": ids.long(), "answer": answer, "free": free}
+
+    def _rows(self, blocks: int) -> int:
+        """Rows of so many blocks, and one for the answer, in a step."""
+        return max(1, self._recipe.tokens // ((blocks + 1) * self._tokens_per_block))
+
+    def _least_blocks(self, riddle: Riddle) -> int:
+        """Blocks that hold needles and question."""
+        return -(-(sum(map(len, riddle.needles)) + len(riddle.question) - 1) // self._tokens_per_block)
+
+    def _riddle(self, plain: random.Random, progress: float) -> Riddle:
+        shares = self._recipe.tasks_at(progress)
+        (task,) = plain.choices(list(shares), list(shares.values()))
+        self._phrases.bounds = self._recipe.ramped(self._recipe.digits[task], progress)
+        return ASKED[task](self._phrases, plain)
+
+    def _row(self, rng: Generator, plain: random.Random, riddle: Riddle, blocks: int, hard: bool) -> Row:
+        start, length = blocks * self._tokens_per_block + 1, (blocks + 1) * self._tokens_per_block
+        room = start - len(riddle.question) - sum(map(len, riddle.needles))
+        after = length - start - len(riddle.answer)
+        if after < 0:
+            raise InvalidArgument(f"answers of {self._recipe.name} do not fit into a block of {self._tokens_per_block}")
+        answer, free = np.zeros(length, bool), np.ones(length, bool)
+        answer[start : start + len(riddle.answer)] = True
+        free[start - 1 :] = False
+        parts: list[Any] = []
+        at, before = 0, 0
+        text = self._text(rng, plain, room, hard)
+        places = sorted(plain.randint(0, room) for _ in riddle.needles)
+        for place, needle in zip(places, plain.sample(riddle.needles, len(places)), strict=True):
+            at += place - before
+            free[at : at + len(needle)] = False
+            at += len(needle)
+            parts += [text[before:place], needle]
+            before = place
+        parts += [text[before:], riddle.question, riddle.answer, self._text(rng, plain, after, hard)]
+        return Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
+
+    def _text(self, rng: Generator, plain: random.Random, count: int, hard: bool) -> Tokens:
+        if hard and plain.random() < self._recipe.nonsense:
+            return self._distractions.nonsense(rng, count)
+        corpus = plain.choice(self._texts)
+        start = plain.randrange(len(corpus) - count)
+        text: Tokens = corpus[start : start + count].copy()
+        if hard and plain.random() < self._recipe.near_misses:
+            for _ in range(plain.randint(1, 2)):
+                miss = self._distractions.near_miss(plain)
+                if len(miss) < count:
+                    at = plain.randrange(count - len(miss))
+                    text[at : at + len(miss)] = miss
+        return text

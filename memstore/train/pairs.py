@@ -1,0 +1,86 @@
+"""Prompts and their answers, from a JSON Lines file: the loss is on the answers alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.train.align import align, filler_token
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Token ids of a prompt, aligned, and of what is to follow it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def read_pairs(path: Path, *, prompt: str = "prompt", answer: str = "answer") -> list[tuple[str, str]]:
+    """The pairs of texts in ``path``, one JSON object a line; ``prompt`` and ``answer`` name its fields.
+
+    Raises ``NotFound`` without the file, and ``InvalidArgument`` for a line that is no such object.
+    """
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise NotFound(f"no file {path}. Name a JSON Lines file of prompts and answers.") from None
+    except IsADirectoryError:
+        raise InvalidArgument(f"{path} is a folder; a JSON Lines file was expected.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start:,}).") from None
+    found = [
+        _pair(line, f"line {number} of {path}", prompt, answer) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not found:
+        raise InvalidArgument(f"{path} is empty: there is nothing to train on.")
+    return found
+
+
+def _pair(line: str, where: str, prompt: str, answer: str) -> tuple[str, str]:
+    try:
+        value: Any = json.loads(line)
+    except ValueError as error:
+        raise InvalidArgument(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{where} is not an object with {prompt!r} and {answer!r}, but {type(value).__name__}")
+    for name in (prompt, answer):
+        if not isinstance(value.get(name), str) or not value[name].strip():
+            raise InvalidArgument(
+                f"{where} has no text {name!r}; its fields are {', '.join(map(repr, value)) or 'none'}. "
+                "Choose fields with --prompt-field and --answer-field."
+            )
+    return value[prompt], value[answer]
+
+
+def encode_pairs(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, tokens_per_block: int) -> list[Pair]:
+    """Pairs as tokens: prompts are aligned with blocks, answers end with the end-of-text token."""
+    filler = filler_token(tokenizer)
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    prompts = tokenizer([prompt for prompt, _ in pairs], add_special_tokens=False, verbose=False)["input_ids"]
+    answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False, verbose=False)["input_ids"]
+    return [
+        Pair(align(prompt, tokens_per_block, filler), answer + end)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def collate_pairs(pairs: list[Pair]) -> dict[str, Tensor]:
+    """A batch, filled up at the end, where a causal model cannot see it; so it needs no mask."""
+    width = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
+    ids = torch.zeros(len(pairs), width, dtype=torch.int64)
+    labels = torch.full_like(ids, IGNORED)
+    for row, pair in enumerate(pairs):
+        start, stop = len(pair.prompt), len(pair.prompt) + len(pair.answer)
+        ids[row, :stop] = torch.tensor(pair.prompt + pair.answer)
+        labels[row, start:stop] = ids[row, start:stop]
+    return {"input_ids": ids, "labels": labels}

@@ -1,0 +1,124 @@
+"""The folder of a run: the finished model, the settings that made it, checkpoints on the way, a log.
+
+::
+
+    OUT/
+      config.json, model.safetensors, tokenizer.json ...   the model, when it is done
+      run.json          the settings; a run with others is refused
+      log.jsonl         one line for every few steps
+      report.json       what was reached; written last
+      checkpoints/      the last two, to resume from
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memstore.errors import DifferentRun, InvalidArgument
+
+SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
+
+BEGINNINGS = (SETTINGS, LOG, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+"""All that a run leaves that came to nothing; another one may take its place."""
+
+
+class Run:
+    """An output folder that is ours."""
+
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+        """Make the folder, or go on with the run that is there.
+
+        Raises ``DifferentRun`` if it has other settings, ``InvalidArgument`` if the folder holds anything else.
+        """
+        self.out = out
+        wanted = json.loads(json.dumps(settings))  # as it will be read
+        path = out / SETTINGS
+        if path.exists():
+            there = json.loads(path.read_text("utf-8"))
+            if there == wanted:
+                return
+            if self.report is not None or self.checkpoint() is not None:
+                raise _different(out, there, wanted)
+            for name in BEGINNINGS:
+                (out / name).unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)  # none of them is whole
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InvalidArgument(f"{out} exists and is not a training run; name a new folder with --out")
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, wanted)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.out / CHECKPOINTS
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """What was reached, if the run is done."""
+        path = self.out / REPORT
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint that is whole."""
+        return last_checkpoint(self.out)
+
+    def drop_incomplete(self) -> None:
+        """Remove checkpoints whose writing was cut short."""
+        for path in self.checkpoints.glob("checkpoint-*"):
+            if not (path / COMPLETE).exists():
+                shutil.rmtree(path)
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Write the report, and with it that the run is done."""
+        write_json(self.out / REPORT, report)
+
+    def rewind_log(self, step: int) -> None:
+        """Forget what the log says of later steps, for they come again."""
+        path = self.out / LOG
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add a line to the log."""
+        with (self.out / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint of the run in ``out``."""
+    whole = [path for path in (out / CHECKPOINTS).glob("checkpoint-*") if (path / COMPLETE).exists()]
+    return max(whole, key=lambda path: complete(path)["step"], default=None)
+
+
+def complete(checkpoint: Path) -> dict[str, int]:
+    """How far a whole checkpoint is: its step, and the tokens trained on until then."""
+    found: dict[str, int] = json.loads((checkpoint / COMPLETE).read_text("utf-8"))
+    return found
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write all of it or nothing."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def _different(out: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> DifferentRun:
+    old, new = _flat(there), _flat(wanted)
+    name, *more = [name for name in old | new if old.get(name) != new.get(name)]
+    others = f" (and {len(more)} more)" if more else ""
+    return DifferentRun(
+        f"{out} holds another run: its {name} is {old.get(name)!r}, not {new.get(name)!r}{others}."
+        " Name a new folder with --out, or repeat the command that began it."
+    )
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, each in value.items():
+        flat |= _flat(each, f"{prefix}{name}.") if isinstance(each, dict) else {prefix + name: each}
+    return flat

@@ -1,0 +1,111 @@
+"""One run from its folder to its report, in one process or several."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+from memstore.models.drt import DRTConfig
+from memstore.train.run import REPORT, Run, complete
+from memstore.train.segments import Shuffled
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.start import Folder, quiet
+from memstore.train.trainer import DRTTrainer, arguments
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run, and how it is carried out."""
+
+    run: Run
+    state: PartialState
+    """The processes that take part."""
+    optimisation: Optimisation
+    runtime: Runtime
+
+    def drawn(self, items: Any) -> Shuffled:
+        """As many of ``items`` as training will see, shuffled; those of all processes."""
+        wanted = self.optimisation
+        batch = wanted.batch * wanted.accumulate * self.state.num_processes
+        steps = wanted.steps or math.ceil(wanted.epochs * len(items) / batch)
+        return Shuffled(items, steps * batch, wanted.seed)
+
+    def arguments(self, config: DRTConfig, items: int, batch: int) -> TrainingArguments:
+        """What the Trainer is told for ``items`` to be seen in batches of ``batch``."""
+        steps = items // (batch * self.optimisation.accumulate * self.state.num_processes)
+        return arguments(self.run, config, self.optimisation, self.runtime, steps, batch)
+
+    def fit(self, trainer: DRTTrainer, measure: Callable[[], Report]) -> Report:
+        """Train, write the model, measure it, and write the report."""
+        last = self.run.checkpoint()
+        resumed = 0 if last is None else complete(last)["step"]
+        if self.runtime.gradient_checkpointing:
+            _keep_few_activations(trainer.trained)
+        begun = time.perf_counter()
+        self._train(trainer, last)
+        seconds = time.perf_counter() - begun
+        trainer.check_weights()
+        if self.state.is_main_process:
+            trainer.trained.save_pretrained(self.run.out)
+            self.run.finish({**_figures(trainer, resumed, seconds), **measure()})
+        self.state.wait_for_everyone()
+        assert self.run.report is not None, f"{REPORT} has just been written"
+        return self.run.report
+
+    def _train(self, trainer: DRTTrainer, last: Path | None) -> None:
+        bar = None
+        if self.runtime.progress and self.state.is_main_process:
+            from memstore.train.progress import Bar
+
+            bar = Bar()
+            trainer.add_callback(bar)
+        try:
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        finally:
+            if bar is not None:
+                bar.stop()
+
+
+@contextmanager
+def session(
+    out: Folder, settings: Mapping[str, Any], optimisation: Optimisation, runtime: Runtime
+) -> Iterator[Session]:
+    """Begin the run in the folder ``out``, or go on with it; transformers is silent meanwhile."""
+    state = PartialState(cpu=runtime.device == "cpu")
+    with state.main_process_first():
+        run = Run(Path(out).expanduser(), {**settings, "processes": state.num_processes})
+        if state.is_main_process and run.report is None:
+            run.drop_incomplete()
+    with quiet():
+        yield Session(run, state, optimisation, runtime)
+
+
+def _figures(trainer: DRTTrainer, resumed: int, seconds: float) -> Report:
+    return {
+        "model": str(trainer.run.out),
+        "parameters": sum(parameter.numel() for parameter in trainer.trained.parameters()),
+        "steps": trainer.state.global_step,
+        "resumed_from_step": resumed,
+        "tokens": trainer.tokens_before + trainer.tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_second": round(trainer.tokens / seconds, 1),
+        "loss": round(next(each["loss"] for each in reversed(trainer.state.log_history) if "loss" in each), 6),
+    }
+
+
+def _keep_few_activations(model: Any) -> None:
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name in newer transformers
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)

@@ -1,0 +1,128 @@
+"""What a training starts from: sizes or a model folder, and a tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.train.run import Run
+
+Folder = str | Path
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model before the first step."""
+
+    config: DRTConfig
+    init: Folder | None
+    """The folder of a model to go on with; None for random weights."""
+    tokenizer: Folder | None
+    """The folder of a tokenizer; None for that of ``init``, or for one that is trained."""
+
+    def settings(self) -> dict[str, Any]:
+        """As a run's settings keep it."""
+        names = [name for name in inspect.signature(DRTConfig).parameters if name not in ("kwargs", "use_cache")]
+        return {
+            "config": {name: getattr(self.config, name) for name in names},
+            "init": None if self.init is None else _digest(Path(self.init), "*.safetensors"),
+            "tokenizer": None if self.tokenizer is None else _digest(Path(self.tokenizer), "tokenizer*.json"),
+        }
+
+    def tokenizer_of(
+        self, run: Run, make: Callable[[], PreTrainedTokenizerBase] | None = None
+    ) -> PreTrainedTokenizerBase:
+        """The run's own tokenizer; if it has none yet, the one to start from, or what ``make`` makes."""
+        if (run.out / "tokenizer.json").exists():
+            return load_tokenizer(run.out)
+        folder = self.tokenizer or self.init
+        tokenizer = make() if folder is None and make is not None else load_tokenizer(str(folder))
+        if len(tokenizer) > self.config.vocab_size:
+            raise InvalidArgument(
+                f"the tokenizer has {len(tokenizer):,} tokens, the model knows {self.config.vocab_size:,}"
+            )
+        tokenizer.save_pretrained(run.out)
+        return tokenizer
+
+    def model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> DRTForCausalLM:
+        """The model, with weights that ``seed`` decides where it is new."""
+        transformers.set_seed(seed)
+        if self.init is not None:
+            model: DRTForCausalLM = DRTForCausalLM.from_pretrained(self.init, dtype=torch.float32)
+            return model
+        self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        return DRTForCausalLM(self.config)
+
+
+def starting(config: DRTConfig | None, init: Folder | None = None, tokenizer: Folder | None = None) -> Start:
+    """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``."""
+    size = None if tokenizer is None else len(load_tokenizer(tokenizer))
+    if init is None:
+        chosen = copy.deepcopy(config) if config is not None else DRTConfig.preset("tiny")
+        chosen.vocab_size = chosen.vocab_size if size is None else size
+        return Start(chosen, init, tokenizer)
+    chosen = load_config(init)
+    if size is not None and size > chosen.vocab_size:
+        raise InvalidArgument(
+            f"the tokenizer {tokenizer} has {size:,} tokens, the model {init} knows {chosen.vocab_size:,}: "
+            "leave --tokenizer out to use the model's own"
+        )
+    return Start(chosen, init, tokenizer)
+
+
+def load_config(folder: Folder) -> DRTConfig:
+    """The configuration of the DRT in ``folder``."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
+    kind = json.loads(path.read_text("utf-8")).get("model_type")
+    if kind != DRTConfig.model_type:
+        raise InvalidArgument(f"the model in {folder} is of the type {kind!r}, not a DRT ({DRTConfig.model_type!r})")
+    config: DRTConfig = DRTConfig.from_pretrained(folder)
+    return config
+
+
+def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder``."""
+    try:
+        with quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise NotFound(f"no tokenizer in {folder}: {str(error).strip().partition(chr(10))[0]}") from None
+    return tokenizer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and printing advice inside the block."""
+    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _digest(folder: Path, pattern: str) -> str:
+    state = xxhash.xxh3_64()
+    for path in sorted(folder.glob(pattern)):
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                state.update(piece)
+    return state.hexdigest()

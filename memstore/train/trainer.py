@@ -1,0 +1,254 @@
+"""The Trainer of transformers, with this package's schedule, an answer to losses that are not finite, and a bank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import TrainerControl, TrainerState
+
+from memstore.errors import TrainingDiverged
+from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.train.bank import Bank
+from memstore.train.needles import Rows
+from memstore.train.recipes import Recipe
+from memstore.train.run import COMPLETE, Run, complete, write_json
+from memstore.train.settings import Optimisation, Runtime
+
+KEPT_CHECKPOINTS = 2
+ADAPTIVE = "adamw_torch"
+
+
+def arguments(
+    run: Run, config: DRTConfig, optimisation: Optimisation, runtime: Runtime, steps: int, batch: int
+) -> TrainingArguments:
+    """What the Trainer is told; everything else about a run is in ``DRTTrainer``."""
+    cpu = runtime.device == "cpu" or not torch.cuda.is_available()
+    made = TrainingArguments(
+        output_dir=str(run.checkpoints),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=optimisation.accumulate,
+        learning_rate=optimisation.learning_rate,
+        weight_decay=optimisation.weight_decay,
+        adam_beta1=optimisation.betas[0],
+        adam_beta2=optimisation.betas[1],
+        max_grad_norm=optimisation.clip,
+        optim=ADAPTIVE,
+        seed=optimisation.seed,
+        bf16=optimisation.bf16,
+        save_steps=runtime.save_every,
+        save_total_limit=KEPT_CHECKPOINTS,
+        logging_steps=runtime.log_every,
+        logging_nan_inf_filter=False,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=not cpu,
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
+        # Only where scores weigh nothing do parameters go without a gradient.
+        ddp_find_unused_parameters=config.fusion == "chunked" or config.retrieval == "external",
+        disable_tqdm=True,
+        report_to="none",
+    )
+    # Several GPUs in one process would be DataParallel, which knows nothing of banks; torchrun starts one for each.
+    made._n_gpu = min(made.n_gpu, 1)
+    return made
+
+
+def rate(step: int, steps: int, optimisation: Optimisation) -> float:
+    """The learning rate of a step as a part of the highest: linear warm-up on a cosine from 1 to ``final_rate``."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+    warm = min(1.0, (step + 1) / max(1, min(optimisation.warmup, steps // 10)))
+    return warm * (optimisation.final_rate + (1 - optimisation.final_rate) * cosine)
+
+
+class DRTTrainer(Trainer):
+    """Trains on batches with ``labels``."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: DRTForCausalLM,
+        args: TrainingArguments,
+        optimisation: Optimisation,
+        *,
+        data: Any,
+        collate: Callable[[list[Any]], dict[str, Tensor]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        super().__init__(model=model, args=args, train_dataset=data, data_collator=collate, processing_class=tokenizer)
+        self.run = run
+        self.trained = model
+        self.optimisation = optimisation
+        self.tokens = 0
+        """Tokens trained on since this process began."""
+        self.tokens_before = 0
+        """Tokens trained on before the checkpoint that it began with."""
+        self.parts: dict[str, list[Tensor]] = {}
+        """What the next line of the log is to tell beside the loss."""
+        # What prints to standard output, where only reports belong.
+        self.callback_handler.callbacks = [
+            each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
+        ]
+        self.add_callback(Keeper(self))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+        """See ``rate``."""
+        if self.lr_scheduler is None:
+            chosen: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = LambdaLR(chosen, lambda step: rate(step, num_training_steps, self.optimisation))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices."""
+        return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one batch. Raises ``TrainingDiverged`` for a loss that is not finite."""
+        self.tokens += inputs["input_ids"].numel() * self.args.world_size
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if not bool(torch.isfinite(loss)):
+            raise self.diverged(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+        return loss
+
+    def diverged(self, what: str) -> TrainingDiverged:
+        """The error that ends a training whose numbers are not finite."""
+        last = self.run.checkpoint()
+        kept = f"The last good checkpoint is {last}" if last else "No checkpoint had been written"
+        on = f"start again from it with --init {last}," if last else "start again"
+        return TrainingDiverged(f"{what}; training stopped. {kept}: {on} a new --out and a smaller --learning-rate.")
+
+    def check_weights(self) -> None:
+        """Raise ``TrainingDiverged`` if a weight is not finite."""
+        for name, parameter in self.trained.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise self.diverged(f"{name} is no longer finite after step {self.state.global_step}")
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the means of ``parts`` to what is logged."""
+        means = {name: float(torch.stack(values).mean()) for name, values in self.parts.items()}
+        self.parts.clear()
+        super().log({**logs, **means}, start_time)
+
+
+class NeedleTrainer(DRTTrainer):
+    """Trains on the batches of ``needles.Rows``: the answer's loss, and some language modelling."""
+
+    def __init__(self, recipe: Recipe, run: Run, model: DRTForCausalLM, *rest: Any, **options: Any) -> None:
+        super().__init__(run, model, *rest, **options)
+        self.recipe = recipe
+        self.bank = Bank(model, recipe)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Answer and text, weighted as the recipe says."""
+        assert not return_outputs
+        ids, free = inputs["input_ids"], inputs["free"]
+        shared = self.bank.shared(free, self.state.global_step / self.state.max_steps)
+        logits = model(input_ids=ids, shared=shared, use_cache=False).logits[:, :-1]
+        self.bank.keep(free)
+        asked, targets = inputs["answer"][:, 1:], ids[:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+        answer, text = losses[asked].mean(), losses[~asked].mean()
+        self._note("answer_loss", answer)
+        self._note("text_loss", text)
+        self._note("whole_answers", whole_answers(logits, targets, asked).float().mean())
+        return self.recipe.answer_weight * answer + self.recipe.text_weight * text
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self.parts.setdefault(name, []).append(value.detach())
+
+
+def whole_answers(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
+    """``[B]``: whether each token of a row's answer is the likeliest; that is what greedy generation would write."""
+    right = logits[asked].argmax(-1) == targets[asked]
+    wrong: Tensor = torch.zeros_like(asked).masked_scatter(asked, ~right)
+    return ~wrong.any(1)
+
+
+@torch.no_grad()
+def measure_answers(model: DRTForCausalLM, rows: Rows, count: int) -> float:
+    """The part of ``count`` rows of which ``model`` gives the whole answer."""
+    model.train(False)
+    right, seen, number = 0, 0, 0
+    while seen < count:
+        batch = {name: value.to(model.device) for name, value in rows[number].items()}
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+        right += int(whole_answers(logits, batch["input_ids"][:, 1:], batch["answer"][:, 1:]).sum())
+        seen += len(logits)
+        number += 1
+    return right / seen
+
+
+@torch.no_grad()
+def perplexity(model: DRTForCausalLM, segments: Any, batch: int) -> float:
+    """Of ``segments [N, T]`` (an array of token ids), all tokens but the first of each."""
+    model.train(False)
+    total = 0.0
+    for start in range(0, len(segments), batch):
+        ids = torch.from_numpy(segments[start : start + batch]).long().to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        total += float(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum"))
+    return math.exp(total / segments[:, 1:].size)
+
+
+class Keeper(TrainerCallback):
+    """Says when a checkpoint is whole, keeps the bank in it, and writes the log."""
+
+    def __init__(self, trainer: DRTTrainer) -> None:
+        self._trainer = trainer
+        self._begun = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Go on where the last checkpoint ended."""
+        self._begun = time.perf_counter()
+        last = self._trainer.run.checkpoint()
+        if last is not None:
+            self._trainer.tokens_before = complete(last)["tokens"]
+            if isinstance(self._trainer, NeedleTrainer):
+                self._trainer.bank.load(last / f"bank-{args.process_index}.safetensors", args.device)
+        if state.is_world_process_zero:
+            self._trainer.run.rewind_log(state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add what the Trainer does not know of, and last of all the word that the checkpoint is whole."""
+        self._trainer.check_weights()
+        folder = self._trainer.run.checkpoints / f"checkpoint-{state.global_step}"
+        if isinstance(self._trainer, NeedleTrainer):
+            self._trainer.bank.save(folder / f"bank-{args.process_index}.safetensors")
+        self._trainer.accelerator.wait_for_everyone()
+        if state.is_world_process_zero:
+            tokens = self._trainer.tokens_before + self._trainer.tokens
+            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": tokens})
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Let the log tell of the last step, whatever its number."""
+        control.should_log |= state.global_step == state.max_steps
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A line of the log."""
+        if state.is_world_process_zero and logs and "loss" in logs:
+            speed = round(self._trainer.tokens / (time.perf_counter() - self._begun))
+            rounded = {name: round(value, 6) for name, value in logs.items() if name != "epoch"}
+            self._trainer.run.log({"step": state.global_step, **rounded, "tokens_per_second": speed})

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.eval.perplexity import perplexity, places, without_retrieval
+from memstore.models.drt import DRTForCausalLM
+from tests.eval.drts import small_drt
+
+
+def text(count: int) -> Tensor:
+    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def one_pass(model: DRTForCausalLM, tokens: Tensor, scored: int) -> float:
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0, -scored - 1 : -1]
+    return float(F.cross_entropy(logits, tokens[-scored:]).exp())
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+def test_perplexities_are_those_of_one_pass(positions: str) -> None:
+    model, tokens = small_drt(positions=positions), text(1200)
+    rows = perplexity(model, tokens, [200, 601, 1200], scored=90, samples=1)
+    assert [row.length for row in rows] == [200, 601, 1200]
+    for row in rows:
+        assert row.scored == 90
+        assert row.memory == pytest.approx(one_pass(model, tokens[-row.length :], 90), rel=1e-4)
+        assert row.window == pytest.approx(one_pass(without_retrieval(model), tokens[-row.length :], 90), rel=1e-4)
+        assert row.memory != pytest.approx(row.window, rel=1e-3)
+
+
+def test_samples_are_at_the_same_places_for_all_lengths() -> None:
+    assert places(1000, 400, 1) == [1000]
+    assert places(1000, 400, 3) == [400, 700, 1000]
+    assert places(400, 400, 3) == [400]
+    model, tokens = small_drt(), text(600)
+    heard: list[int] = []
+    (row,) = perplexity(model, tokens, [200], scored=50, samples=3, advance=heard.append)
+    expected = [one_pass(model, tokens[end - 200 : end], 50) for end in (200, 400, 600)]
+    assert row.memory == pytest.approx(float(torch.tensor(expected).log().mean().exp()), rel=1e-4)
+    assert row.to_dict().keys() == {"length", "scored", "window", "memory", "ratio"}
+    assert sum(heard) == 600
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"lengths": [1001]}, "the text has 1,000 tokens"),
+        ({"lengths": [51]}, "no room for 50 scored tokens"),
+        ({"samples": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(wrong: dict[str, Any], says: str) -> None:
+    options: dict[str, Any] = {"lengths": [200], "scored": 50, **wrong}
+    with pytest.raises(InvalidArgument, match=says):
+        perplexity(small_drt(), text(1000), **options)

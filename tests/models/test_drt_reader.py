@@ -1,0 +1,398 @@
+"""A document read into a memory answers as one forward pass over the whole text does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memstore
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.models.drt import DRTForCausalLM, Reader
+from memstore.models.drt.reader import memory_spec
+from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer
+from tests.models.child import model as model_of_child
+from tests.models.drt import KINDS, close, logits, make, tokens
+
+READS = [kind for kind in KINDS if kind != "none"]
+KILLS = 12
+QUESTION = 17
+
+
+@torch.no_grad()
+def asked(model: DRTForCausalLM, reader: Reader, question: Tensor) -> Tensor:
+    """Logits of ``question [T]`` after the document."""
+    result: Tensor = model(question[None], past_key_values=reader.cache()).logits[0]
+    return result
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("length", [1, 7, 8, 403])
+def test_a_question_after_a_document_is_one_pass_over_both(kind: str, length: int) -> None:
+    # States near the middle of two float16 numbers are the same only if segments are cut alike.
+    model = make(kind, state_dtype="float32")
+    text = tokens(length + QUESTION)[0]
+    expected = logits(model, text[None])[0, length:]
+    for segment_blocks in (1, 5, 128):
+        with Reader(model, "ram:", segment_blocks=segment_blocks) as reader:
+            result = reader.read(text[:length])
+            assert (result.tokens, result.new, result.reused) == (length, length, 0)
+            close(asked(model, reader, text[length:]), expected)
+            assert len(reader) == length, "a question is not stored"
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi, two groups", "landmark uses own"])
+def test_pieces_and_reopening_make_no_difference(kind: str, tmp_path: Path) -> None:
+    model, text = make(kind), tokens(400)[0]
+    expected = logits(model, text[None])[0]
+    read = 0
+    for number, more in enumerate([1, 40, 5, 130, 7, 180]):
+        with Reader(model, tmp_path / "m", segment_blocks=4) as reader:
+            result = reader.read(text[: read + more]) if number % 2 else reader.append(text[read : read + more])
+            assert result.new == more
+            assert result.reused == (read if number % 2 else 0)
+            read += more
+            close(asked(model, reader, text[read : read + 10]), expected[read : read + 10])
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert memory.verify() == []
+
+
+def test_several_turns_are_one_text() -> None:
+    model, text = make("landmark uses own"), tokens(200)[0]
+    expected, place = logits(model, text[None])[0], 0
+    with Reader(model, "ram:", segment_blocks=4) as reader:
+        for turn in (90, 1, 30, 6, 50):
+            reader.append(text[place : place + turn])
+            place += turn
+            close(asked(model, reader, text[place : place + 20]), expected[place : place + 20])
+
+
+def test_a_prompt_is_continued_in_pieces_and_in_rows() -> None:
+    model, text = make("alibi, two groups"), tokens(300)[0]
+    questions = tokens(25, rows=2, seed=3)
+    expected = torch.cat([logits(model, torch.cat([text, q])[None])[:, 300:] for q in questions])
+    with Reader(model, "ram:") as reader:
+        reader.read(text)
+        cache = reader.cache(2)
+        with torch.no_grad():
+            outputs = [model(piece, past_key_values=cache).logits for piece in questions.split([1, 9, 3, 12], 1)]
+        close(torch.cat(outputs, 1), expected)
+        mask = torch.ones(2, 25, dtype=torch.long)
+        mask[1, :9] = 0
+        with torch.no_grad():
+            padded = model(questions, attention_mask=mask, past_key_values=reader.cache(2)).logits
+        close(padded[0], expected[0])
+        close(padded[1, 9:], logits(model, torch.cat([text, questions[1, 9:]])[None])[0, 300:])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
+def test_generating_after_a_document_is_generating_after_the_text(options: dict[str, int]) -> None:
+    model, text = make("rope"), tokens(300)[0]
+    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, **options}
+    prompts = tokens(9, rows=2, seed=4)
+    expected = model.generate(torch.cat([text.expand(2, -1), prompts], 1), **options)[:, 300:]  # type: ignore[misc, arg-type]
+    with Reader(model, "ram:") as reader:
+        reader.read(text)
+        assert torch.equal(reader.generate(prompts, **options), expected)
+
+
+def test_sampling_several_answers_gives_several() -> None:
+    model = make("rope")
+    with Reader(model, "ram:") as reader:
+        reader.read(tokens(100)[0])
+        sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, "pad_token_id": 0}
+        assert reader.generate(tokens(4), **sampling).shape == (3, 9)
+
+
+def test_nothing_to_go_on_from_is_an_error() -> None:
+    with Reader(make(), "ram:") as reader:
+        reader.read(tokens(30)[0])
+        for empty in (torch.empty(1, 0, dtype=torch.int64), torch.tensor([1, 2])):
+            with pytest.raises(InvalidArgument, match=r"\[rows, T\]"):
+                reader.generate(empty)
+
+
+@pytest.mark.parametrize("kind", ["rope", "random"])
+def test_an_empty_document_is_no_document(kind: str) -> None:
+    model, text = make(kind), tokens(60)[0]
+    with Reader(model, "ram:") as reader:
+        assert reader.read([]).tokens == 0
+        close(asked(model, reader, text), logits(model, text[None])[0])
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "float16", "bfloat16"])
+def test_blocks_are_stored_as_they_were_used(state_dtype: str, tmp_path: Path) -> None:
+    """Whatever a memory keeps them in, bit for bit: the same segments give the same logits before and after."""
+    for kind in ("rope", "external"):
+        model, text = make(kind, state_dtype=state_dtype), tokens(150)[0]
+        with Reader(model, tmp_path / kind) as reader:
+            reader.read(text)
+            states = reader.document.layer(0).gather(list(range(21)))["c"]
+            landmarks = reader.document.layer(0).landmarks(range(21))
+        cache = model(text[None], use_cache=True).past_key_values
+        close(states.float(), cache.table.gather(torch.arange(21)[None])[0].detach())
+        assert states.dtype == getattr(torch, state_dtype)
+        assert torch.equal(landmarks, landmarks.to(states.dtype).float())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    command = (sys.executable, "-m", "tests.models.child")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+def start(server: subprocess.Popen[str], *words: str | Path) -> int:
+    """Let a process begin; its number."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(*words, file=server.stdin, flush=True)
+    return int(server.stdout.readline())
+
+
+def wait(server: subprocess.Popen[str]) -> None:
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ended\n"
+
+
+def test_another_process_answers_bit_for_bit(tmp_path: Path, server: subprocess.Popen[str]) -> None:
+    with Reader(model_of_child(), tmp_path / "m") as reader:
+        reader.read(tokens(1_000)[0])
+    start(server, "answer", tmp_path / "m", tmp_path / "there.pt")
+    wait(server)
+    here, there = answer(tmp_path / "m"), torch.load(tmp_path / "there.pt", weights_only=True)
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name]), name
+
+
+def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
+    tmp_path: Path, server: subprocess.Popen[str]
+) -> None:
+    """SIGKILL again and again, each some milliseconds into reading; the last reader finishes."""
+    with Reader(model_of_child(), tmp_path / "undisturbed", segment_blocks=SEGMENT_BLOCKS) as reader:
+        reader.read(tokens(LENGTH)[0])
+    rng, folder, held = random.Random(0), tmp_path / "m", [0]
+    for _ in range(KILLS):
+        child = start(server, "read", folder)
+        time.sleep(rng.uniform(0.0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        wait(server)
+        held.append(tokens_left(folder))
+    assert held == sorted(held), "what was committed must stay"
+    assert len(set(held)) > KILLS // 4, "the kills should have met reading at several places"
+    with memstore.open(folder, mode="r") as memory:
+        assert memory.verify() == []
+    with Reader(model_of_child(), folder, segment_blocks=SEGMENT_BLOCKS) as reader:
+        result = reader.read(tokens(LENGTH)[0])
+        assert result.reused == held[-1]
+    ours, theirs = answer(folder), answer(tmp_path / "undisturbed")
+    # A reader that resumes computes the windows anew, in a product of another size, which is rounded otherwise.
+    for name, tensor in ours.items():
+        close(tensor, theirs[name])
+
+
+def tokens_left(folder: Path) -> int:
+    """The memory opens, and holds the beginning of the text in whole segments, with all their states."""
+    with memstore.open(folder, mode="r") as memory:
+        if not memory.documents():
+            return 0
+        document = memory.documents()[0]
+        held = document.tokens()
+        assert torch.equal(held, tokens(LENGTH)[0, : len(held)])
+        assert len(held) % (SEGMENT_BLOCKS * 7) == 0 or len(held) == LENGTH
+        assert len(document.layer(0).gather(list(document.blocks))["c"]) == document.n_blocks  # each verified
+        return len(held)
+
+
+def test_reading_runs_the_lower_layers_and_the_encoder_only() -> None:
+    model, calls = make("alibi, two groups"), {"lower": 0, "upper": 0, "encoder": 0, "lm_head": 0}
+
+    def count(name: str) -> Any:
+        def add(*_: object) -> None:
+            calls[name] += 1
+
+        return add
+
+    for name, module in model.named_modules():
+        kind = name.split(".")
+        if kind[:2] == ["model", "encoder"] and len(kind) == 2:
+            module.register_forward_hook(count("encoder"))
+        elif len(kind) > 1 and kind[1] in ("lower", "upper") and type(module).__name__.endswith("Layer"):
+            module.register_forward_hook(count(kind[1]))
+    model.lm_head.register_forward_hook(count("lm_head"))
+    with Reader(model, "ram:", segment_blocks=4) as reader:
+        reader.read(tokens(7 * 4 * 5)[0])
+        assert calls == {"lower": 5 * 2, "upper": 0, "encoder": 5, "lm_head": 0}
+        reader.cache()
+        assert calls["upper"] == 3, "once over the end of the document, to go on from there"
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"seed": 1}, "weights"),
+        ({"block_size": 16}, "block_size: 15 here, 7 in the memory"),
+        ({"state_dtype": "float16"}, "dtype: float16 here, float32 in the memory"),
+        ({"positions": "alibi"}, "positions: alibi here, rope in the memory"),
+        ({"upper_layers": (1, 1)}, "architecture"),
+    ],
+    ids=str,
+)
+def test_a_memory_of_another_model_is_refused(changes: dict[str, Any], difference: str, tmp_path: Path) -> None:
+    with Reader(make(), tmp_path / "m") as reader:
+        reader.read(tokens(50)[0])
+        with pytest.raises(ForeignMemory, match=difference):
+            Reader(make(**changes), reader.memory)
+    with pytest.raises(ForeignMemory, match=difference):
+        Reader(make(**changes), tmp_path / "m")
+    with Reader(make(), tmp_path / "m") as reader:
+        assert len(reader) == 50
+
+
+def test_a_memory_that_was_opened_by_hand_serves_too(tmp_path: Path) -> None:
+    model, text = make(), tokens(80)[0]
+    with memstore.open(tmp_path / "m", spec=memory_spec(model)) as memory:
+        with Reader(model, memory, "one") as one, Reader(model, memory, "two") as two:
+            one.read(text)
+            two.read(text.flip(0))
+        assert [document.name for document in memory.documents()] == ["one", "two"]
+        with Reader(model, memory, "two") as two:
+            close(asked(model, two, text[:9]), logits(model, torch.cat([text.flip(0), text[:9]])[None])[0, 80:])
+
+
+def test_a_memory_open_for_reading_answers_and_does_not_change(tmp_path: Path) -> None:
+    model, text = make(), tokens(80)[0]
+    with Reader(model, tmp_path / "m") as reader:
+        reader.read(text[:60])
+    with Reader(model, tmp_path / "m", mode="r") as reader:
+        close(asked(model, reader, text[60:]), logits(model, text[None])[0, 60:])
+        with pytest.raises(ReadOnlyMemory, match="mode 'a'"):
+            reader.append(text[60:])
+        with pytest.raises(ReadOnlyMemory, match="mode 'a'"):
+            reader.read(text)
+
+
+def test_another_text_under_the_same_name_is_refused() -> None:
+    model, text = make(), tokens(80)[0]
+    other = text.clone()
+    other[43] = text[43] % 50 + 1
+    with Reader(model, "ram:") as reader:
+        reader.read(text)
+        for start in (other, other[:50], [other[:20], other[20:]]):
+            with pytest.raises(InvalidArgument, match="token 43"):
+                reader.read(start)
+        assert reader.read(text[:50]).reused == 50
+        close(asked(model, reader, text[:9]), logits(model, torch.cat([text, text[:9]])[None])[0, 80:])
+
+
+@pytest.mark.parametrize("bad", [[1, 2, 97], [1, -1], torch.tensor([0.5]), torch.tensor([[1, 2], [3, 4]])], ids=str)
+def test_bad_tokens_are_refused(bad: Any) -> None:
+    model, text = make(), tokens(40)[0]
+    with Reader(model, "ram:") as reader:
+        reader.read(text[:20])
+        with pytest.raises(InvalidArgument, match="token"):
+            reader.append(bad)
+        reader.append(text[20:30])
+        close(asked(model, reader, text[30:]), logits(model, text[None])[0, 30:])
+
+
+def test_pieces_may_be_lists_tensors_or_what_an_iterator_gives() -> None:
+    model, text = make(), tokens(100)[0]
+    forms: list[Any] = [
+        text,
+        text[None],
+        text.tolist(),
+        tuple(text.tolist()),
+        text.numpy(),
+        [text[:30], text[30:]],
+        iter([text[:1].tolist(), [], text[1:].numpy()]),
+    ]
+    for form in forms:
+        with Reader(model, "ram:", segment_blocks=2) as reader:
+            assert reader.read(form).new == 100
+            assert torch.equal(reader.document.tokens(), text)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_progress_bar_shows_also_where_the_length_is_not_known(
+    known: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tokens(100)[0]
+    with Reader(make(), "ram:", document="book") as reader:
+        reader.read(text[None] if known else iter([text[:60], text[60:]]), progress=True)
+    shown = capfd.readouterr().err
+    assert "reading book" in shown
+    assert ("100 of 100 tokens" if known else "100 tokens") in shown
+
+
+def test_an_iterator_that_raises_leaves_what_was_read_and_a_reader_that_goes_on() -> None:
+    model, text = make(), tokens(200)[0]
+
+    def broken() -> Iterator[Sequence[int] | Tensor]:
+        yield text[:100]
+        raise OSError("the disk with the text went away")
+
+    with Reader(model, "ram:", segment_blocks=4) as reader:
+        with pytest.raises(OSError, match="went away"):
+            reader.read(broken())
+        assert len(reader) == 84, "whole segments"
+        result = reader.read(text[:190])
+        assert (result.reused, result.new) == (84, 106)
+        close(asked(model, reader, text[190:]), logits(model, text[None])[0, 190:])
+
+
+def test_two_readers_of_one_document_go_on_after_one_another(tmp_path: Path) -> None:
+    model, text = make(), tokens(200)[0]
+    with Reader(model, tmp_path / "m") as one, Reader(model, one.memory) as two:
+        for number, start in enumerate(range(0, 180, 30)):
+            (one, two)[number % 2].append(text[start : start + 30])
+        close(asked(model, one, text[180:]), logits(model, text[None])[0, 180:])
+
+
+def test_training_mode_comes_back_after_reading() -> None:
+    model = make(gumbel=100.0).train()
+    text = tokens(100)[0]
+    with Reader(model, "ram:") as reader:
+        reader.read(text[:90])
+        cache = reader.cache()
+        assert model.training
+        model.eval()
+        close(model(text[None, 90:], past_key_values=cache).logits[0].detach(), logits(model, text[None])[0, 90:])
+
+
+def test_what_cannot_read_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="retrieval='none'"):
+        Reader(make("none"), "ram:")
+    with pytest.raises(InvalidArgument, match="attach"):
+        Reader(torch.nn.Linear(1, 1), "ram:")  # type: ignore[arg-type]  # the mistake of somebody else
+    with pytest.raises(InvalidArgument, match="segment_blocks"):
+        Reader(make(), "ram:", segment_blocks=0)
+    model = make("external")
+    model.model.external = None
+    with pytest.raises(InvalidArgument, match="set_retriever"):
+        Reader(model, "ram:")
+
+
+def test_a_tokenizer_is_part_of_what_a_memory_belongs_to() -> None:
+    model = make()
+
+    class Words:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+    spec = memory_spec(model, Words())
+    assert spec.fingerprint.tokenizer is not None
+    other = replace(spec, fingerprint=replace(spec.fingerprint, tokenizer="another"))
+    with memstore.open("ram:", spec=other) as memory, pytest.raises(ForeignMemory, match="tokenizer"):
+        Reader(model, memory, tokenizer=Words())

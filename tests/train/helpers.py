@@ -1,0 +1,72 @@
+"""Small texts, small recipes, and ways to stop a training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memstore.train import RECIPES, Optimisation, Recipe, Runtime, corpora
+from memstore.train.trainer import DRTTrainer
+
+CONTEXT = 124
+SHORT = Optimisation(steps=16, batch=2, seed=3)
+RUNTIME = Runtime(device="cpu", save_every=5, log_every=4)
+
+
+def small(name: str = "passkey-cpu", **changes: Any) -> Recipe:
+    """A recipe of 16 small steps, which keeps blocks of earlier ones."""
+    defaults: dict[str, Any] = {"tokens": 512, "bank": 24, "checked": 6, "optimisation": Optimisation(steps=16, seed=1)}
+    return replace(RECIPES[name], **{**defaults, **changes})
+
+
+def use_little_text(patch: pytest.MonkeyPatch) -> None:
+    """Let recipes train on a part of their texts."""
+    topics, sources = corpora.topics()[:60_000], corpora.sources(40_000)
+    patch.setattr(corpora, "topics", lambda: topics)
+    patch.setattr(corpora, "sources", lambda: sources)
+
+
+class Stopped(Exception):
+    """Ends a training from within."""
+
+
+def stop() -> None:
+    raise Stopped
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
+    """Do something when a step is about to begin."""
+    ordinary = DRTTrainer.training_step
+
+    def acting(self: DRTTrainer, *arguments: Any, **named: Any) -> torch.Tensor:
+        if self.state.global_step + 1 == step:
+            act()
+        return ordinary(self, *arguments, **named)
+
+    patch.setattr(DRTTrainer, "training_step", acting)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two model folders have the same weights, bit for bit."""
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def losses(folder: Path) -> list[Any]:
+    """Step and loss of each line of a run's log."""
+    import json
+
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [(value["step"], value["loss"]) for value in map(json.loads, lines)]

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from memstore.errors import InvalidArgument
+from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.train import RECIPES, Recipe, align, corpora, train_recipe
+from memstore.train.bank import Bank
+from memstore.train.needles import Rows
+from memstore.train.recipes import find_recipe
+from memstore.train.tokens import train_tokenizer
+from memstore.train.trainer import rate
+from tests.train.helpers import RUNTIME, same_weights, small, use_little_text
+
+BLOCK = 31
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer([corpora.topics()[:60_000]], 512)
+
+
+def rows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    texts = list(corpora.encoded([corpora.topics()[:60_000]], tokenizer))
+    return Rows(recipe, tokenizer, texts, BLOCK, 100, 0)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_batch_depends_on_seed_and_number_alone(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows, again = rows_of(RECIPES[name], tokenizer), rows_of(RECIPES[name], tokenizer)
+    for _ in range(2):
+        rows[3]
+    assert all(torch.equal(rows[7][part], again[7][part]) for part in ("input_ids", "answer", "free"))
+    assert not torch.equal(rows[7]["input_ids"], rows[8]["input_ids"])
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_answers_are_in_the_row_and_begin_behind_the_first_token_of_a_block(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = rows_of(RECIPES[name], tokenizer)
+    for number in (0, 50, 99):
+        batch = rows[number]
+        assert batch["input_ids"].numel() <= RECIPES[name].tokens
+        for ids, answer in zip(batch["input_ids"].tolist(), batch["answer"], strict=True):
+            start = int(answer.nonzero()[0])
+            assert start % BLOCK == 1
+            stop = start + int(answer.sum())
+            text, asked = str(tokenizer.decode(ids[:start])), str(tokenizer.decode(ids[start:stop]))
+            if text.endswith("The passkey is:"):
+                assert f"|The passkey is:{asked}" in text
+            elif "|The step from" in text:
+                begin = text.rpartition("|The step from")[2].removesuffix("is:")
+                assert f"|DEF{begin}->{asked}" in text
+            else:
+                begin = text.rpartition("|The path from")[2].removesuffix("is:")
+                middle, end = asked.removesuffix("|").split(",")
+                assert f"|DEF{begin}->{middle}|" in text
+                assert f"|DEF{middle}->{end}|" in text
+                assert text.count("|DEF") >= 4
+
+
+def test_blocks_with_needles_and_answers_are_not_shared(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = rows_of(replace(RECIPES["passkey-cpu"], near_misses=0.0, nonsense=0.0), tokenizer)
+    batch = rows[0]
+    needle = tokenizer("|The passkey is:")["input_ids"]
+    for ids, free in zip(batch["input_ids"].tolist(), batch["free"].tolist(), strict=True):
+        places = [at for at in range(len(ids)) if ids[at : at + len(needle)] == needle]
+        assert places
+        assert not any(free[places[0] : places[0] + len(needle)])
+        assert not any(free[-BLOCK:])
+
+
+def test_stages_change_the_tasks() -> None:
+    recipe = replace(RECIPES["two-hop-cpu"], stages=((0.5, {"passkey": 1.0}), (1.0, {"two-hop": 1.0})))
+    assert recipe.tasks_at(0.0) == recipe.tasks_at(0.5) == {"passkey": 1.0, "two-hop": 0.0}
+    assert recipe.tasks_at(0.75) == {"passkey": 0.5, "two-hop": 0.5}
+    assert recipe.task == "two-hop"
+
+
+def test_rows_grow_with_the_ramp(tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = replace(RECIPES["passkey-cpu"], ramp=0.5, blocks=(3, 9))
+    rows = rows_of(recipe, tokenizer)
+    assert rows[0]["input_ids"].shape[1] == 4 * BLOCK
+    assert int(rows[0]["answer"].sum(1).max()) == recipe.digits["passkey"][0] + 1
+    assert recipe.ramped((3, 9), 0.25) == (3, 6)
+    assert recipe.ramped((3, 9), 0.8) == (3, 9)
+
+
+def test_the_bank_opens_late_and_keeps_what_misleads(tmp_path: Path) -> None:
+    recipe = small(share_from=0.4, bank_growth=0.5, bank=8, bank_age=2, share_rows=False)
+    torch.manual_seed(0)
+    model = DRTForCausalLM(DRTConfig.preset("tiny")).train()
+    bank = Bank(model, recipe)
+    ids, free = torch.randint(512, (4, 4 * BLOCK)), torch.ones(4, 4 * BLOCK, dtype=torch.bool)
+    free[:, BLOCK : 2 * BLOCK + 1] = False
+    for step in range(3):
+        assert bank.shared(free, 0.3) is None
+        model(ids, use_cache=False)
+        bank.keep(free, step)
+    assert bank.landmarks is not None
+    assert bank.query is not None
+    assert len(bank.landmarks) == 8
+    opened = bank.shared(free, 0.9)
+    assert opened is not None
+    assert opened.states is not None
+    assert len(opened.states) == 8
+    assert bank.shared(free, 0.42) is None
+    bank.save(tmp_path / "bank.safetensors")
+    again = Bank(DRTForCausalLM(DRTConfig.preset("tiny")), recipe)
+    again.load(tmp_path / "bank.safetensors", torch.device("cpu"))
+    assert again.landmarks is not None
+    assert torch.equal(again.landmarks, bank.landmarks)
+    bank.keep(free, 4)
+    model(ids[:1], use_cache=False)
+    bank.keep(free[:1], 9)
+    assert bank.born is not None
+    assert set(bank.born.tolist()) == {9}
+
+
+def test_the_control_of_two_hops_has_the_same_layers_in_one_group() -> None:
+    recipe = RECIPES["two-hop-cpu"]
+    control = recipe.with_groups(1)
+    assert control.model["upper_layers"] == [sum(recipe.model["upper_layers"])]
+    with pytest.raises(InvalidArgument, match="cannot be divided into 7 groups"):
+        recipe.with_groups(7)
+
+
+def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidArgument, match="no recipe is called 'magic'; choose one of passkey-cpu, two-hop-cpu"):
+        find_recipe("magic")
+
+
+def test_a_killed_recipe_resumes_to_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise, the order of data and the bank of earlier blocks included."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    child = subprocess.run([sys.executable, "-m", "tests.train.child", str(killed)], capture_output=True, text=True)
+    assert child.returncode == -9, child.stderr
+    (killed / "checkpoints/checkpoint-11").mkdir()  # one that was cut short
+    use_little_text(monkeypatch)
+    report = train_recipe(small(), killed, runtime=RUNTIME)
+    assert report["resumed_from_step"] == 10
+    expected = train_recipe(small(), whole, runtime=RUNTIME)
+    assert same_weights(killed, whole)
+    assert {name: report[name] for name in ("accuracy", "loss", "tokens")} == {
+        name: expected[name] for name in ("accuracy", "loss", "tokens")
+    }
+    assert expected["next_command"] == f"memstore eval passkey --model {whole}"
+
+
+def test_two_hops_train_with_two_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_little_text(monkeypatch)
+    recipe = small("two-hop-cpu", optimisation=replace(RECIPES["two-hop-cpu"].optimisation, steps=3))
+    report = train_recipe(recipe, tmp_path / "run", runtime=RUNTIME)
+    assert report["task"] == "two-hop"
+    assert 0 <= report["accuracy"] <= 1
+    model = DRTForCausalLM.from_pretrained(tmp_path / "run")
+    assert len(model.model.retrievers) == 2
+    with pytest.raises(InvalidArgument, match=r"passkey-cpu trains models whose upper_layers is .* Leave --init out"):
+        train_recipe(small(), tmp_path / "other", init=tmp_path / "run", runtime=RUNTIME)
+
+
+@pytest.mark.parametrize("length", [1, 2, 30, 31, 32, 33, 100])
+def test_an_aligned_prompt_ends_with_the_first_token_of_a_block(length: int) -> None:
+    aligned = align(range(length), BLOCK, filler=7)
+    assert len(aligned) % BLOCK == 1
+    assert aligned[-length:] == list(range(length))
+    assert set(aligned[:-length]) <= {7}
+    assert len(aligned) < length + BLOCK
+
+
+def test_the_trainer_does_what_a_plain_loop_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_little_text(monkeypatch)
+    optimisation = replace(RECIPES["passkey-cpu"].optimisation, steps=4)
+    recipe = small(optimisation=optimisation, bank=0, share_rows=False, model={"gumbel": 0.0})
+    train_recipe(recipe, tmp_path / "run", runtime=RUNTIME)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    texts = list(corpora.encoded([corpora.topics(), corpora.sources()], tokenizer))
+    torch.manual_seed(optimisation.seed)
+    model = DRTForCausalLM(DRTConfig.preset("tiny", gumbel=0.0)).train()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 1e-3}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    rows = Rows(recipe, tokenizer, texts, BLOCK, 4, optimisation.seed)
+    for step in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * rate(step, 4, optimisation)
+        batch = rows[step]
+        logits = model(batch["input_ids"], use_cache=False).logits[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="none")
+        asked = batch["answer"][:, 1:].flatten()
+        (losses[asked].mean() + 0.2 * losses[~asked].mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = dict(DRTForCausalLM.from_pretrained(tmp_path / "run").named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(trained[name], weight, rtol=0, atol=1e-5)
