@@ -25,7 +25,7 @@ from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document
 from memstore.memory.append import as_tokens
-from memstore.memory.ingest import background_writer, progress_bar
+from memstore.memory.ingest import background_workers, progress_bar
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -161,7 +161,7 @@ class _Reader:
         self.tokens = len(document)
         self.nll: list[Tensor] = []
         self._last_logits: Tensor | None = None
-        self._writer = background_writer()
+        self._writer = background_workers(1)
         self._pending: Future[None] | None = None
         sliding = [plan.sliding or 0 for plan in attached.architecture.layers if plan.local]
         span = self.selection.retrieval.span

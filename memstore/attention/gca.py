@@ -92,8 +92,10 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
         """``x [n, S, hidden]`` -> the same."""
-        q, k, v = (heads(part, self.head_count) for part in self.qkv(self.attention_norm(x)).chunk(3, -1))
-        x = x + self.out(merged(F.scaled_dot_product_attention(rotate(q, positions), rotate(k, positions), v)))
+        qkv = heads(self.qkv(self.attention_norm(x)), 3 * self.head_count)
+        qk, v = qkv.split((2 * self.head_count, self.head_count), 1)
+        q, k = rotate(qk, positions).chunk(2, 1)
+        x = x + self.out(merged(F.scaled_dot_product_attention(q, k, v)))
         out: Tensor = x + self.feed_forward(self.norm(x))
         return out
 

@@ -36,9 +36,10 @@ def rotary(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tup
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate ``x [..., T, D]`` by cosines and sines that broadcast to it (Su et al. 2021)."""
-    cos, sin = cos_sin
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    half = x.shape[-1] // 2
+    cos, sin = cos_sin[0][..., :half], cos_sin[1][..., :half]
+    first, second = x.split(half, -1)
+    return torch.cat([torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)], -1)
 
 
 def heads(x: Tensor, count: int) -> Tensor:

@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILES_BEFORE_FOLDING = 4
+UNFOLDED = 4
+"""Windows of queries up to which a segment is one product."""
+LEAST_TILE = 16
+"""Queries. A tile of half a window computes three scores for every two that count; smaller ones cost more."""
 
 
 class Window:
@@ -36,7 +39,7 @@ class Window:
         """``empty [B]``: how many of the ``past`` keys of each row do not exist. ``slopes [H]``: those of ALiBi."""
         self.past = past
         self.size = size
-        self.tile = 0 if tokens <= TILES_BEFORE_FOLDING * size else size
+        self.tile = 0 if tokens <= UNFOLDED * size else max(LEAST_TILE, size // 2)
         """Queries of a tile; 0 where the segment is not folded."""
         self.start = tokens if not self.tile else 0 if past == size - 1 and empty is None else size
         """Queries that are not folded: all, or the first ones, where they may see less than a whole window."""

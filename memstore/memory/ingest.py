@@ -38,17 +38,18 @@ def progress_bar(name: str, done: int, total: int | None, show: bool) -> Iterato
         yield advance
 
 
-def background_writer() -> ThreadPoolExecutor:
-    """A thread that commits beside the model.
+def background_workers(count: int) -> ThreadPoolExecutor:
+    """Threads that work beside the model, such as one that commits; each computes with one thread of torch.
 
-    Torch would give it as many OpenMP workers as the model has. With more workers than cores they sleep after every
-    operation instead of waiting for the next, and the model takes twice as long; so the writer gets none.
+    Torch would give each of them as many OpenMP workers as the model has. With more workers than cores they sleep after
+    every operation instead of waiting for the next, and the model takes twice as long; so these get none.
     """
-    workers = torch.get_num_threads()
-    writer = ThreadPoolExecutor(1, "memstore-writer", initializer=_work_alone)
-    writer.submit(int).result()
-    torch.set_num_threads(workers)  # the writer has set the default of threads yet to come as well
-    return writer
+    threads = torch.get_num_threads()
+    workers = ThreadPoolExecutor(count, "memstore", initializer=_work_alone)
+    for started in [workers.submit(time.sleep, 0.001) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(threads)  # the workers have set the default of threads yet to come as well
+    return workers
 
 
 def _work_alone() -> None:

@@ -1,7 +1,7 @@
-"""``memstore demo``: a model of 0.3 million parameters reads a million tokens; a new process finds what is hidden there.
+"""``memstore demo``: a tiny model reads a million tokens; a new process finds what is hidden there.
 
-Five volumes of text, each a document of one memory on disk, with one passkey hidden in each. The model is a DRT that a CPU
-trained in minutes on rows of at most 248 tokens (``memstore train drt --recipe passkey-cpu``).
+Five volumes of text, each a document of one memory on disk, with one passkey hidden in each. The model is a DRT of 0.3
+million parameters that a CPU trained in minutes (``memstore train drt --recipe passkey-cpu``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def run(
         if not json:
             print("\nThe memory is closed. A new process opens it and asks each volume for its passkey.\n", flush=True)
         asked = _ask_in_new_process(folder, samples, threads)
-        result = figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
+        result = (
+            figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
+        )
     if not json:
         _print(result)
     return result
@@ -98,7 +100,9 @@ def _disk(folder: Path) -> dict[str, int]:
 
 
 def _ask_in_new_process(folder: Path, samples: dict[str, Sample], threads: int | None) -> dict[str, Any]:
-    questions = {name: asdict(sample) | {"hops": [[h.start, h.stop] for h in sample.hops]} for name, sample in samples.items()}
+    questions = {
+        name: asdict(sample) | {"hops": [[h.start, h.stop] for h in sample.hops]} for name, sample in samples.items()
+    }
     request = {"folder": str(folder), "questions": questions, "threads": threads}
     command = [sys.executable, "-m", "memstore.tools.demo_drt"]
     done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
@@ -162,7 +166,9 @@ def _print(result: dict[str, Any]) -> None:
     for answer in result["answers"]:
         at = answer["text"].find(answer["expected"])
         shown = answer["text"][max(0, at - _AROUND) : at + _AROUND]
-        page.line(f"{'found ' if answer['found'] else 'MISSED'}  {answer['document']}: the passkey is {answer['answer']}")
+        page.line(
+            f"{'found ' if answer['found'] else 'MISSED'}  {answer['document']}: the passkey is {answer['answer']}"
+        )
         page.line(f"        block {answer['block']:,} of {answer['blocks']:,}: …{shown}…")
     page.line()
     page.facts(_facts(result))

@@ -17,8 +17,7 @@ from memstore.train.recipes import Recipe
 class Bank:
     """What rows may retrieve beside their own blocks.
 
-    It listens to the block encoder and keeps the latest blocks, without gradients. All of them alike: keeping those that
-    mislead most, as hard negatives are often chosen, taught less (see ``benchmarks/LOG.md``).
+    It listens to the block encoder and keeps the latest blocks, without gradients.
     """
 
     states: Tensor | None = None

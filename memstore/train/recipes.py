@@ -47,20 +47,20 @@ class Recipe:
     """Part of the rows with things that look like needles, from ``hard_from`` on."""
     nonsense: float = 0.15
     """Part of the rows whose text is random tokens, from ``hard_from`` on."""
-    few_digits: float = 0.3
+    few_digits: float = 0.0
     """Part of the numbers made of two to four digits alone: they cannot be copied by the last digit or two."""
     ramp: float = 0.0
     """Part of the training in which the longest numbers and the most blocks grow from the fewest on."""
     share_rows: bool = True
     """Whether rows of a step may retrieve each other's blocks: distractors that cost nothing."""
-    hard_from: float = 0.6
+    hard_from: float = 0.66
     """Part of the training after which there are distractors: those of rows and bank, near misses and nonsense.
 
     Before it has learned to copy, a model does not learn to copy what it cannot find.
     """
     bank: int = 4096
     """Blocks of earlier steps that may be retrieved too."""
-    bank_growth: float = 0.25
+    bank_growth: float = 0.08
     """Part of the training in which the bank opens, slowly at first."""
     checked: int = 256
     """Rows that measure the result."""
@@ -105,7 +105,7 @@ RECIPES: dict[str, Recipe] = {
             task="passkey",
             model={"upper_layers": [2], "initializer_range": 0.06},
             stages=((0.0, {"passkey": 1.0}),),
-            optimisation=Optimisation(steps=4000),
+            optimisation=Optimisation(steps=3000),
             tokens=2048,
             ramp=0.2,
             next_command="memstore eval passkey --model {model}",

@@ -185,7 +185,7 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     rng, folder, held = random.Random(0), tmp_path / "m", [0]
     for _ in range(KILLS):
         child = start(server, "read", folder)
-        time.sleep(rng.uniform(0.0, 0.1))
+        time.sleep(rng.uniform(0.0, 0.3))
         os.kill(child, signal.SIGKILL)
         wait(server)
         held.append(tokens_left(folder))

@@ -95,20 +95,19 @@ def test_rows_grow_with_the_ramp(tokenizer: PreTrainedTokenizerBase) -> None:
     assert recipe.ramped((3, 9), 0.8) == (3, 9)
 
 
-def test_the_bank_opens_late_and_keeps_what_misleads(tmp_path: Path) -> None:
-    recipe = small(share_from=0.4, bank_growth=0.5, bank=8, bank_age=2, share_rows=False)
+def test_the_bank_opens_late_and_keeps_the_latest_blocks_that_are_free(tmp_path: Path) -> None:
+    recipe = small(hard_from=0.4, bank_growth=0.5, bank=8, share_rows=False)
     torch.manual_seed(0)
     model = DRTForCausalLM(DRTConfig.preset("tiny")).train()
     bank = Bank(model, recipe)
     ids, free = torch.randint(512, (4, 4 * BLOCK)), torch.ones(4, 4 * BLOCK, dtype=torch.bool)
     free[:, BLOCK : 2 * BLOCK + 1] = False
-    for step in range(3):
+    for _ in range(3):
         assert bank.shared(free, 0.3) is None
         model(ids, use_cache=False)
-        bank.keep(free, step)
+        bank.keep(free)
     assert bank.landmarks is not None
-    assert bank.query is not None
-    assert len(bank.landmarks) == 8
+    assert len(bank.landmarks) == 8  # two free blocks in each of the four rows of the last step
     opened = bank.shared(free, 0.9)
     assert opened is not None
     assert opened.states is not None
@@ -119,11 +118,10 @@ def test_the_bank_opens_late_and_keeps_what_misleads(tmp_path: Path) -> None:
     again.load(tmp_path / "bank.safetensors", torch.device("cpu"))
     assert again.landmarks is not None
     assert torch.equal(again.landmarks, bank.landmarks)
-    bank.keep(free, 4)
+    before = bank.landmarks
     model(ids[:1], use_cache=False)
-    bank.keep(free[:1], 9)
-    assert bank.born is not None
-    assert set(bank.born.tolist()) == {9}
+    bank.keep(free[:1])
+    assert torch.equal(bank.landmarks[2:], before[:6])
 
 
 def test_the_control_of_two_hops_has_the_same_layers_in_one_group() -> None:

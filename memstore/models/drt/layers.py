@@ -33,18 +33,16 @@ class SelfAttention(nn.Module):
         self.heads = config.num_attention_heads
         self.groups = config.num_key_value_heads
         inner = self.heads * config.head_dim
-        self.sizes = [inner, self.groups * config.head_dim, self.groups * config.head_dim]
-        self.qkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
+        self.qkv = nn.Linear(config.hidden_size, inner + 2 * self.groups * config.head_dim, bias=False)
         self.out = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
         """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
-        parts = self.qkv(x).split(self.sizes, -1)
-        q, k, v = (
-            heads(part, count) for part, count in zip(parts, (self.heads, self.groups, self.groups), strict=True)
-        )
+        qkv = heads(self.qkv(x), self.heads + 2 * self.groups)
+        qk, v = qkv.split((self.heads + self.groups, self.groups), 1)
         if sight.rotation is not None:
-            q, k = rotate(q, sight.rotation), rotate(k, sight.rotation)
+            qk = rotate(qk, sight.rotation)
+        q, k = qk.split((self.heads, self.groups), 1)
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         return self.out(merged(sight.window.attend(q, k, v))), (k, v)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,15 +26,17 @@ from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
-from memstore.memory.ingest import background_writer, progress_bar
+from memstore.memory.ingest import background_workers, progress_bar
 from memstore.memory.urls import Mode
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import MemoryTable
 
-SEGMENT_BLOCKS = 128
-"""Blocks of one segment: more leave the processor's cache, fewer pay more often for what every segment costs."""
+SEGMENT_BLOCKS = 256
+"""Blocks that are committed together: fewer would wait for the disk more often."""
+FORWARD_BLOCKS = 48
+"""Blocks of one forward pass: more leave the processor's cache, fewer pay more often for what every pass costs."""
 
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or pieces of them one after the other."""
@@ -131,8 +134,6 @@ class Reader:
         except BaseException:
             self.close()
             raise
-        self._lower: DRTCache | None = None
-        """Windows and the incomplete block at the end of the document."""
 
     def __enter__(self) -> Self:
         return self
@@ -191,10 +192,8 @@ class Reader:
         With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass.
         It sees the blocks that are stored now.
         """
-        layers = self.model.config.num_hidden_layers
-        groups = len(self.model.config.upper_layers)
         with _evaluating(self.model):
-            cache, tail = self._started(rows, layers, groups + 2)
+            cache, tail = self._started(rows)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)
         cache.begin()
@@ -218,14 +217,14 @@ class Reader:
         cache = self.cache(len(input_ids) * max(beams, samples))
         return self.model.generate(input_ids, past_key_values=cache, **options)  # type: ignore[misc]  # any causal LM
 
-    def _started(self, rows: int, layers: int, lists: int) -> tuple[DRTCache, Tensor]:
+    def _started(self, rows: int) -> tuple[DRTCache, Tensor]:
         """An empty cache some way before the end of the document, and the tokens from there on.
 
-        So many that what ``layers`` of windows and ``lists`` of retrieval see at the end is whole.
+        So many that what windows and lists of all layers see at the end is whole.
         """
         config, count = self.model.config, len(self.document)
         text, size = config.tokens_per_block, config.block_size
-        items = layers * (config.window - 1) + (lists + 1) * size
+        items = config.num_hidden_layers * (config.window - 1) + (len(config.upper_layers) + 3) * size
         complete = self.document.complete_blocks
         first = max(min(complete.start, complete.stop), count // text - math.ceil(items / size), 0)
         view = self.document.layer(0)
@@ -246,34 +245,74 @@ class Reader:
         cache.advance(packing, len(tokens))
         return result
 
-    @torch.no_grad()
     def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
         """Read ``pieces`` at the end of the document; seconds that it took."""
         if self.memory.mode == "r":
             raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
-        if self._lower is not None and self._lower.counts[0] != len(self.document):
-            self._lower = None  # somebody else went on with the document
         begun = time.perf_counter()
-        writer = background_writer()
-        pending: Future[None] | None = None
-        try:
-            with _evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
-                for tokens in self._segments(pieces):
-                    parts = self._blocks(tokens)
-                    if pending is not None:
-                        pending.result()
-                    pending = writer.submit(self._commit, tokens, *parts)
-                    advance(len(tokens))
-        except BaseException:
-            self._lower = None  # it may be ahead of what is committed
-            raise
-        finally:
-            writer.shutdown()
-            if pending is not None and pending.exception() is not None:
-                self._lower = None
-        if pending is not None:
-            pending.result()
+        commit: Future[None] | None = None
+        computing: deque[tuple[Tensor, Future[tuple[Tensor, Tensor]]]] = deque()
+        with (
+            _evaluating(self.model),
+            progress_bar(self.document.name, done, total, progress) as advance,
+            background_workers(1) as writer,
+            background_workers(self._workers) as workers,
+        ):
+
+            def finish_one() -> Future[None]:
+                tokens, blocks = computing.popleft()
+                made = blocks.result()
+                if commit is not None:
+                    commit.result()
+                advance(len(tokens))
+                return writer.submit(self._commit, tokens, *made)
+
+            segments = self._with_context(self._segments(pieces))
+            failure: BaseException | None = None
+            try:
+                while True:
+                    try:
+                        context, tokens = next(segments)
+                    except StopIteration:
+                        break
+                    except BaseException as error:  # noqa: BLE001 - raised again once what came before it is kept
+                        failure = error
+                        break
+                    computing.append((tokens, workers.submit(self._blocks, context, tokens)))
+                    if len(computing) > self._workers:
+                        commit = finish_one()
+                while computing:
+                    commit = finish_one()
+                if commit is not None:
+                    commit.result()
+            finally:
+                for _, blocks in computing:
+                    blocks.cancel()
+            if failure is not None:
+                raise failure
         return time.perf_counter() - begun
+
+    @property
+    def _workers(self) -> int:
+        """Segments that are computed side by side: on a CPU one for each thread of torch, each with one thread."""
+        return torch.get_num_threads() if self.model.device.type == "cpu" else 1
+
+    def _with_context(self, segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each segment with the tokens before it that its blocks depend on: then they depend on nothing else."""
+        count = len(self.document)
+        before = self._tokens(self._context_block(count), count)
+        for tokens in segments:
+            yield before, tokens
+            count += len(tokens)
+            start = self._context_block(count) * self.model.config.tokens_per_block
+            before = torch.cat([before, tokens])[-(count - start) :] if count > start else tokens[:0]
+
+    def _context_block(self, count: int) -> int:
+        """The first block that matters to the lower layers after ``count`` tokens."""
+        config = self.model.config
+        window = config.lower_layers * (config.window - 1)
+        first = count // config.tokens_per_block - math.ceil(window / config.block_size)
+        return max(first, self.document.blocks.start if len(self.document) else 0, 0)
 
     def _segments(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         """Segments that end at multiples of the segment's length, as far as the pieces go."""
@@ -294,20 +333,24 @@ class Reader:
         if held:
             yield torch.cat(waiting)
 
-    def _blocks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def _blocks(self, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
-        if self._lower is None:
-            self._lower, tail = self._started(1, self.model.config.lower_layers, 0)
-            if len(tail):
-                self._segment(self.model.model.read_blocks, tail, self._lower)
-        made = self._segment(self.model.model.read_blocks, tokens, self._lower)
-        states = [] if made is None else [made[0][0].cpu()]
-        landmarks = [] if made is None else [made[1][0, :, None, None].cpu()]
-        if self._lower.offsets[0]:  # the place of the incomplete block is kept; it has no states before it is complete
+        config = self.model.config
+        text = config.tokens_per_block
+        known = len(context) // text
+        cache = DRTCache(config, 1)
+        made = [
+            self._segment(self.model.model.read_blocks, piece, cache)
+            for piece in torch.cat([context, tokens]).split(FORWARD_BLOCKS * text)
+        ]
+        states = [blocks[0][0].cpu() for blocks in made if blocks is not None]
+        landmarks = [blocks[1][0, :, None, None].cpu() for blocks in made if blocks is not None]
+        if cache.offsets[0]:  # the place of the incomplete block is kept; it has no states before it is complete
             spec = self.memory.spec
             states.append(torch.zeros(1, *spec.fields["c"]))
             landmarks.append(torch.zeros(1, 1, 1, spec.key_dim))
-        return torch.cat(states), torch.cat(landmarks)
+        return torch.cat(states)[known:], torch.cat(landmarks)[known:]
 
     def _commit(self, tokens: Tensor, states: Tensor, landmarks: Tensor) -> None:
         with self.document.append(tokens) as batch:
