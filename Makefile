@@ -42,6 +42,10 @@ format: $(READY) ## Put the code into the house format
 bench: $(READY) ## Measure: speed and needles, some minutes each
 	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
 
+gpu: $(READY) ## On a GPU: test the kernels there, and measure them
+	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python benchmarks/kernels.py
+
 docs: $(READY) ## Write docs/cli.md anew
 	$(BIN)/python -m memstore.tools.reference > docs/cli.md
 

