@@ -46,7 +46,7 @@ def resolve_model(name: str) -> str:
 def is_drt(name: str) -> bool:
     """Whether ``name`` is the folder of a DRT, a model that brings its own way to a memory."""
     try:
-        return json.loads((Path(name) / "config.json").read_text("utf-8")).get("model_type") == "memstore-drt"
+        return bool(json.loads((Path(name) / "config.json").read_text("utf-8")).get("model_type") == "memstore-drt")
     except (OSError, ValueError, AttributeError):
         return False
 
