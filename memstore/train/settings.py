@@ -28,6 +28,8 @@ class Optimisation:
     """The highest, after warming up."""
     final_rate: float = 0.1
     """The last learning rate, as a part of the highest; between them a cosine."""
+    restart: float | None = None
+    """Part of the training after which the schedule begins anew, from half the rate; None: never."""
     warmup: int = 50
     """Steps of linear warm-up; a tenth of all steps at most."""
     weight_decay: float = 1e-3

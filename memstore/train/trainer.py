@@ -66,10 +66,17 @@ def arguments(
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
-    """The learning rate of a step as a part of the highest: linear warm-up on a cosine from 1 to ``final_rate``."""
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+    """The learning rate of a step as a part of the highest: linear warm-up on a cosine from 1 to ``final_rate``.
+
+    After ``restart`` the same again, from half of it.
+    """
+    again = None if optimisation.restart is None else round(optimisation.restart * steps)
+    height = 1.0
+    if again is not None:
+        step, steps, height = (step, again, 1.0) if step < again else (step - again, steps - again, 0.5)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
     warm = min(1.0, (step + 1) / max(1, min(optimisation.warmup, steps // 10)))
-    return warm * (optimisation.final_rate + (1 - optimisation.final_rate) * cosine)
+    return height * warm * (optimisation.final_rate + (1 - optimisation.final_rate) * cosine)
 
 
 class DRTTrainer(Trainer):

@@ -16,6 +16,7 @@ from memstore.train import RECIPES, Recipe, align, corpora, train_recipe
 from memstore.train.bank import Bank
 from memstore.train.needles import Rows
 from memstore.train.recipes import find_recipe
+from memstore.train.settings import Optimisation
 from memstore.train.tokens import train_tokenizer
 from memstore.train.trainer import rate
 from tests.train.helpers import RUNTIME, same_weights, small, use_little_text
@@ -203,3 +204,12 @@ def test_the_trainer_does_what_a_plain_loop_would(tmp_path: Path, monkeypatch: p
     trained = dict(DRTForCausalLM.from_pretrained(tmp_path / "run").named_parameters())
     for name, weight in model.named_parameters():
         torch.testing.assert_close(trained[name], weight, rtol=0, atol=1e-5)
+
+
+def test_the_schedule_begins_anew_from_half_the_rate() -> None:
+    optimisation = Optimisation(steps=1000, warmup=10, restart=0.6)
+    rates = [rate(step, 1000, optimisation) for step in range(1001)]
+    assert rates[9] == pytest.approx(1.0, abs=1e-3)
+    assert rates[599] == pytest.approx(optimisation.final_rate, abs=1e-3)
+    assert rates[600] < rates[599] < rates[609] == pytest.approx(0.5, abs=2e-3)
+    assert rates[1000] == pytest.approx(0.5 * optimisation.final_rate, abs=1e-3)
