@@ -105,7 +105,7 @@ RECIPES: dict[str, Recipe] = {
             task="passkey",
             model={"upper_layers": [2], "initializer_range": 0.06},
             stages=((0.0, {"passkey": 1.0}),),
-            optimisation=Optimisation(steps=3000, restart=0.66),
+            optimisation=Optimisation(steps=4000, restart=0.66),
             tokens=2048,
             ramp=0.2,
             next_command="memstore eval passkey --model {model}",
