@@ -39,7 +39,7 @@ def open_memory(url: str | Path, *, spec: MemorySpec | None = None, mode: Mode =
         shared = _open_shared(opened.store, str(url), mode, index)
         shared.new_index()  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
-            _check_same(spec, shared)
+            check_same(spec, shared)
         return Memory(shared, opened)
     except BaseException:
         _close(opened)
@@ -214,10 +214,11 @@ def _open_shared(store: BlockStore, url: str, mode: str, index: str) -> Shared:
     return Shared(store, header.spec, url, mode, index, header.blocks_per_run)
 
 
-def _check_same(spec: MemorySpec, shared: Shared) -> None:
-    if differences := spec.differences(shared.spec):
+def check_same(spec: MemorySpec, memory: Shared | Memory) -> None:
+    """Raise ``ForeignMemory`` unless ``memory`` was made for ``spec``."""
+    if differences := spec.differences(memory.spec):
         raise ForeignMemory(
-            f"memory {shared.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
+            f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
             "Open it with the model and settings that it was made with, or make a new memory at another path."
         )
 

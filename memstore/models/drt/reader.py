@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_workers, progress_bar
+from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
@@ -129,7 +130,7 @@ class Reader:
         self._own = not isinstance(memory, Memory)
         self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode)
         try:
-            _check_same(spec, self.memory)
+            check_same(spec, self.memory)
             self.document = self.memory.document(document)
         except BaseException:
             self.close()
@@ -411,14 +412,6 @@ def _check_stored(document: Document, size: int, start: int, piece: Tensor) -> N
         raise InvalidArgument(
             f"document {document.name!r} holds another text (they differ from token {place} on): read this one under "
             "another name, or append() to go on after it"
-        )
-
-
-def _check_same(spec: MemorySpec, memory: Memory) -> None:
-    if differences := spec.differences(memory.spec):
-        raise ForeignMemory(
-            f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
-            "Open it with the model and settings that it was made with, or make a new memory at another path."
         )
 
 
