@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memstore.attention.layers import SwiGLU, heads, merged, rotary, rotate
+from memstore.attention.layers import SwiGLU, merged, rotary, rotate
 from memstore.kernels.block_attention import block_attention
-from memstore.kernels.grouped_cross_attention import grouped_cross_attention
+from memstore.kernels.grouped_cross_attention import Prepared, attend, grouped_cross_attention, prepare
 
 Fusion = Literal["grouped", "chunked"]
 
@@ -90,11 +90,12 @@ class EncoderLayer(nn.Module):
         self.norm = nn.RMSNorm(hidden, eps)
         self.feed_forward = SwiGLU(hidden, inner)
 
-    def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-        """``x [n, S, hidden]`` -> the same."""
-        qkv = heads(self.qkv(self.attention_norm(x)), 3 * self.head_count)
-        qk, v = qkv.split((2 * self.head_count, self.head_count), 1)
-        q, k = rotate(qk, positions).chunk(2, 1)
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [n, S, hidden]`` -> the same. ``positions [S, D / 2]``: see ``rotary``."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * self.head_count, -1))
+        qk, v = qkv.split((2 * self.head_count, self.head_count), 2)
+        q, k = rotate(qk, positions.unsqueeze(1)).chunk(2, 2)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         x = x + self.out(merged(F.scaled_dot_product_attention(q, k, v)))
         out: Tensor = x + self.feed_forward(self.norm(x))
         return out
@@ -129,7 +130,7 @@ class BlockEncoder(nn.Module):
     def forward(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states of blocks ``[..., S, hidden]`` -> states ``[..., S, hidden]``, landmarks ``[..., hidden]``."""
         x = self.input_norm(blocks.flatten(0, -3))
-        positions = rotary(torch.arange(x.shape[1], device=x.device), self.head_dim, self.theta, x.dtype)
+        positions = rotary([0], x.shape[1], self.head_dim, self.theta, x)[0]
         for layer in self.layers:
             x = layer(x, positions)
         states: Tensor = self.norm(x).view_as(blocks)
@@ -208,6 +209,21 @@ class GroupedCrossAttention(nn.Module):
         q = self.query(self.norm(x)).unflatten(-1, (self.head_count, -1)).transpose(2, 3)  # [B, C, H, T, D]
         attend = self._grouped if self.fusion == "grouped" else self._chunked
         out: Tensor = self.out(attend(q, retrieved).transpose(2, 3).flatten(3))
+        return out
+
+    def prepare(self, retrieved: Retrieved) -> Prepared | None:
+        """One list of each row, made ready for tokens that come one by one; None where that does not pay or fit.
+
+        On a GPU the kernel of the other form is faster, and only that form has all gradients.
+        """
+        keys, values, blocks, weights = retrieved
+        if self.fusion != "grouped" or keys.device.type != "cpu" or torch.is_grad_enabled():
+            return None
+        return prepare(keys, values, weights[:, 0], blocks[:, 0], off_by_one=self.off_by_one)
+
+    def attend(self, x: Tensor, prepared: Prepared) -> Tensor:
+        """``x [B, T, hidden]``: the tokens of each row's list -> what they found, the same shape."""
+        out: Tensor = self.out(attend(self.query(self.norm(x)), prepared))
         return out
 
     def _grouped(self, q: Tensor, retrieved: Retrieved) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,36 +21,43 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` -> the same."""
         gate, up = self.gate_up(x).chunk(2, -1)
-        down: Tensor = self.down(F.silu(gate) * up)
+        inner = F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate, inplace=True).mul_(up)
+        down: Tensor = self.down(inner)
         return down
 
 
-def rotary(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[..., dim]`` of positions ``[...]``, half-split.
+def rotary(starts: Sequence[int], count: int, dim: int, theta: float, like: Tensor) -> Tensor:
+    """Turns ``[len(starts), count, dim / 2]``, complex numbers of length 1, of positions from ``starts`` on.
 
     Angles are computed in float64, so that they are as good at position 100,000,000 as at 0: in float32 an angle of
-    that size has no correct digit after the point.
+    that size has no correct digit after the point. ``like`` has the type and the device of what will be rotated.
     """
+    first = _turns(torch.tensor(starts, device=like.device), dim, theta)
+    turns = first.unsqueeze(1) * _first_turns(count, dim, theta, like.device)
+    return turns if like.dtype == torch.float64 else turns.to(torch.complex64)
+
+
+@lru_cache(maxsize=16)
+def _first_turns(count: int, dim: int, theta: float, device: torch.device) -> Tensor:
+    return _turns(torch.arange(count, device=device), dim, theta)
+
+
+def _turns(positions: Tensor, dim: int, theta: float) -> Tensor:
     frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     angles = positions.double().unsqueeze(-1) * frequencies
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``x [..., T, D]`` by cosines and sines that broadcast to it (Su et al. 2021)."""
-    half = x.shape[-1] // 2
-    cos, sin = cos_sin[0][..., :half], cos_sin[1][..., :half]
-    first, second = x.split(half, -1)
-    return torch.cat([torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)], -1)
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate pairs of neighbours of ``x [..., D]`` by ``turns [..., D / 2]`` that broadcast (Su et al. 2021).
 
-
-def heads(x: Tensor, count: int) -> Tensor:
-    """``[B, T, count * D]`` -> ``[B, count, T, D]``."""
-    split: Tensor = x.unflatten(-1, (count, -1)).transpose(1, 2)
-    return split
+    One product of complex numbers. Half types are rotated in float32.
+    """
+    wide = x if turns.dtype == torch.complex128 else x.float()
+    turned = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * turns
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def merged(x: Tensor) -> Tensor:
-    """``[B, H, T, D]`` -> ``[B, T, H * D]``: the inverse of ``heads``."""
+    """``[B, H, T, D]`` -> ``[B, T, H * D]``."""
     return x.transpose(1, 2).flatten(2)

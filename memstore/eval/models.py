@@ -11,7 +11,7 @@ from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
 if TYPE_CHECKING:
     from memstore.models.drt import DRTForCausalLM
 
-TINY, TWO_HOP = "tiny", "two-hop"
+PASSKEY, TWO_HOP = "passkey", "two-hop"
 
 
 def shipped_model(name: str) -> Path:

@@ -72,13 +72,13 @@ class Setting:
         """Load the model, measure ``task``, draw the picture if there is to be one."""
         plan = self._plan(task, options)
         from memstore.eval.filler import check_files
-        from memstore.eval.models import TINY, TWO_HOP
+        from memstore.eval.models import PASSKEY, TWO_HOP
         from memstore.eval.picture import check_picture
 
         check_files(self.filler or [])
         if self.picture is not None:
             check_picture(self.picture)
-        name, model, tokenizer = _load(self.model, TWO_HOP if task == "two-hop" else TINY, self.device, self.threads)
+        name, model, tokenizer = _load(self.model, TWO_HOP if task == "two-hop" else PASSKEY, self.device, self.threads)
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
             _draw(rows, self.picture, plan, name, filler)
@@ -198,12 +198,12 @@ def perplexity(
     require_transformers()
     import torch
 
-    from memstore.eval.models import TINY
+    from memstore.eval.models import PASSKEY
     from memstore.eval.perplexity import perplexity as measure
     from memstore.eval.perplexity import places
     from memstore.memory.ingest import progress_bar
 
-    name, loaded, tokenizer = _load(model, TINY, device, threads)
+    name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
     tokens = torch.tensor(encode(tokenizer, content))
     total = sum(wanted) * len(places(len(tokens), max(wanted), samples))
     with progress_bar("perplexity", 0, total, not json and sys.stderr.isatty()) as advance:
@@ -235,13 +235,13 @@ def generate(
     """
     require_transformers()
     from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
-    from memstore.eval.models import TINY
+    from memstore.eval.models import PASSKEY
     from memstore.memory.ingest import progress_bar
     from memstore.train.pairs import read_pairs
 
     rouge_scorer()  # before hours of generating
     found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)
-    name, loaded, tokenizer = _load(model, TINY, device, threads)
+    name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
     total = sum(len(encode(tokenizer, prompt)) for prompt, _ in found)
     with progress_bar("prompts", 0, total, not json and sys.stderr.isatty()) as advance:
         answers = generate_answers(loaded, tokenizer, found, max_tokens=max_tokens, advance=advance)

@@ -13,12 +13,23 @@ from memstore.models.drt import DRTForCausalLM
 from memstore.models.drt.modeling import DTYPES, Shared
 from memstore.train.recipes import Recipe
 
+MEMORY = 0.95
+"""How much of what was found in the steps before counts, at each step."""
+
 
 class Bank:
     """What rows may retrieve beside their own blocks.
 
-    It listens to the block encoder and keeps the latest blocks, without gradients.
+    It listens to the block encoder and keeps the latest blocks, without gradients. It opens as long as needles are
+    found, and closes when they are not: among ``n`` distractors the Gumbel noise of the choice reaches ``log n``, so a
+    block that does not lead them by as much is not taken, and what is not taken gets no gradient. Each doubling asks
+    for the same growth of that lead.
     """
+
+    opened: float = 0.0
+    """0: no distractors; 1: all. In between their number grows exponentially."""
+    found: float = 1.0
+    """The part of the needles that were found lately."""
 
     states: Tensor | None = None
     """``[P, S, hidden]``, the latest first."""
@@ -40,14 +51,20 @@ class Bank:
     def shared(self, free: Tensor, progress: float) -> Shared | None:
         """For rows in which ``free [B, T]`` holds no answer to anybody else's question, at a part of the training."""
         recipe = self._recipe
-        if progress < recipe.hard_from:
+        count = round(recipe.bank**self.opened) if recipe.bank else 0
+        if progress < recipe.hard_from or self.states is None or self.landmarks is None or count < 2:
             return None
-        grown = min(1.0, (progress - recipe.hard_from) / recipe.bank_growth) if recipe.bank_growth else 1.0
-        count = int(recipe.bank * grown**3)
-        if not count or self.states is None or self.landmarks is None:
-            return Shared(rows=free) if recipe.share_rows else None
-        rows = free if recipe.share_rows else None
+        # The blocks of other rows are more distractors all at once.
+        rows = free if recipe.share_rows and count * self._size >= free.numel() else None
         return Shared(rows=rows, states=self.states[:count], landmarks=self.landmarks[:count])
+
+    def pace(self, found: float, progress: float, steps: int) -> None:
+        """Open or close by a step, for the part of the needles that was found at a part of a training of ``steps``."""
+        recipe = self._recipe
+        if progress >= recipe.hard_from:
+            self.found = MEMORY * self.found + (1 - MEMORY) * found
+            width = 1 / max(1.0, recipe.bank_growth * steps)
+            self.opened = min(1.0, max(0.0, self.opened + (width if self.found >= recipe.ready else -width)))
 
     def keep(self, free: Tensor) -> None:
         """Take in the free blocks of the rows that were just encoded."""
@@ -64,10 +81,13 @@ class Bank:
         """Write the blocks, if there are any."""
         tensors = {name: getattr(self, name) for name in ("states", "landmarks") if getattr(self, name) is not None}
         if tensors:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            pace = torch.tensor([self.opened, self.found], dtype=torch.float64)
+            save_file({**{name: tensor.contiguous() for name, tensor in tensors.items()}, "pace": pace}, path)
 
     def load(self, path: Path, device: torch.device) -> None:
         """Go on with the blocks of ``path``, if there are any."""
         if path.exists():
-            for name, tensor in load_file(path, device=str(device)).items():
+            tensors = load_file(path, device=str(device))
+            self.opened, self.found = tensors.pop("pace").tolist()
+            for name, tensor in tensors.items():
                 setattr(self, name, tensor)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
+from memstore.eval.models import shipped_model
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import corpora, segments
 from memstore.train.needles import Rows
@@ -70,16 +71,14 @@ def train_on_texts(
 def train_recipe(
     recipe: str | Recipe, out: Folder, *, init: Folder | None = None, runtime: Runtime | None = None
 ) -> Report:
-    """Train by a recipe, from nothing or from the model folder ``init``; the report, with the model in ``out``."""
+    """Train by a recipe, from nothing or from the model folder ``init``; the report, with the model in ``out``.
+
+    A model with fewer upper layers or groups than the recipe's is grown first: new layers begin as copies.
+    """
     recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    config = DRTConfig.preset("tiny", **recipe.model)
-    start = starting(config, init)
-    for name in recipe.model:
-        if getattr(start.config, name) != getattr(config, name):
-            raise InvalidArgument(
-                f"{recipe.name} trains models whose {name} is {getattr(config, name)}; "
-                f"that of {init} is {getattr(start.config, name)}. Leave --init out."
-            )
+    if init is None and recipe.start is not None:
+        init = shipped_model(find_recipe(recipe.start).task)
+    start = starting(DRTConfig.preset("tiny", **recipe.model), init, grow=True)
     texts = [corpora.topics(), corpora.sources()]
     settings = {
         "kind": "recipe",

@@ -10,7 +10,8 @@ several corpora; some rows hold near misses (other things with numbers after a c
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
-from memstore.eval.tasks import TASKS, Phrases, Riddle, two_hop
+from memstore.eval.tasks import TASKS, Phrases, Riddle
 from memstore.train.corpora import Tokens
 from memstore.train.recipes import Recipe
 
@@ -31,23 +32,25 @@ KINDS = (*NEAR, "passport", "pass", "port", "time", "date")
 
 
 class Varied(Phrases):
-    """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task asks for.
+    """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task asks for."""
 
-    ``few``: part of the numbers that are made of two to four digits alone.
-    """
+    distinct = False
+    """Whether no number has the same digit twice."""
+    few = 0.0
+    """Part of the numbers that are made of three to five digits alone."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int, few: float = 0.0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int) -> None:
         super().__init__(tokenizer)
         self._digits = [self(str(digit))[0] for digit in range(10)]
         self.bounds = shortest, longest
-        self._few = few
 
     def numbers(self, rng: random.Random, count: int, digits: int = 0) -> list[list[int]]:  # noqa: ARG002
         """``count`` different numbers."""
         found: list[list[int]] = []
         while len(found) < count:
-            pool = rng.sample(self._digits, rng.randint(2, 4)) if rng.random() < self._few else self._digits
-            number = rng.choices(pool, k=rng.randint(*self.bounds))
+            pool = rng.sample(self._digits, rng.randint(3, 5)) if rng.random() < self.few else self._digits
+            length = rng.randint(*self.bounds)
+            number = rng.sample(pool, min(length, len(pool))) if self.distinct else rng.choices(pool, k=length)
             if number not in found:
                 found.append(number)
         return found
@@ -86,15 +89,66 @@ class Distractions:
         return phrases(" passkey")
 
 
-def one_hop(phrases: Phrases, rng: random.Random) -> Riddle:
-    """The links of two hops, of which one is asked for: the first half of the way to learn."""
-    riddle = two_hop(phrases, rng)
-    end = riddle.answer.index(phrases(",")[0])
-    question = phrases("|The step from") + riddle.question[len(phrases("|The path from")) :]
-    return Riddle(riddle.needles, question, riddle.answer[:end] + phrases("|"), riddle.hops[:1])
+Asked = tuple[list[int], list[int]]
+"""A question and its answer."""
 
 
-ASKED = {**TASKS, "one-hop": one_hop}
+class Exercise(NamedTuple):
+    """A riddle, and what else can be asked about its needles."""
+
+    riddle: Riddle
+    follow_ups: list[Asked]
+
+
+def plain(task: str) -> Callable[[Phrases, random.Random], Exercise]:
+    """A task as it is asked when a model is measured."""
+    return lambda phrases, rng: Exercise(TASKS[task](phrases, rng), [])
+
+
+def one_hop(phrases: Phrases, rng: random.Random, chains: int) -> Exercise:
+    """``chains`` of two links, of which each is asked for: the first half of the way to two hops."""
+    needles, steps, _ = _links(phrases, rng, chains)
+    numbers = rng.sample(range(len(steps)), len(steps))
+    (question, answer), *rest = (steps[number] for number in numbers)
+    return Exercise(Riddle(needles, question, answer, numbers[:1]), _after(rest))
+
+
+def two_hops(phrases: Phrases, rng: random.Random, chains: int) -> Exercise:
+    """``chains`` of two links, of which each is asked for, then the links."""
+    needles, steps, paths = _links(phrases, rng, chains)
+    first, *others = rng.sample(range(chains), chains)
+    question, answer = paths[first]
+    rest = [paths[chain] for chain in others] + rng.sample(steps, len(steps))
+    return Exercise(Riddle(needles, question, answer, [2 * first, 2 * first + 1]), _after(rest))
+
+
+def _links(phrases: Phrases, rng: random.Random, chains: int) -> tuple[list[list[int]], list[Asked], list[Asked]]:
+    """The links of ``chains`` of two, what is asked about each link, and what about each chain."""
+    names = phrases.numbers(rng, 3 * chains, 2)
+    needles, steps, paths = list[list[int]](), list[Asked](), list[Asked]()
+    for chain in range(chains):
+        start, middle, end = names[3 * chain : 3 * chain + 3]
+        for a, b in ((start, middle), (middle, end)):
+            needles.append(phrases("|DEF") + a + phrases("->") + b + phrases("|"))
+            steps.append((phrases("|The step from") + a + phrases("is:"), b + phrases("|")))
+        question = phrases("|The path from") + start + phrases("is:")
+        paths.append((question, middle + phrases(",") + end + phrases("|")))
+    return needles, steps, paths
+
+
+def _after(asked: Sequence[Asked]) -> list[Asked]:
+    """Questions that follow an answer: its last token is the bar that they begin with."""
+    return [(question[1:], answer) for question, answer in asked]
+
+
+EXERCISES: dict[str, Callable[[Phrases, random.Random], Exercise]] = {
+    "passkey": plain("passkey"),
+    "multi-needle": plain("multi-needle"),
+    "easy one-hop": partial(one_hop, chains=1),
+    "easy two-hop": partial(two_hops, chains=1),
+    "one-hop": partial(one_hop, chains=2),
+    "two-hop": partial(two_hops, chains=2),
+}
 
 
 class Row(NamedTuple):
@@ -119,7 +173,7 @@ class Rows(Dataset[Any]):
     ) -> None:
         """``texts``: what surrounds the needles. ``count``: batches."""
         self._recipe = recipe
-        self._phrases = Varied(tokenizer, 0, 0, recipe.few_digits)
+        self._phrases = Varied(tokenizer, 0, 0)
         self._distractions = Distractions(tokenizer)
         self._texts = texts
         self._tokens_per_block = tokens_per_block
@@ -135,10 +189,10 @@ class Rows(Dataset[Any]):
         plain = random.Random(int(rng.integers(1 << 62)))
         progress = number / self._count
         blocks = plain.randint(*recipe.ramped(recipe.blocks, progress))
-        riddles = [self._riddle(plain, progress) for _ in range(self._rows(blocks))]
-        blocks = max([blocks, *map(self._least_blocks, riddles)])
+        exercises = [self._exercise(plain, progress) for _ in range(self._rows(blocks))]
+        blocks = max([blocks, *(self._least_blocks(exercise.riddle) for exercise in exercises)])
         hard = progress >= recipe.hard_from
-        rows = [self._row(rng, plain, riddle, blocks, hard) for riddle in riddles[: self._rows(blocks)]]
+        rows = [self._row(rng, plain, exercise, blocks, hard) for exercise in exercises[: self._rows(blocks)]]
         ids, answer, free = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return {"input_ids": ids.long(), "answer": answer, "free": free}
 
@@ -150,20 +204,24 @@ class Rows(Dataset[Any]):
         """Blocks that hold needles and question."""
         return -(-(sum(map(len, riddle.needles)) + len(riddle.question) - 1) // self._tokens_per_block)
 
-    def _riddle(self, plain: random.Random, progress: float) -> Riddle:
+    def _exercise(self, plain: random.Random, progress: float) -> Exercise:
         shares = self._recipe.tasks_at(progress)
         (task,) = plain.choices(list(shares), list(shares.values()))
         self._phrases.bounds = self._recipe.ramped(self._recipe.digits[task], progress)
-        return ASKED[task](self._phrases, plain)
+        self._phrases.distinct = progress < self._recipe.distinct_until
+        self._phrases.few = self._recipe.few_digits if progress >= self._recipe.few_from else 0.0
+        return EXERCISES[task](self._phrases, plain)
 
-    def _row(self, rng: Generator, plain: random.Random, riddle: Riddle, blocks: int, hard: bool) -> Row:
+    def _row(self, rng: Generator, plain: random.Random, exercise: Exercise, blocks: int, hard: bool) -> Row:
+        riddle = exercise.riddle
         start, length = blocks * self._tokens_per_block + 1, (blocks + 1) * self._tokens_per_block
         room = start - len(riddle.question) - sum(map(len, riddle.needles))
-        after = length - start - len(riddle.answer)
+        asked, wanted = self._asked(exercise, length - start)
+        after = length - start - len(asked)
         if after < 0:
             raise InvalidArgument(f"answers of {self._recipe.name} do not fit into a block of {self._tokens_per_block}")
         answer, free = np.zeros(length, bool), np.ones(length, bool)
-        answer[start : start + len(riddle.answer)] = True
+        answer[start : start + len(asked)] = wanted
         free[start - 1 :] = False
         parts: list[Any] = []
         at, before = 0, 0
@@ -175,8 +233,18 @@ class Rows(Dataset[Any]):
             at += len(needle)
             parts += [text[before:place], needle]
             before = place
-        parts += [text[before:], riddle.question, riddle.answer, self._text(rng, plain, after, hard)]
+        parts += [text[before:], riddle.question, asked, self._text(rng, plain, after, hard)]
         return Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
+
+    def _asked(self, exercise: Exercise, room: int) -> tuple[list[int], list[bool]]:
+        """The answer and as many follow-ups as there is room for, and which of these tokens answer something."""
+        tokens = list(exercise.riddle.answer)
+        wanted = [True] * len(tokens)
+        for question, answer in exercise.follow_ups if self._recipe.follow_ups else ():
+            if len(tokens) + len(question) + len(answer) <= room:
+                tokens += question + answer
+                wanted += [False] * len(question) + [True] * len(answer)
+        return tokens, wanted
 
     def _text(self, rng: Generator, plain: random.Random, count: int, hard: bool) -> Tokens:
         if hard and plain.random() < self._recipe.nonsense:

@@ -27,8 +27,10 @@ class Recipe:
     stages: tuple[tuple[float, Mapping[str, float]], ...]
     """At which part of the training, from 0 to 1, which tasks have which shares of the rows; in between, a line.
 
-    Tasks are those of ``memstore.eval.tasks``, and ``one-hop``.
+    Tasks are those of ``memstore.eval.tasks`` and the easier ones of ``memstore.train.needles``.
     """
+    start: str | None = None
+    """The recipe whose model, which comes with the package, this one starts from; None: from nothing."""
     optimisation: Optimisation
     """``batch`` and ``accumulate`` are not used: a step has ``tokens``."""
     tokens: int = 2048
@@ -36,7 +38,14 @@ class Recipe:
     blocks: tuple[int, int] = (3, 7)
     """Fewest and most blocks of a row before its answer."""
     digits: Mapping[str, tuple[int, int]] = field(
-        default_factory=lambda: {"passkey": (5, 20), "two-hop": (2, 4), "one-hop": (2, 4), "multi-needle": (5, 5)}
+        default_factory=lambda: {
+            "passkey": (5, 20),
+            "easy one-hop": (1, 2),
+            "easy two-hop": (1, 2),
+            "one-hop": (1, 3),
+            "two-hop": (2, 2),
+            "multi-needle": (5, 5),
+        }
     )
     """Fewest and most digits of the numbers of each task."""
     answer_weight: float = 1.0
@@ -47,21 +56,35 @@ class Recipe:
     """Part of the rows with things that look like needles, from ``hard_from`` on."""
     nonsense: float = 0.15
     """Part of the rows whose text is random tokens, from ``hard_from`` on."""
-    few_digits: float = 0.0
-    """Part of the numbers made of two to four digits alone: they cannot be copied by the last digit or two."""
+    distinct_until: float = 0.0
+    """Part of the training in which no number has the same digit twice, so that the digit before says the next one."""
+    few_digits: float = 0.3
+    """Part of the numbers made of three to five digits alone: they cannot be copied by the last digit or two."""
+    few_from: float = 0.0
+    """Part of the training after which there are such numbers."""
+    follow_ups: bool = True
+    """Whether the rest of an answer's block asks for more of what the same list holds: more to learn from a row."""
     ramp: float = 0.0
     """Part of the training in which the longest numbers and the most blocks grow from the fewest on."""
     share_rows: bool = True
     """Whether rows of a step may retrieve each other's blocks: distractors that cost nothing."""
-    hard_from: float = 0.66
+    hard_from: float = 0.6
     """Part of the training after which there are distractors: those of rows and bank, near misses and nonsense.
 
     Before it has learned to copy, a model does not learn to copy what it cannot find.
     """
+    hard_gumbel: float = 0.2
+    """The model's ``gumbel`` from then on.
+
+    Noise finds blocks for a retriever that knows nothing. One that has learned is better off with the strongest
+    distractors: among ``n`` of them the noise reaches ``log n``, and hides the needle from the lists.
+    """
     bank: int = 4096
     """Blocks of earlier steps that may be retrieved too."""
-    bank_growth: float = 0.08
-    """Part of the training in which the bank opens, slowly at first."""
+    bank_growth: float = 0.1
+    """Part of the training in which the bank opens, if needles are found all the while."""
+    ready: float = 0.9
+    """Part of the needles that have to be found for it to open further."""
     checked: int = 256
     """Rows that measure the result."""
     next_command: str
@@ -82,8 +105,8 @@ class Recipe:
         return bounds[0], round(bounds[0] + (bounds[1] - bounds[0]) * grown)
 
     def asking_only(self, task: str) -> Recipe:
-        """With this task alone."""
-        return replace(self, stages=((0.0, {task: 1.0}),))
+        """With this task alone, as it is asked when a model is measured."""
+        return replace(self, stages=((0.0, {task: 1.0}),), follow_ups=False)
 
     def with_groups(self, groups: int) -> Recipe:
         """With the upper layers in so many groups, each of which retrieves once."""
@@ -105,25 +128,30 @@ RECIPES: dict[str, Recipe] = {
             task="passkey",
             model={"upper_layers": [2], "initializer_range": 0.06},
             stages=((0.0, {"passkey": 1.0}),),
-            optimisation=Optimisation(steps=4000, restart=0.66),
-            tokens=2048,
-            ramp=0.2,
+            optimisation=Optimisation(steps=2800, restart=0.62),
+            blocks=(2, 7),
+            ramp=0.25,
+            distinct_until=0.25,
+            few_from=0.32,
+            hard_from=0.62,
             next_command="memstore eval passkey --model {model}",
         ),
         Recipe(
             name="two-hop-cpu",
             task="two-hop",
-            model={"upper_layers": [2, 2], "landmark_uses_own": True, "initializer_range": 0.06},
+            start="passkey-cpu",
+            model={"upper_layers": [2, 2], "landmark_uses_own": True, "retrieval_top_k": 8},
             stages=(
-                (0.0, {"passkey": 1.0}),
-                (0.3, {"passkey": 1.0}),
-                (0.35, {"passkey": 0.2, "one-hop": 0.4, "two-hop": 0.4}),
-                (0.7, {"passkey": 0.2, "two-hop": 0.8}),
+                (0.00, {"passkey": 0.1, "easy one-hop": 0.6, "easy two-hop": 0.3}),
+                (0.24, {"passkey": 0.1, "easy one-hop": 0.6, "easy two-hop": 0.3}),
+                (0.32, {"passkey": 0.1, "easy one-hop": 0.1, "one-hop": 0.4, "two-hop": 0.4}),
+                (0.50, {"passkey": 0.1, "one-hop": 0.4, "two-hop": 0.5}),
+                (0.60, {"passkey": 0.1, "one-hop": 0.2, "two-hop": 0.7}),
             ),
-            optimisation=Optimisation(steps=5000, restart=0.7),
-            tokens=2048,
-            ramp=0.15,
-            hard_from=0.7,
+            optimisation=Optimisation(steps=5000, learning_rate=1.5e-3, restart=0.76),
+            distinct_until=0.5,
+            few_digits=0.0,
+            hard_from=0.76,
             next_command="memstore eval two-hop --model {model}",
         ),
     )

@@ -62,13 +62,18 @@ class Start:
         transformers.set_seed(seed)
         if self.init is not None:
             model: DRTForCausalLM = DRTForCausalLM.from_pretrained(self.init, dtype=torch.float32)
-            return model
+            return model if model.config.to_dict() == self.config.to_dict() else grown(model, self.config)
         self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         return DRTForCausalLM(self.config)
 
 
-def starting(config: DRTConfig | None, init: Folder | None = None, tokenizer: Folder | None = None) -> Start:
-    """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``."""
+def starting(
+    config: DRTConfig | None, init: Folder | None = None, tokenizer: Folder | None = None, *, grow: bool = False
+) -> Start:
+    """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
+
+    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``).
+    """
     size = None if tokenizer is None else len(load_tokenizer(tokenizer))
     if init is None:
         chosen = copy.deepcopy(config) if config is not None else DRTConfig.preset("tiny")
@@ -80,7 +85,59 @@ def starting(config: DRTConfig | None, init: Folder | None = None, tokenizer: Fo
             f"the tokenizer {tokenizer} has {size:,} tokens, the model {init} knows {chosen.vocab_size:,}: "
             "leave --tokenizer out to use the model's own"
         )
+    if grow and config is not None:
+        chosen = _outgrowing(chosen, config, init)
     return Start(chosen, init, tokenizer)
+
+
+GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel")
+"""What may be different in a model that grows from another."""
+
+
+def _outgrowing(source: DRTConfig, config: DRTConfig, init: Folder) -> DRTConfig:
+    """The config of ``source`` with what may be different as in ``config``."""
+    for name in ("block_size", "hidden_size", "intermediate_size", "num_attention_heads", "lower_layers", "positions"):
+        if getattr(source, name) != getattr(config, name):
+            raise InvalidArgument(
+                f"this recipe trains models whose {name} is {getattr(config, name)}; that of {init} is "
+                f"{getattr(source, name)}. Leave --init out."
+            )
+    if sum(source.upper_layers) > sum(config.upper_layers):
+        raise InvalidArgument(
+            f"this recipe trains models whose upper_layers is {config.upper_layers}; that of {init} has more, "
+            f"{source.upper_layers}. Leave --init out."
+        )
+    changed = copy.deepcopy(source)
+    for name in GROWN:
+        setattr(changed, name, copy.deepcopy(getattr(config, name)))
+    return DRTConfig.from_dict(changed.to_dict())
+
+
+COPIED_OUTPUTS = 0.3
+"""What is left of what copied layers add to the stream, so that twice the layers do not add twice as much."""
+
+
+@torch.no_grad()
+def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
+    """A model of ``config`` with the weights of ``source``, whose upper layers are repeated for those it lacks."""
+    model = DRTForCausalLM(config)
+    state, weights = model.state_dict(), source.state_dict()
+    held = [f"model.upper.{g}.{n}." for g, count in enumerate(source.config.upper_layers) for n in range(count)]
+    wanted = [f"model.upper.{g}.{n}." for g, count in enumerate(config.upper_layers) for n in range(count)]
+    for number, prefix in enumerate(wanted):
+        for name in [each for each in state if each.startswith(prefix)]:
+            weight = weights[held[number % len(held)] + name.removeprefix(prefix)]
+            added = number >= len(held) and name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            state[name].copy_(weight * COPIED_OUTPUTS if added else weight)
+    last = len(source.config.upper_layers) - 1
+    for name, weight in state.items():
+        if name.startswith("model.retrievers."):
+            _, _, group, rest = name.split(".", 3)
+            weight.copy_(weights[f"model.retrievers.{min(int(group), last)}.{rest}"])
+        elif not name.startswith("model.upper."):
+            weight.copy_(weights[name])
+    model.load_state_dict(state)
+    return model
 
 
 def load_config(folder: Folder) -> DRTConfig:

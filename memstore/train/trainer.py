@@ -156,6 +156,7 @@ class NeedleTrainer(DRTTrainer):
         super().__init__(run, model, *rest, **options)
         self.recipe = recipe
         self.bank = Bank(model, recipe)
+        self._gumbel = DRTConfig.preset("tiny", **recipe.model).gumbel
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -163,15 +164,22 @@ class NeedleTrainer(DRTTrainer):
         """Answer and text, weighted as the recipe says."""
         assert not return_outputs
         ids, free = inputs["input_ids"], inputs["free"]
-        shared = self.bank.shared(free, self.state.global_step / self.state.max_steps)
+        progress = self.state.global_step / self.state.max_steps
+        self.trained.config.gumbel = self._gumbel if progress < self.recipe.hard_from else self.recipe.hard_gumbel
+        shared = self.bank.shared(free, progress)
         logits = model(input_ids=ids, shared=shared, use_cache=False).logits[:, :-1]
         self.bank.keep(free)
         asked, targets = inputs["answer"][:, 1:], ids[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
         answer, text = losses[asked].mean(), losses[~asked].mean()
+        found = first_right(logits, targets, asked)
+        self.bank.pace(found, progress, self.state.max_steps)
         self._note("answer_loss", answer)
         self._note("text_loss", text)
         self._note("whole_answers", whole_answers(logits, targets, asked).float().mean())
+        self._note("found", torch.tensor(found))
+        distractors = 0 if shared is None or shared.states is None else len(shared.states)
+        self._note("distractors", torch.tensor(float(distractors)))
         return self.recipe.answer_weight * answer + self.recipe.text_weight * text
 
     def _note(self, name: str, value: Tensor) -> None:
@@ -183,6 +191,12 @@ def whole_answers(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
     right = logits[asked].argmax(-1) == targets[asked]
     wrong: Tensor = torch.zeros_like(asked).masked_scatter(asked, ~right)
     return ~wrong.any(1)
+
+
+def first_right(logits: Tensor, targets: Tensor, asked: Tensor) -> float:
+    """The part of the rows the first token of whose answer is the likeliest: that tells whether a needle was found."""
+    first = asked & (asked.cumsum(1) == 1)
+    return float((logits[first].argmax(-1) == targets[first]).float().mean())
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.grouped_cross_attention import api, grouped_cross_attention
-from tests.kernels.gca import CASES, NAMES, Case, Inputs, errors, exact, inputs, results
+from memstore.kernels.grouped_cross_attention import api, attend, grouped_cross_attention, prepare
+from tests.kernels.gca import CASES, NAMES, Case, Inputs, errors, exact, inputs, plain, results
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "gca_kernel_mha_K4.npz"
 SIZES = [
@@ -42,6 +42,36 @@ def test_the_fast_form_is_as_exact_as_plain_attention(case: Case, dtype: torch.d
 def test_the_fast_form_is_as_exact_as_plain_low_precision(case: Case, dtype: torch.dtype) -> None:
     found = errors(grouped_cross_attention, inputs(case, dtype), backend="torch")
     assert all(error <= allowed for error, allowed in found.values()), found
+
+
+def from_prepared(given: Inputs) -> torch.Tensor:
+    """Every list as the one list of a row, handed over and given back in the layout of projections."""
+    rows = torch.arange(len(given.k))[:, None, None]
+    k, v = (x[rows, given.blocks.clamp(min=0)].flatten(0, 1) for x in (given.k, given.v))
+    weights, blocks, q = given.weights.flatten(0, 1), given.blocks.flatten(0, 1), given.q.flatten(0, 1)
+    prepared = prepare(k, v, weights, blocks, off_by_one=given.off_by_one)
+    out = attend(q.transpose(1, 2).flatten(2), prepared)
+    return out.view(*q.transpose(1, 2).shape[:3], v.shape[-1]).transpose(1, 2).view(*given.q.shape[:-1], v.shape[-1])
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 1, 3])
+@pytest.mark.parametrize("case", [*SIZES, *CASES.values()], ids=str)
+def test_a_prepared_list_gives_the_same(case: Case, tokens: int | None) -> None:
+    given = inputs(case if tokens is None else replace(case, t=tokens))
+    want = exact(given.q, given.k, given.v, given.weights, given.blocks, off_by_one=given.off_by_one)
+    torch.testing.assert_close(from_prepared(given), want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(from_prepared(given.to(torch.float32)), want.float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_prepared_list_is_as_exact_as_plain_low_precision(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype)
+    tensors, high = (given.q, given.k, given.v, given.weights), given.to(torch.float64)
+    want = exact(high.q, high.k, high.v, high.weights, given.blocks, off_by_one=given.off_by_one)
+    allowed = (plain(*tensors, given.blocks, off_by_one=given.off_by_one) - want).abs().max()
+    rounding = torch.finfo(dtype).eps * want.abs().max()
+    assert (from_prepared(given) - want).abs().max() <= allowed + rounding
 
 
 @pytest.mark.parametrize("case", [Case(h=4, g=2, k=3), Case(off_by_one=False), CASES["NaN in what was not chosen"]])

@@ -60,7 +60,7 @@ def make(kind: str = "rope", seed: int = 0, **changes: Any) -> DRTForCausalLM:
 def embed(blocks: Tensor) -> Tensor:
     """An external retriever: ``[n, tokens]`` -> ``[n, 5]``."""
     weights = torch.randn(blocks.shape[1], 5, generator=torch.Generator().manual_seed(0))
-    return blocks.float() @ weights / 50
+    return blocks.float() @ weights / 500
 
 
 def tokens(count: int, rows: int = 1, seed: int = 0) -> Tensor:
@@ -200,15 +200,14 @@ class Reference:
         return torch.cat(outputs, -1) @ self.weights[f"{name}.attention.out.weight"].T
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Pairs of dimensions ``i`` and ``i + D / 2`` turned by ``position / theta ** (2 i / D)``."""
+        """Pairs of dimensions ``2 i`` and ``2 i + 1`` turned by ``position / theta ** (2 i / D)``."""
         half = x.shape[-1] // 2
         angles = torch.arange(len(x), dtype=torch.float64)[:, None] * self.config.rope_theta ** (
             -torch.arange(half, dtype=torch.float64) / half
         )
-        real, imaginary = x[:, :half], x[:, half:]
-        return torch.cat(
-            [real * angles.cos() - imaginary * angles.sin(), real * angles.sin() + imaginary * angles.cos()], -1
-        )
+        real, imaginary = x[:, 0::2], x[:, 1::2]
+        turned = [real * angles.cos() - imaginary * angles.sin(), real * angles.sin() + imaginary * angles.cos()]
+        return torch.stack(turned, -1).flatten(1)
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU after a norm."""

@@ -52,6 +52,18 @@ def test_extreme_sizes_stream_too(changes: dict[str, int]) -> None:
         close(streamed(model, ids, sizes), logits(model, ids))
 
 
+@pytest.mark.parametrize("kind", ["rope", "alibi, two groups", "landmark uses own"])
+def test_tokens_with_gradients_use_the_form_that_has_them(kind: str) -> None:
+    model, ids = make(kind), tokens(60, rows=2)
+    cache = DRTCache(model.config, 2)
+    with torch.no_grad():
+        before = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(30)]
+    assert any(prepared is not None for prepared in cache.prepared)
+    after = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(30, 60)]
+    assert after[0].requires_grad
+    close(torch.cat([*before, *(piece.detach() for piece in after)], 1), logits(model, ids))
+
+
 def test_a_prompt_of_any_length_can_be_continued() -> None:
     model, ids = make("landmark uses own"), tokens(75)
     whole = logits(model, ids)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from memstore.train.bank import Bank
 from memstore.train.needles import Rows
 from memstore.train.recipes import find_recipe
 from memstore.train.settings import Optimisation
+from memstore.train.start import grown, starting
 from memstore.train.tokens import train_tokenizer
 from memstore.train.trainer import rate
 from tests.train.helpers import RUNTIME, same_weights, small, use_little_text
@@ -44,29 +46,62 @@ def test_a_batch_depends_on_seed_and_number_alone(name: str, tokenizer: PreTrain
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_answers_are_in_the_row_and_begin_behind_the_first_token_of_a_block(
+def test_what_is_asked_is_in_the_row_and_the_answer_begins_behind_the_first_token_of_a_block(
     name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     rows = rows_of(RECIPES[name], tokenizer)
     for number in (0, 50, 99):
         batch = rows[number]
         assert batch["input_ids"].numel() <= RECIPES[name].tokens
-        for ids, answer in zip(batch["input_ids"].tolist(), batch["answer"], strict=True):
-            start = int(answer.nonzero()[0])
-            assert start % BLOCK == 1
-            stop = start + int(answer.sum())
-            text, asked = str(tokenizer.decode(ids[:start])), str(tokenizer.decode(ids[start:stop]))
-            if text.endswith("The passkey is:"):
-                assert f"|The passkey is:{asked}" in text
-            elif "|The step from" in text:
-                begin = text.rpartition("|The step from")[2].removesuffix("is:")
-                assert f"|DEF{begin}->{asked}" in text
-            else:
-                begin = text.rpartition("|The path from")[2].removesuffix("is:")
-                middle, end = asked.removesuffix("|").split(",")
-                assert f"|DEF{begin}->{middle}|" in text
-                assert f"|DEF{middle}->{end}|" in text
-                assert text.count("|DEF") >= 4
+        for ids, answer in zip(batch["input_ids"].tolist(), batch["answer"].tolist(), strict=True):
+            runs = list(answers(answer))
+            assert runs[0].start % BLOCK == 1
+            assert runs[-1].stop <= len(ids)
+            assert len({run.start // BLOCK for run in runs}) == 1
+            for run in runs:
+                check(str(tokenizer.decode(ids[: run.start])), str(tokenizer.decode(ids[run.start : run.stop])))
+
+
+def answers(asked: list[bool]) -> Iterator[range]:
+    """The runs of tokens that answer something."""
+    edges = [at for at in range(len(asked) + 1) if (at < len(asked) and asked[at]) != (at > 0 and asked[at - 1])]
+    yield from (range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
+
+
+def check(text: str, asked: str) -> None:
+    """Raise unless ``asked`` is right after ``text``, whose needles are before its questions."""
+    if text.endswith("The passkey is:"):
+        assert f"|The passkey is:{asked}" in text
+        return
+    kind, _, name = text.removesuffix("is:").rpartition(" from")
+    if kind.endswith("|The step"):
+        assert f"|DEF{name}->{asked}" in text
+    else:
+        assert kind.endswith("|The path")
+        middle, end = asked.removesuffix("|").split(",")
+        assert f"|DEF{name}->{middle}|" in text
+        assert f"|DEF{middle}->{end}|" in text
+
+
+def test_follow_ups_ask_for_more_and_can_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = replace(RECIPES["two-hop-cpu"], stages=((0.0, {"two-hop": 1.0}),))
+    several = [len(list(answers(row))) for row in rows_of(recipe, tokenizer)[0]["answer"].tolist()]
+    assert min(several) > 1
+    measured = rows_of(recipe.asking_only("two-hop"), tokenizer)[0]["answer"].tolist()
+    assert [len(list(answers(row))) for row in measured] == [1] * len(measured)
+
+
+def test_numbers_have_no_digit_twice_at_first_and_few_digits_later(tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = replace(RECIPES["passkey-cpu"], distinct_until=0.5, few_from=0.5, few_digits=1.0, hard_from=1.1)
+    rows = rows_of(recipe, tokenizer)
+
+    def digits(number: int) -> list[str]:
+        batch = rows[number]
+        numbers = [ids[asked].tolist()[:-1] for ids, asked in zip(batch["input_ids"], batch["answer"], strict=True)]
+        return [str(tokenizer.decode(number)) for number in numbers]
+
+    assert all(len(set(number)) == len(number) for number in digits(0) + digits(49))
+    assert all(len(set(number)) <= 5 for number in digits(50) + digits(99))
 
 
 def test_blocks_with_needles_and_answers_are_not_shared(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -96,11 +131,12 @@ def test_rows_grow_with_the_ramp(tokenizer: PreTrainedTokenizerBase) -> None:
     assert recipe.ramped((3, 9), 0.8) == (3, 9)
 
 
-def test_the_bank_opens_late_and_keeps_the_latest_blocks_that_are_free(tmp_path: Path) -> None:
-    recipe = small(hard_from=0.4, bank_growth=0.5, bank=8, share_rows=False)
+def test_the_bank_keeps_the_latest_blocks_that_are_free(tmp_path: Path) -> None:
+    recipe = small(hard_from=0.4, bank_growth=0.1, bank=8, share_rows=False)
     torch.manual_seed(0)
     model = DRTForCausalLM(DRTConfig.preset("tiny")).train()
     bank = Bank(model, recipe)
+    bank.opened = 1.0
     ids, free = torch.randint(512, (4, 4 * BLOCK)), torch.ones(4, 4 * BLOCK, dtype=torch.bool)
     free[:, BLOCK : 2 * BLOCK + 1] = False
     for _ in range(3):
@@ -113,16 +149,49 @@ def test_the_bank_opens_late_and_keeps_the_latest_blocks_that_are_free(tmp_path:
     assert opened is not None
     assert opened.states is not None
     assert len(opened.states) == 8
-    assert bank.shared(free, 0.42) is None
+    bank.found = 0.75
     bank.save(tmp_path / "bank.safetensors")
     again = Bank(DRTForCausalLM(DRTConfig.preset("tiny")), recipe)
     again.load(tmp_path / "bank.safetensors", torch.device("cpu"))
     assert again.landmarks is not None
     assert torch.equal(again.landmarks, bank.landmarks)
+    assert (again.opened, again.found) == (1.0, 0.75)
     before = bank.landmarks
     model(ids[:1], use_cache=False)
     bank.keep(free[:1])
     assert torch.equal(bank.landmarks[2:], before[:6])
+
+
+def test_the_bank_opens_as_long_as_needles_are_found_and_closes_when_they_are_not() -> None:
+    bank = Bank(DRTForCausalLM(DRTConfig.preset("tiny")), small(hard_from=0.4, bank_growth=0.1, ready=0.9))
+    bank.pace(0.0, 0.3, 100)
+    assert (bank.opened, bank.found) == (0.0, 1.0)  # not yet its time
+    for _ in range(5):
+        bank.pace(1.0, 0.5, 100)
+    assert bank.opened == pytest.approx(0.5)
+    for _ in range(7):
+        bank.pace(0.0, 0.5, 100)
+    assert bank.found < 0.9
+    assert bank.opened == pytest.approx(0.2)  # two more steps open it until the mean is below 0.9
+    for _ in range(200):
+        bank.pace(1.0, 0.5, 100)
+    assert bank.opened == 1.0
+
+
+def test_a_model_grows_by_copies_of_its_upper_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    small_one = DRTForCausalLM(DRTConfig.preset("tiny"))
+    model = grown(small_one, DRTConfig.preset("tiny", upper_layers=[2, 2], retrieval_top_k=8))
+    old, new = small_one.model, model.model
+    for layer in range(2):
+        for group in range(2):
+            assert torch.equal(new.upper[group][layer].attention.qkv.weight, old.upper[0][layer].attention.qkv.weight)
+        assert not torch.equal(new.upper[1][layer].attention.out.weight, old.upper[0][layer].attention.out.weight)
+    assert torch.equal(new.retrievers[1].query.weight, old.retrievers[0].query.weight)
+    small_one.save_pretrained(tmp_path)
+    assert starting(DRTConfig.preset("tiny", upper_layers=[4]), tmp_path, grow=True).config.upper_layers == [4]
+    with pytest.raises(InvalidArgument, match=r"models whose lower_layers is 3; that of .* is 2"):
+        starting(DRTConfig.preset("tiny", lower_layers=3), tmp_path, grow=True)
 
 
 def test_the_control_of_two_hops_has_the_same_layers_in_one_group() -> None:
@@ -158,12 +227,13 @@ def test_a_killed_recipe_resumes_to_the_same_result(tmp_path: Path, monkeypatch:
 def test_two_hops_train_with_two_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_little_text(monkeypatch)
     recipe = small("two-hop-cpu", optimisation=replace(RECIPES["two-hop-cpu"].optimisation, steps=3))
-    report = train_recipe(recipe, tmp_path / "run", runtime=RUNTIME)
+    train_recipe(small(), tmp_path / "first", runtime=RUNTIME)
+    report = train_recipe(recipe, tmp_path / "run", init=tmp_path / "first", runtime=RUNTIME)
     assert report["task"] == "two-hop"
     assert 0 <= report["accuracy"] <= 1
     model = DRTForCausalLM.from_pretrained(tmp_path / "run")
     assert len(model.model.retrievers) == 2
-    with pytest.raises(InvalidArgument, match=r"passkey-cpu trains models whose upper_layers is .* Leave --init out"):
+    with pytest.raises(InvalidArgument, match=r"this recipe trains models whose upper_layers is .* Leave --init out"):
         train_recipe(small(), tmp_path / "other", init=tmp_path / "run", runtime=RUNTIME)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.gca import Retrieved
+from memstore.kernels.grouped_cross_attention import Prepared
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import Packing
@@ -24,7 +25,12 @@ class LastList(NamedTuple):
     weights: Tensor
     """``[B, K]``"""
     blocks: Tensor
-    """``[B, K]``; -1: none."""
+    """``[B, K]``: the number of each, its own place in the list; -1: none."""
+
+    def retrieved(self, lists: int = 1) -> Retrieved:
+        """The list of each row, ``lists`` times over."""
+        blocks, weights = (x.unsqueeze(1).expand(-1, lists, -1) for x in (self.blocks, self.weights))
+        return Retrieved(self.keys, self.values, blocks, weights)
 
 
 class DRTCache:
@@ -48,11 +54,13 @@ class DRTCache:
         """Stream items that the windows hold."""
         self.empty: Tensor | None = None
         """``[B]``: how many of them do not exist, where rows differ."""
-        self.partial: Tensor | None = None
-        """``[B, P, hidden]``: hidden states of the incomplete block after the lower layers."""
-        self.partial_ids: Tensor | None = None
-        """``[B, P, 1]``: tokens of the incomplete block, where an external retriever will want them."""
+        self.partial: list[Tensor] = []
+        """Pieces ``[B, p, hidden]`` of the incomplete block: hidden states after the lower layers."""
+        self.partial_ids: list[Tensor] = []
+        """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, where an external retriever will want them."""
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
+        self.prepared: list[Prepared | None] = [None] * len(config.upper_layers)
+        """The same lists, ready for single tokens; None where nobody has made them so yet."""
         self._given = 0
 
     def __repr__(self) -> str:
@@ -106,36 +114,29 @@ class DRTCache:
         if not bool(self.empty.any()):
             self.empty = None
 
-    def combined(self, group: int, fresh: Retrieved | None, numbers: Tensor) -> Retrieved | None:
+    def combined(self, group: int, fresh: Retrieved, numbers: Tensor) -> Retrieved:
         """The lists that a segment's items use: number 0 is the last one of before, ``1 + j`` is fresh list ``j``.
 
-        ``numbers [B or 1, C]``. None where there is nothing to attend to.
+        ``numbers [B or 1, C]``.
         """
         last = self.lists[group]
-        if fresh is None:
-            if last is None:
-                return None
-            blocks = torch.where(last.blocks >= 0, torch.arange(last.blocks.shape[1], device=numbers.device), -1)
-            lists = numbers.shape[1]
-            return Retrieved(
-                last.keys,
-                last.values,
-                blocks.unsqueeze(1).expand(-1, lists, -1),
-                last.weights.unsqueeze(1).expand(-1, lists, -1),
-            )
         keys, values, blocks, weights = fresh
         top_k = blocks.shape[-1]
         if last is None:
             blocks, weights = F.pad(blocks, (0, 0, 1, 0), value=-1), F.pad(weights, (0, 0, 1, 0))
         else:
             held, missing = last.blocks.shape[1], top_k - last.blocks.shape[1]
-            first = torch.where(last.blocks >= 0, torch.arange(held, device=numbers.device), -1)
             blocks = torch.where(blocks >= 0, blocks + held, -1)
-            blocks = torch.cat([F.pad(first, (0, missing), value=-1).unsqueeze(1), blocks], 1)
+            blocks = torch.cat([F.pad(last.blocks, (0, missing), value=-1).unsqueeze(1), blocks], 1)
             weights = torch.cat([F.pad(last.weights, (0, missing)).unsqueeze(1), weights], 1)
             keys, values = torch.cat([last.keys, keys], 1), torch.cat([last.values, values], 1)
         at = numbers.clamp(max=blocks.shape[1] - 1).expand(len(blocks), -1).unsqueeze(-1).expand(-1, -1, top_k)
         return Retrieved(keys, values, blocks.gather(1, at), weights.gather(1, at))
+
+    def keep(self, group: int, last: LastList) -> None:
+        """From here on ``last`` is the group's last list."""
+        self.lists[group] = last
+        self.prepared[group] = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
@@ -149,11 +150,15 @@ class DRTCache:
             for states in self.windows
         ]
         self.empty = None if self.empty is None else self.empty[pick(self.empty.device)]
-        self.partial = None if self.partial is None else self.partial[pick(self.partial.device)]
-        self.partial_ids = None if self.partial_ids is None else self.partial_ids[pick(self.partial_ids.device)]
+        longest = max(self.offsets, default=0)
+        self.partial, self.partial_ids = (
+            [torch.cat(pieces, 1)[pick(pieces[0].device), :longest]] if pieces and longest else []
+            for pieces in (self.partial, self.partial_ids)
+        )
         self.lists = [
             None if last is None else LastList(*(tensor[pick(tensor.device)] for tensor in last)) for last in self.lists
         ]
+        self.prepared = [None] * len(self.lists)
 
     def crop(self, max_length: int) -> None:
         """Refused: what has left the window cannot be brought back."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from memstore.attention.gca import GroupedCrossAttention, Retrieved
-from memstore.attention.layers import SwiGLU, heads, merged, rotate
+from memstore.attention.layers import SwiGLU, merged, rotate
 from memstore.attention.sliding import Window
+from memstore.kernels.grouped_cross_attention import Prepared
 from memstore.models.drt.configuration import DRTConfig
 
 States = tuple[Tensor, Tensor]
@@ -21,8 +22,8 @@ class Sight(NamedTuple):
     """What self-attention of one segment sees, the same in every layer."""
 
     window: Window
-    rotation: tuple[Tensor, Tensor] | None
-    """Cosines and sines of the segment's positions; None with ALiBi."""
+    turns: Tensor | None
+    """``[B or 1, M, 1, D / 2]``: rotary positions of the segment; None with ALiBi."""
 
 
 class SelfAttention(nn.Module):
@@ -38,11 +39,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
         """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
-        qkv = heads(self.qkv(x), self.heads + 2 * self.groups)
-        qk, v = qkv.split((self.heads + self.groups, self.groups), 1)
-        if sight.rotation is not None:
-            qk = rotate(qk, sight.rotation)
-        q, k = qk.split((self.heads, self.groups), 1)
+        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, -1))
+        qk, v = qkv.split((self.heads + self.groups, self.groups), 2)
+        if sight.turns is not None:
+            qk = rotate(qk, sight.turns)
+        q, k = qk.split((self.heads, self.groups), 2)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         return self.out(merged(sight.window.attend(q, k, v))), (k, v)
@@ -85,14 +87,16 @@ class UpperLayer(LowerLayer):
             )
 
     def forward(  # type: ignore[override]  # it needs what was retrieved
-        self, x: Tensor, sight: Sight, past: States | None, retrieved: Retrieved | None, by_list: ByList
+        self, x: Tensor, sight: Sight, past: States | None, retrieved: Retrieved | Prepared | None, by_list: ByList
     ) -> tuple[Tensor, States]:
-        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        """``x [B, M, hidden]`` -> the same, and the layer's keys and values. ``Prepared``: one list for all items."""
         attended, states = self.attention(self.attention_norm(x), sight, past)
         x = x + attended
-        found = x
-        if self.cross is not None and retrieved is not None:
-            found = x + by_list(x, lambda queries: self.cross(queries, retrieved))  # type: ignore[misc]  # checked above
+        found, cross = x, self.cross
+        if cross is not None and isinstance(retrieved, Prepared):
+            found = x + cross.attend(x, retrieved)
+        elif cross is not None and retrieved is not None:
+            found = x + by_list(x, lambda queries: cross(queries, retrieved))
         return x + self.feed_forward(self.norm(found)), states
 
 

@@ -33,6 +33,7 @@ from memstore.attention.gca import (
 from memstore.attention.layers import rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
+from memstore.kernels.grouped_cross_attention import Prepared
 from memstore.models.drt.cache import DRTCache, LastList
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
@@ -113,8 +114,9 @@ class DRTModel(nn.Module):
         x: Tensor = self.embed_tokens(ids.clamp(min=0))
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark.to(x.dtype), x)
 
-    def sight(self, packing: Packing, cache: DRTCache | None, dtype: torch.dtype, device: torch.device) -> Sight:
-        """What the items of a segment see."""
+    def sight(self, packing: Packing, cache: DRTCache | None, x: Tensor) -> Sight:
+        """What the items ``x [B, M, hidden]`` of a segment see."""
+        dtype, device = x.dtype, x.device
         past = 0 if cache is None else cache.past
         slopes = alibi_slopes(self.config.num_attention_heads, device) if self.config.positions == "alibi" else None
         empty = None if cache is None else cache.empty
@@ -124,8 +126,8 @@ class DRTModel(nn.Module):
         starts = [0] if cache is None else cache.positions
         if len(set(starts)) == 1:
             starts = starts[:1]
-        positions = torch.tensor(starts, device=device)[:, None, None] + torch.arange(packing.items, device=device)
-        return Sight(window, rotary(positions, self.config.head_dim, self.config.rope_theta, dtype))
+        turns = rotary(starts, packing.items, self.config.head_dim, self.config.rope_theta, x)
+        return Sight(window, turns.unsqueeze(2))
 
     def read(self, x: Tensor, sight: Sight, cache: DRTCache | None) -> tuple[Tensor, dict[int, States]]:
         """The lower layers: ``x [B, M, hidden]`` -> the same, and the states of each layer."""
@@ -146,7 +148,7 @@ class DRTModel(nn.Module):
     ) -> tuple[Tensor, tuple[Chosen, ...]]:
         """The stream of a segment ``[B, M, hidden]`` after the last norm, and what each group retrieved."""
         x = self.embed(packing.ids)
-        sight = self.sight(packing, cache, x.dtype, x.device)
+        sight = self.sight(packing, cache, x)
         x, window_states = self.read(x, sight, cache)
         blocks = self._blocks(packing, x, cache)
         by_list = _by_list(packing, shared)
@@ -171,7 +173,7 @@ class DRTModel(nn.Module):
         ``[B, n, S, hidden]`` and ``[B, n, e]``, None where it completes none; they do not go into the cache's table.
         """
         x = self.embed(packing.ids)
-        x, window_states = self.read(x, self.sight(packing, cache, x.dtype, x.device), cache)
+        x, window_states = self.read(x, self.sight(packing, cache, x), cache)
         cache.slide(packing, window_states, x.device)
         return self._blocks(packing, x, cache, keep=False)
 
@@ -181,11 +183,16 @@ class DRTModel(nn.Module):
         """States and landmarks of the blocks that a segment completes, ``[B, n, ...]``; None if it completes none."""
         if self.config.retrieval == "none":
             return None
-        whole, waiting = packing.joined(None if cache is None else cache.partial, x)
+        if cache is not None and packing.grows:
+            cache.partial.append(x)
+            if self.config.retrieval == "external":
+                cache.partial_ids.append(packing.ids.unsqueeze(-1))
+            return None
+        whole, waiting = packing.joined(None if cache is None else _joined(cache.partial), x)
         embedded = self._external_landmarks(packing, cache) if self.config.retrieval == "external" else None
         first = [] if cache is None else cache.blocks
         if cache is not None:
-            cache.partial = waiting if waiting.shape[1] else None
+            cache.partial = _pieces(waiting)
         if not whole.shape[1]:
             return None
         states, landmarks = self.encode(whole)
@@ -201,9 +208,9 @@ class DRTModel(nn.Module):
                 "this model's retrieval is 'external', and it has no retriever; give it one with set_retriever"
             )
         ids = packing.ids.unsqueeze(-1)
-        whole, waiting = packing.joined(None if cache is None else cache.partial_ids, ids)
+        whole, waiting = packing.joined(None if cache is None else _joined(cache.partial_ids), ids)
         if cache is not None:
-            cache.partial_ids = waiting if waiting.shape[1] else None
+            cache.partial_ids = _pieces(waiting)
         if not whole.shape[1]:
             return None
         tokens = whole[..., :-1, 0]
@@ -223,21 +230,40 @@ class DRTModel(nn.Module):
         blocks: tuple[Tensor, Tensor] | None,
         cache: DRTCache | None,
         shared: Shared | None,
-    ) -> tuple[Chosen | None, Retrieved | None]:
+    ) -> tuple[Chosen | None, Retrieved | Prepared | None]:
         """What the landmarks of a segment choose, and what its items attend to."""
-        numbers = packing.list_numbers(x.device)
-        if blocks is None:
-            return None, None if cache is None else cache.combined(group, None, numbers)
-        queries = self._queries(group, packing, x, blocks[1])
         if cache is None:
-            return self._retrieve_at_once(packing, queries, *blocks, numbers, shared)
+            if blocks is None:
+                return None, None
+            queries = self._queries(group, packing, x, blocks[1])
+            return self._retrieve_at_once(packing, queries, *blocks, packing.list_numbers(x.device), shared)
+        if blocks is None:
+            return None, self._last(group, packing, cache)
+        retrieved = self._last(group, packing, cache) if packing.one_list else None
+        queries = self._queries(group, packing, x, blocks[1])
         first = torch.tensor(cache.blocks, device=x.device)[:, None]
         limits = first + torch.arange(queries.shape[1], device=x.device)
         chosen = self._choose_cached(cache, queries, limits)
         fresh = self._fetch(cache, chosen, x.dtype)
-        retrieved = cache.combined(group, fresh, numbers)
-        self._keep_last(group, packing, cache, fresh, chosen)
+        if not packing.one_list:
+            if fresh is None:
+                retrieved = self._last(group, packing, cache)
+            else:
+                retrieved = cache.combined(group, fresh, packing.list_numbers(x.device))
+        if fresh is not None:
+            self._keep_last(group, packing, cache, fresh)
         return chosen, retrieved
+
+    def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | Prepared | None:
+        """The group's list of before, for all items of a segment."""
+        last, prepared = cache.lists[group], cache.prepared[group]
+        if last is None:
+            return None
+        if prepared is None or torch.is_grad_enabled():
+            cross = cast("UpperLayer", cast("nn.ModuleList", self.upper[group])[0]).cross
+            assert cross is not None
+            prepared = cache.prepared[group] = cross.prepare(last.retrieved())
+        return last.retrieved(packing.lists) if prepared is None else prepared
 
     def _queries(self, group: int, packing: Packing, x: Tensor, landmarks: Tensor) -> Tensor:
         if self.config.retrieval != "causal":
@@ -260,28 +286,29 @@ class DRTModel(nn.Module):
         own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
         return Retrieved(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(dtype))
 
-    def _keep_last(
-        self, group: int, packing: Packing, cache: DRTCache, fresh: Retrieved | None, chosen: Chosen
-    ) -> None:
+    def _keep_last(self, group: int, packing: Packing, cache: DRTCache, fresh: Retrieved) -> None:
         """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
-        if fresh is None:
+        keys, values, blocks, weights = fresh
+        if blocks.shape[1] == min(packing.blocks) == 1:
+            cache.keep(group, LastList(keys, values, weights[:, 0], blocks[:, 0]))
             return
-        top_k = chosen.blocks.shape[-1]
-        device = chosen.blocks.device
+        top_k, device = blocks.shape[-1], blocks.device
         at = torch.tensor(packing.blocks, device=device) - 1
         rows = torch.arange(len(at), device=device)
         picked = at.clamp(min=0)
-        columns = (picked * top_k)[:, None] + torch.arange(top_k, device=device)
+        places = torch.arange(top_k, device=device)
+        columns = (picked * top_k)[:, None] + places
+        there = (at[:, None] >= 0) & (blocks[rows, picked] >= 0)
         last = LastList(
-            fresh.keys[rows[:, None], columns],
-            fresh.values[rows[:, None], columns],
-            fresh.weights[rows, picked],
-            torch.where(at[:, None] >= 0, chosen.blocks[rows, picked], -1),
+            keys[rows[:, None], columns],
+            values[rows[:, None], columns],
+            weights[rows, picked],
+            torch.where(there, places, -1),
         )
         before = cache.lists[group]
         if before is not None and min(packing.blocks) == 0:
             last = _mixed(at >= 0, last, before)
-        cache.lists[group] = last
+        cache.keep(group, last)
 
     def _retrieve_at_once(
         self,
@@ -503,9 +530,20 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as it would come back from a memory of that type; its gradient is not rounded, for it would vanish."""
     if x.dtype == dtype:
         return x
+    if not torch.is_grad_enabled():
+        return x.to(dtype).to(x.dtype)
     with torch.no_grad():
         difference = x.to(dtype).to(x.dtype) - x
     return x + difference
+
+
+def _joined(pieces: list[Tensor]) -> Tensor | None:
+    return torch.cat(pieces, 1) if pieces else None
+
+
+def _pieces(waiting: Tensor) -> list[Tensor]:
+    """What waits, free of what it was cut from."""
+    return [waiting.clone()] if waiting.shape[1] else []
 
 
 def _by_list(packing: Packing, shared: Shared | None) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:

@@ -117,6 +117,22 @@ class Packing:
         """Whether every item gets a list of its own, because there are few or because rows are not aligned."""
         return self.items <= FEW or not self.aligned
 
+    @property
+    def grows(self) -> bool:
+        """Whether all rows are alike and their blocks still incomplete."""
+        return self.uniform and not self.blocks[0]
+
+    @property
+    def one_list(self) -> bool:
+        """Whether every item uses the list of before, because no row gets to where the next list is used."""
+        ends = [o + n for o, n in zip(self.offsets, self.lengths, strict=True)]
+        return bool(max(ends) + self.shift <= self.block_size)
+
+    @property
+    def lists(self) -> int:
+        """How many lists ``C`` a segment uses, in the order of its items."""
+        return self.items if self.by_item else self._frames
+
     def list_numbers(self, device: torch.device) -> Tensor:
         """Which list each place of a segment uses, ``[B or 1, C]``: 0 is that of before, ``1 + j`` its block j's."""
         if not self.by_item:

@@ -143,33 +143,46 @@ class MemoryTable(BlockTable):
 
     def gather(self, blocks: Tensor) -> Tensor:
         """See ``BlockTable``."""
-        unique, inverse = blocks.clamp(min=self._blocks.start).unique(return_inverse=True)
-        stored = unique[unique < self._blocks.stop]
-        states = self._view.gather(stored.tolist())["c"].to(self._device, self._dtype)
-        if len(stored) == len(unique):
-            return states[inverse]
-        table = torch.cat([states, states.new_zeros(1, *states.shape[1:])])
-        out = table[inverse.clamp(max=len(stored))]
+        flat = blocks.flatten().tolist()
+        stored = sorted({block for block in flat if block in self._blocks})
+        if not stored:
+            return self._own.gather(blocks)
+        if len(stored) == len(flat):
+            states = self._read(flat)
+            return states.view(*blocks.shape, *states.shape[1:])
+        places = {block: place for place, block in enumerate(stored)}
+        at = torch.tensor([places.get(block, 0) for block in flat], device=blocks.device).view_as(blocks)
+        states = self._read(stored)[at]
+        if max(flat) < self._blocks.stop:
+            return states
         own = (blocks >= self._blocks.stop)[..., None, None]
-        return torch.where(own, self._own.gather(blocks), out)
+        return torch.where(own, self._own.gather(blocks), states)
 
     def reorder(self, rows: Tensor) -> None:
         """See ``BlockTable``."""
         self._own.reorder(rows)
 
+    def _read(self, blocks: list[int]) -> Tensor:
+        return self._view.gather(blocks)["c"].to(self._device, self._dtype)
+
     def _search_document(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        flat, bounds = queries.flatten(0, 1), limits.clamp(max=self._blocks.stop).flatten().tolist()
+        flat, bounds = queries.flatten(0, 1), [min(limit, self._blocks.stop) for limit in limits.flatten().tolist()]
+        shape = (*queries.shape[:2], top_k)
+        if len(set(bounds)) == 1 and bounds[0] > self._blocks.start:
+            found, ids = self._search_below(bounds[0], flat, top_k)
+            return found.view(shape), ids.view(shape)
         scores = queries.new_full((len(flat), top_k), -math.inf)
         blocks = torch.full((len(flat), top_k), -1, device=queries.device)
         for bound in set(bounds):
-            if bound <= self._blocks.start:
-                continue
-            which = [i for i, each in enumerate(bounds) if each == bound]
-            found, ids, _ = self._view.search(
-                flat[which][None].float(), top_k, allowed=range(self._blocks.start, bound)
-            )
-            scores[which], blocks[which] = found[0].to(scores.dtype), ids[0]
-        return scores.view(*queries.shape[:2], -1), blocks.view(*queries.shape[:2], -1)
+            if bound > self._blocks.start:
+                which = [i for i, each in enumerate(bounds) if each == bound]
+                scores[which], blocks[which] = self._search_below(bound, flat[which], top_k)
+        return scores.view(shape), blocks.view(shape)
+
+    def _search_below(self, bound: int, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """``queries [n, e]`` -> scores and blocks ``[n, top_k]``."""
+        scores, blocks, _ = self._view.search(queries[None].float(), top_k, allowed=range(self._blocks.start, bound))
+        return scores[0].to(queries.dtype), blocks[0]
 
 
 def random_choice(limits: Tensor, top_k: int) -> Chosen:

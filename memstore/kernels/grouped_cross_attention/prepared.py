@@ -1,0 +1,62 @@
+"""Grouped cross attention to the same list again and again, as when tokens are generated one by one.
+
+A token of a small model costs little more than the number of operations on it. So whatever does not depend on the
+queries is done once for a list: blocks are joined, keys transposed and scaled, values multiplied by the weights of
+their blocks. Softmax-off-by-one becomes an ordinary softmax, by one more key and value of zeros in each block. What is
+left for a token are two products with a softmax between them.
+
+The weights are in the values, so this form gives the retriever no gradient of its own; it is for inference.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Prepared(NamedTuple):
+    """One list of blocks for each row, ready for ``attend``. ``S'`` is ``S``, or ``S + 1`` with softmax-off-by-one."""
+
+    keys: Tensor
+    """``[B * G, D, K * S']``"""
+    values: Tensor
+    """``[B * G, K * S', Dv]``"""
+    size: int
+    """S'"""
+
+
+def prepare(
+    k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor, *, scale: float | None = None, off_by_one: bool = True
+) -> Prepared:
+    """``k, v [B, K, G, S, D]`` of the chosen ``blocks [B, K]`` (-1: none), their ``weights [B, K]``."""
+    there = (blocks >= 0)[:, :, None, None, None]
+    # What lies in the place of a block that is not there may be NaN.
+    keys = torch.where(there, k * (k.shape[-1] ** -0.5 if scale is None else scale), 0)
+    values = torch.where(there, (v * weights[:, :, None, None, None]).to(v.dtype), 0)
+    if off_by_one:
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+    batch, chosen, groups, size, _ = keys.shape
+    return Prepared(
+        keys.permute(0, 2, 4, 1, 3).reshape(batch * groups, -1, chosen * size),
+        values.transpose(1, 2).reshape(batch * groups, chosen * size, -1),
+        size,
+    )
+
+
+def attend(q: Tensor, prepared: Prepared) -> Tensor:
+    """Queries ``[B, T, H * D]``, as a projection gives them, over the list of their row -> ``[B, T, H * Dv]``."""
+    keys, values, size = prepared
+    batch, tokens, inner = q.shape
+    many, dim, joined = keys.shape
+    rows = batch * tokens * inner // (many * dim)  # R * T: the heads of a group are more queries
+    if tokens != 1:
+        q = q.view(batch, tokens, inner // dim, dim).transpose(1, 2).contiguous()
+    scores = torch.bmm(q.view(many, rows, dim), keys)
+    p = scores.view(many, rows, joined // size, size).softmax(-1).view(many, rows, joined)
+    out = torch.bmm(p, values)
+    if tokens == 1:
+        return out.view(batch, 1, -1)
+    return out.view(batch, inner // dim, tokens, values.shape[2]).transpose(1, 2).flatten(2)
