@@ -20,7 +20,7 @@ READY := .venv/.ready
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-demo: $(READY) ## Let a small model read 32K tokens into a memory and answer from it (5 minutes)
+demo: $(READY) ## Let a small model read a million tokens into a memory and answer from it (half a minute)
 	$(BIN)/memstore demo
 
 test: lint types pytest ## Lint, check types, run the tests

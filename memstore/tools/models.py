@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SMOLLM2 = "smollm2"
+DRT = "drt"
+"""The DRT that comes with the package; of the demo alone."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -56,6 +56,7 @@ class Session:
         seconds = time.perf_counter() - begun
         trainer.check_weights()
         if self.state.is_main_process:
+            trainer.trained.config.use_cache = True  # the Trainer has turned it off
             trainer.trained.save_pretrained(self.run.out)
             self.run.finish({**_figures(trainer, resumed, seconds), **measure()})
         self.state.wait_for_everyone()
