@@ -68,10 +68,15 @@ def padding(nbytes: int) -> int:
 def encode_value(key: Key, records: Sequence[Record]) -> bytes:
     """Return the bytes of one value: each record's header, payload and padding. ``checks.py`` has the preconditions."""
     parts: list[bytes | memoryview] = []
+    table, document, layer, item = key
+    count = len(records)
     for number, record in enumerate(records):
         payload = _raw(record.payload)
-        header = _encode_header(key, number, len(records), record.layout, checksum(payload))
-        parts += [header, payload, _ZEROS[: padding(payload.nbytes)]]
+        before, after = _around_item(table, document, layer, number, count, record.layout)
+        start = before + item.to_bytes(8, "little") + after + checksum(payload).to_bytes(8, "little")
+        parts += (start, checksum(start).to_bytes(8, "little"), payload)
+        if rest := payload.nbytes % ALIGNMENT:
+            parts.append(_ZEROS[rest:])
     return b"".join(parts)
 
 
@@ -81,7 +86,14 @@ def _raw(payload: Bytes) -> memoryview:
     return np.ascontiguousarray(payload).reshape(-1).view(np.uint8).data
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
+def _around_item(
+    table: Table, document: int, layer: int, number: int, count: int, layout: Layout
+) -> tuple[bytes, bytes]:
+    """What is before and after the item in a header up to its checksums: the same for all blocks of a layer."""
+    return _head(table, number, count, layout) + _ADDRESS.pack(document, layer, 0, 0)[:-8], _extent(layout)
+
+
 def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
     return _KIND.pack(
         MAGIC, VERSION, NO_CODEC, DTYPES.index(layout.dtype), table, number, count, len(layout.shape)
@@ -91,12 +103,6 @@ def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
 @lru_cache(maxsize=256)
 def _extent(layout: Layout) -> bytes:
     return _EXTENT.pack(*layout.shape, *(0,) * (MAX_DIMENSIONS - len(layout.shape)), layout.nbytes, 0)  # [48 bytes]
-
-
-def _encode_header(key: Key, number: int, count: int, layout: Layout, payload_sum: int) -> bytes:
-    address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
-    start = _head(key.table, number, count, layout) + address + _extent(layout) + payload_sum.to_bytes(8, "little")
-    return start + checksum(start).to_bytes(8, "little")
 
 
 def decode_header(view: memoryview, start: int, key: Key) -> Header:
