@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memstore.attention.layers import SwiGLU, merged, rotary, rotate
+from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
 from memstore.kernels.block_attention import block_attention
 from memstore.kernels.grouped_cross_attention import Prepared, attend, grouped_cross_attention, prepare
 
@@ -84,10 +84,10 @@ class EncoderLayer(nn.Module):
     def __init__(self, hidden: int, inner: int, head_count: int, eps: float) -> None:
         super().__init__()
         self.head_count = head_count
-        self.attention_norm = nn.RMSNorm(hidden, eps)
+        self.attention_norm = RMSNorm(hidden, eps)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
         self.feed_forward = SwiGLU(hidden, inner)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -123,9 +123,9 @@ class BlockEncoder(nn.Module):
         self.theta = theta
         self.head_dim = hidden // head_count
         self.normalise = normalise
-        self.input_norm = nn.RMSNorm(hidden, eps)
+        self.input_norm = RMSNorm(hidden, eps)
         self.layers = nn.ModuleList([EncoderLayer(hidden, inner, head_count, eps) for _ in range(layers)])
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
 
     def forward(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states of blocks ``[..., S, hidden]`` -> states ``[..., S, hidden]``, landmarks ``[..., hidden]``."""
@@ -147,7 +147,7 @@ class CausalRetriever(nn.Module):
 
     def __init__(self, hidden: int, *, tied: bool = False, normalise: bool = False, eps: float = 1e-6) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
         self.query = None if tied else nn.Linear(hidden, hidden, bias=False)
         self.landmark = None if tied else nn.Linear(hidden, hidden, bias=False)
         self.log_scale = nn.Parameter(torch.tensor(math.log(10.0))) if normalise else None
@@ -200,7 +200,7 @@ class GroupedCrossAttention(nn.Module):
         self.head_count = head_count
         self.off_by_one = off_by_one
         self.fusion = fusion
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
         self.query = nn.Linear(hidden, head_count * head_dim, bias=False)
         self.out = nn.Linear(head_count * head_dim, hidden, bias=False)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memstore.attention.gca import GroupedCrossAttention, Retrieved
-from memstore.attention.layers import SwiGLU, merged, rotate
+from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotate
 from memstore.attention.sliding import Window
 from memstore.kernels.grouped_cross_attention import Prepared
 from memstore.models.drt.configuration import DRTConfig
@@ -55,9 +55,9 @@ class LowerLayer(nn.Module):
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = SelfAttention(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:

@@ -30,7 +30,7 @@ from memstore.attention.gca import (
     choose,
     weighed,
 )
-from memstore.attention.layers import rotary
+from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Prepared
@@ -83,7 +83,7 @@ class DRTModel(nn.Module):
         self.upper = nn.ModuleList(
             [nn.ModuleList([UpperLayer(config) for _ in range(count)]) for count in config.upper_layers]
         )
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.external: Retriever | None = None
         if config.retrieval != "none":
             self.encoder = BlockEncoder(

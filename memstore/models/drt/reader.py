@@ -9,10 +9,12 @@ but blocks and tokens is stored, and a document can be continued from any commit
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,10 +36,13 @@ from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import MemoryTable
 
-SEGMENT_BLOCKS = 256
+SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
-FORWARD_BLOCKS = 48
+FORWARD_BLOCKS = 96
 """Blocks of one forward pass: more leave the processor's cache, fewer pay more often for what every pass costs."""
+
+SWITCH_SECONDS = 0.0005
+"""After which a thread that computes in Python lets others go on, while several read."""
 
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or pieces of them one after the other."""
@@ -255,6 +260,7 @@ class Reader:
         computing: deque[tuple[Tensor, Future[tuple[Tensor, Tensor]]]] = deque()
         with (
             _evaluating(self.model),
+            _taking_turns(),
             progress_bar(self.document.name, done, total, progress) as advance,
             background_workers(1) as writer,
             background_workers(self._workers) as workers,
@@ -381,6 +387,17 @@ class _evaluating:  # noqa: N801 - it reads as a word in a with statement
 
     def __exit__(self, *_: object) -> None:
         self._model.train(self._training)
+
+
+@contextmanager
+def _taking_turns() -> Iterator[None]:
+    """Threads hand the interpreter over sooner: a worker that has just left a product waits 5 ms for it by default."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _is_flat(tokens: Chunks) -> bool:
