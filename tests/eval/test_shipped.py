@@ -1,0 +1,42 @@
+"""The models that come with the package find what they were made to find, in text that they were not trained on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import memstore
+from memstore.eval.filler import Filler, load_filler
+from memstore.eval.models import PASSKEY, TWO_HOP, load_drt, shipped_model
+from memstore.eval.run import Plan, evaluate
+from memstore.models.drt.reader import memory_spec
+
+MOST_BYTES = 3_000_000
+FEWEST_RIGHT = 7
+"""Of eight: an answer may be wrong, a model that has lost its retriever or its copying gets none right."""
+
+
+def prose(folder: Path, tokenizer: object) -> Filler:
+    """Licences and texts of installed packages, whatever there is: none of it was trained on."""
+    texts = sorted(Path(pytest.__file__).parents[1].glob("*.dist-info/**/*"))
+    found = [path.read_text("utf-8", "ignore") for path in texts if re.search("LICENSE|METADATA|COPYING", path.name)]
+    path = folder / "prose.txt"
+    path.write_text("\n".join(found).replace("\0", ""), "utf-8")
+    return load_filler(tokenizer, [path], at_most=120_000)
+
+
+def test_they_are_small() -> None:
+    folder = shipped_model(PASSKEY).parent
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MOST_BYTES
+    assert shipped_model(TWO_HOP).parent == folder
+
+
+@pytest.mark.parametrize(("task", "name"), [("passkey", PASSKEY), ("two-hop", TWO_HOP)])
+def test_they_answer(task: str, name: str, tmp_path: Path) -> None:
+    model, tokenizer = load_drt(shipped_model(name))
+    plan = Plan(task=task, lengths=[8_192], samples=8)
+    with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
+        (row,) = evaluate(model, tokenizer, plan, prose(tmp_path, tokenizer), memory)
+    assert sum(outcome.correct for outcome in row.outcomes) >= FEWEST_RIGHT
