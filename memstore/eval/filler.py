@@ -18,7 +18,7 @@ PIECE = 1 << 16
 """Characters that are tokenised as one."""
 BATCH = 32
 """Pieces that are tokenised at a time."""
-OWN_TEXTS = "Python's language reference and library"
+OWN_TEXTS = "Python's language reference and library, on which recipes train too"
 
 Tokens = NDArray[np.int64]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memstore.errors import NotFound
+from memstore.eval.pairs import encode_pairs
 from memstore.models.drt import DRTForCausalLM
-from memstore.train.pairs import encode_pairs
 
 ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rougeL"}
 """Our names of the measures, and the package's."""

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     from memstore.models.drt import DRTForCausalLM
@@ -27,6 +27,7 @@ def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
 
     Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
     """
+    from safetensors import SafetensorError
     from transformers import PreTrainedTokenizerFast
 
     from memstore.models.drt import DRTConfig, DRTForCausalLM
@@ -41,6 +42,10 @@ def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except OSError as error:
         raise NotFound(f"the model {folder} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+    except (SafetensorError, ValueError) as error:
+        raise DamagedError(
+            f"the model {folder} is damaged: {str(error).partition(chr(10))[0]}. Copy or train it again."
+        ) from None
     if len(tokenizer) > model.config.vocab_size:
         raise UnsupportedModel(
             f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "

@@ -65,6 +65,8 @@ def demo(
         from memstore.eval.models import PASSKEY, shipped_model
         from memstore.tools import demo_drt
 
+        if dtype not in ("auto", "float32"):
+            raise InvalidArgument(f"a DRT computes in float32; --dtype {dtype} is for stock models (--model smollm2)")
         folder = shipped_model(PASSKEY) if model == DRT else Path(model)
         data = demo_drt.run(folder, json=json, threads=threads, seed=seed, keep=keep)
     else:

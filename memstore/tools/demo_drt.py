@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.eval.models import load_drt
+from memstore.tools.models import quiet_transformers
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
@@ -66,7 +67,8 @@ def _read(
     from memstore.memory import open_memory
     from memstore.models.drt.reader import Reader, memory_spec
 
-    model, tokenizer = load_drt(weights)
+    with quiet_transformers():
+        model, tokenizer = load_drt(weights)
     filler = load_filler(tokenizer, at_most=tokens)
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
@@ -129,7 +131,8 @@ def answer_questions(
 
     use_threads(threads)
     begun = time.perf_counter()
-    model, tokenizer = load_drt(Path(weights))
+    with quiet_transformers():
+        model, tokenizer = load_drt(Path(weights))
     with open_memory(folder, mode="r") as memory:
         answers = [_answer(model, tokenizer, memory, name, values) for name, values in questions.items()]
     return {

@@ -78,6 +78,10 @@ class Setting:
         check_files(self.filler or [])
         if self.picture is not None:
             check_picture(self.picture)
+        if self.model is None and task == "multi-needle":
+            raise InvalidArgument(
+                "no model that comes with memstore was trained on several needles: name one of yours with --model"
+            )
         name, model, tokenizer = _load(self.model, TWO_HOP if task == "two-hop" else PASSKEY, self.device, self.threads)
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
@@ -236,8 +240,8 @@ def generate(
     require_transformers()
     from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
     from memstore.eval.models import PASSKEY
+    from memstore.eval.pairs import read_pairs
     from memstore.memory.ingest import progress_bar
-    from memstore.train.pairs import read_pairs
 
     rouge_scorer()  # before hours of generating
     found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)

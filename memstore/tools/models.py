@@ -59,6 +59,11 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
     source = resolve_model(name)
+    if is_drt(source):
+        raise UnsupportedModel(
+            f"{name} is a DRT, which brings its own way to a memory: memstore.models.drt.Reader reads into one, and "
+            "memstore demo --model shows it"
+        )
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)
     return Loaded(model.eval().to(device), load_tokenizer(name))
@@ -81,6 +86,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load only the tokenizer of the model called ``name``."""
     transformers = require_transformers()
     source = resolve_model(name)
+    if is_drt(source):
+        raise UnsupportedModel(
+            f"{name} is a DRT, which brings its own way to a memory: memstore.models.drt.Reader reads into one, and "
+            "memstore demo --model shows it"
+        )
     with _loading(name), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
     return tokenizer

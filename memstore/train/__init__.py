@@ -4,7 +4,7 @@
 transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
-from memstore.train.align import align
+from memstore.eval.align import align
 from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.recipes import RECIPES, Recipe
 from memstore.train.settings import Optimisation, Runtime

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
 from memstore.eval.models import shipped_model
+from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import corpora, segments
 from memstore.train.needles import Rows
-from memstore.train.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime

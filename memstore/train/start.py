@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import transformers
 import xxhash
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train.run import Run
 
@@ -61,7 +62,10 @@ class Start:
         """The model, with weights that ``seed`` decides where it is new."""
         transformers.set_seed(seed)
         if self.init is not None:
-            model: DRTForCausalLM = DRTForCausalLM.from_pretrained(self.init, dtype=torch.float32)
+            try:
+                model: DRTForCausalLM = DRTForCausalLM.from_pretrained(self.init, dtype=torch.float32)
+            except (OSError, SafetensorError, ValueError) as error:
+                raise DamagedError(f"the model {self.init} cannot be loaded: {error}") from None
             return model if model.config.to_dict() == self.config.to_dict() else grown(model, self.config)
         self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         return DRTForCausalLM(self.config)
@@ -145,7 +149,10 @@ def load_config(folder: Folder) -> DRTConfig:
     path = Path(folder) / "config.json"
     if not path.exists():
         raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
-    kind = json.loads(path.read_text("utf-8")).get("model_type")
+    try:
+        kind = json.loads(path.read_text("utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        raise InvalidArgument(f"{path} is no configuration: a JSON object was expected") from None
     if kind != DRTConfig.model_type:
         raise InvalidArgument(f"the model in {folder} is of the type {kind!r}, not a DRT ({DRTConfig.model_type!r})")
     config: DRTConfig = DRTConfig.from_pretrained(folder)

@@ -7,7 +7,7 @@ import torch
 
 from memstore.errors import NotFound
 from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
-from memstore.train.pairs import encode_pairs
+from memstore.eval.pairs import encode_pairs
 from tests.eval.drts import byte_tokenizer, small_drt
 
 

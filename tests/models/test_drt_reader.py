@@ -241,13 +241,32 @@ def test_reading_runs_the_lower_layers_and_the_encoder_only() -> None:
         assert calls["upper"] == 3, "once over the end of the document, to go on from there"
 
 
+def test_a_cache_serves_the_model_that_began_it_alone(tmp_path: Path) -> None:
+    model, other = make(), make(seed=1)
+    with Reader(model, tmp_path / "m") as reader:
+        reader.read(tokens(50)[0])
+        for cache in (reader.cache(), model(tokens(20), use_cache=True).past_key_values):
+            with pytest.raises(InvalidArgument, match="past_key_values was computed by another model"):
+                other(tokens(5), past_key_values=cache)
+        cache = reader.cache()
+        model.generate(tokens(9), past_key_values=cache, max_new_tokens=2)
+        with pytest.raises(InvalidArgument, match="past_key_values holds 10 given tokens already"):
+            model.generate(tokens(4), past_key_values=cache, max_new_tokens=2)
+        with pytest.raises(InvalidArgument, match="at least one row, not 0"):
+            reader.cache(0)
+
+
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
         ({"seed": 1}, "weights"),
         ({"block_size": 16}, "block_size: 15 here, 7 in the memory"),
         ({"state_dtype": "float16"}, "dtype: float16 here, float32 in the memory"),
-        ({"positions": "alibi"}, "positions: alibi here, rope in the memory"),
+        ({"positions": "alibi"}, "positions: alibi 10000 here, rope 10000 in the memory"),
+        ({"rope_theta": 500.0}, "positions: rope 500 here, rope 10000 in the memory"),
+        ({"window": 5}, "window=5"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "num_attention_heads=2"),
         ({"upper_layers": (1, 1)}, "architecture"),
     ],
     ids=str,

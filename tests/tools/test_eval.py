@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,22 @@ def test_rows_come_as_json(cli: Cli, drt: Path, filler: Path, verb: str) -> None
     for row in found["rows"]:
         assert {"length", "samples", "accuracy", "margin", "margin_min", "weight", "repeats"} <= row.keys()
         assert (row["samples"], row["depth"], row["accuracy"]) == (2, None, 0.0)
+
+
+def test_a_damaged_model_is_named(cli: Cli, drt: Path, filler: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(drt, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = cli("eval", "passkey", "--model", folder, "--filler", filler, "--lengths", "400")
+    assert done.code == 4
+    assert f"the model {folder} is damaged" in done.err
+
+
+def test_several_needles_need_a_model_of_yours(cli: Cli, filler: Path) -> None:
+    done = cli("eval", "multi-needle", "--filler", filler, "--lengths", "400")
+    assert done.code == 2
+    assert "no model that comes with memstore was trained on several needles" in done.err
 
 
 def test_a_table_has_a_row_for_each_depth(cli: Cli, drt: Path, filler: Path, tmp_path: Path) -> None:

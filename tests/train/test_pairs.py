@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.eval.pairs import IGNORED, collate_pairs, encode_pairs, read_pairs
 from memstore.models.drt import DRTForCausalLM
 from memstore.train import Optimisation, train_on_pairs
-from memstore.train.pairs import IGNORED, collate_pairs, encode_pairs, read_pairs
 from tests.train.conftest import Trained
 from tests.train.helpers import RUNTIME, losses
 

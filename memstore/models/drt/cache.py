@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from memstore.attention.gca import Retrieved
+from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Prepared
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
@@ -61,7 +63,17 @@ class DRTCache:
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
         self.prepared: list[Prepared | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens; None where nobody has made them so yet."""
+        self.owner: weakref.ref[nn.Module] | None = None
+        """The model that computed what is in here; None as long as nothing is."""
         self._given = 0
+
+    def belong_to(self, model: nn.Module) -> None:
+        """Raise ``InvalidArgument`` where another model than ``model`` has begun; else it has now."""
+        if self.owner is not None and self.owner() is not model:
+            raise InvalidArgument(
+                "past_key_values was computed by another model than this one: each model needs a cache of its own"
+            )
+        self.owner = weakref.ref(model)
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"

@@ -456,6 +456,7 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
         cache = past_key_values
         if cache is None and keep_cache:
             cache = DRTCache(self.config, len(input_ids))
+            cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         offsets = [0] * len(input_ids) if cache is None else cache.offsets
         packing = Packing(
@@ -486,6 +487,11 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if known >= input_ids.shape[1]:
+            raise InvalidArgument(
+                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
+                "give the whole conversation, or make a new cache (Reader.cache)"
+            )
         return {
             "input_ids": input_ids[:, known:],
             "attention_mask": attention_mask,
@@ -512,6 +518,8 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
             raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
         if cache is not None and cache.config is not self.config and cache.config.to_dict() != self.config.to_dict():
             raise InvalidArgument("past_key_values was made for another configuration than this model's")
+        if cache is not None:
+            cache.belong_to(self.model)
 
     def _check_shared(self, shared: Shared, input_ids: Tensor, *, cached: bool) -> None:
         if cached:

@@ -75,11 +75,14 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None) -> MemorySpec:
     config = model.config
     if config.retrieval == "none":
         raise InvalidArgument("this model has retrieval='none': it would never look into a memory")
+    # What a block's states depend on beside the weights: none of it shows in the shapes of the weights.
+    shaping = ("num_attention_heads", "num_key_value_heads", "window", "rms_norm_eps", "normalise_scores", "retrieval")
+    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = Fingerprint(
-        architecture=f"{config.model_type}/{config.lower_layers}+{config.upper_layers}x{config.hidden_size}",
+        architecture=f"{config.model_type}/{config.lower_layers}+{config.upper_layers}x{config.hidden_size} {made}",
         weights=digest_of_weights(model),
         tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
-        positions=config.positions,
+        positions=f"{config.positions} {config.rope_theta:g}",
         layout="c, landmark last",
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=config.tokens_per_block,
@@ -198,8 +201,11 @@ class Reader:
         With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass.
         It sees the blocks that are stored now.
         """
+        if rows < 1:
+            raise InvalidArgument(f"a cache has at least one row, not {rows}")
         with _evaluating(self.model):
             cache, tail = self._started(rows)
+            cache.belong_to(self.model.model)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)
         cache.begin()

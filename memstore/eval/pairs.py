@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.train.align import align, filler_token
+from memstore.eval.align import align, filler_token
 
 IGNORED = -100
 
