@@ -9,6 +9,7 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,11 @@ def run(
         folder = Path(scratch) / "demo.mem" if keep is None else keep
         if keep is not None and keep.exists():
             raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
-        figures, samples = _read(model, folder, seed, tokens, say=not json)
+        try:
+            figures, samples = _read(model, folder, seed, tokens, say=not json)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be given again
+            raise
         if not json:
             print("\nThe memory is closed. A new process opens it and asks each volume for its passkey.\n", flush=True)
         asked = _ask_in_new_process(model, folder, samples, threads)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+import memstore
+from memstore.errors import UnsupportedModel
 from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM
 from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 
@@ -184,3 +186,8 @@ def test_deterministic_in_evaluation_and_noisy_in_training() -> None:
     assert float((logits(model, ids) - logits(model, ids)).abs().max()) > 100 * TOLERANCE
     quiet = make("rope", gumbel=0.0).train()
     close(logits(quiet, ids), logits(quiet, ids))
+
+
+def test_attach_says_what_serves_a_drt(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"use memstore.models.drt.Reader instead of attach"):
+        memstore.attach(make(), tmp_path / "m").__enter__()

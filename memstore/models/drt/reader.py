@@ -166,8 +166,9 @@ class Reader:
     def read(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
         """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
 
-        ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Raises
-        ``InvalidArgument`` where the document holds another text.
+        ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Where they
+        end before the document does, they are compared and it stays as it is. Raises ``InvalidArgument`` where
+        the document holds another text.
         """
         stored = len(self.document)
         seen = 0
