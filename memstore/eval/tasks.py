@@ -71,13 +71,23 @@ def passkey(phrases: Phrases, rng: random.Random, *, digits: int = 5) -> Riddle:
     return Riddle([needle], phrases("|What is the passkey? The passkey is:"), key + phrases("|"), [0])
 
 
+def link(phrases: Phrases, a: list[int], b: list[int]) -> list[int]:
+    """The needle that leads from ``a`` to ``b``."""
+    return phrases("|DEF") + a + phrases("->") + b + phrases("|")
+
+
+def path(phrases: Phrases, chain: Sequence[list[int]]) -> tuple[list[int], list[int]]:
+    """What is asked about a chain of two links, ``start, middle, end``, and the answer."""
+    start, middle, end = chain
+    return phrases("|The path from") + start + phrases("is:"), middle + phrases(",") + end + phrases("|")
+
+
 def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2) -> Riddle:
     """A chain of two links, and another one of noise."""
     start, middle, end, *noise = phrases.numbers(rng, 6, digits)
     pairs = [(start, middle), (middle, end), (noise[0], noise[1]), (noise[1], noise[2])]
-    links = [phrases("|DEF") + a + phrases("->") + b + phrases("|") for a, b in pairs]
-    question = phrases("|The path from") + start + phrases("is:")
-    return Riddle(links, question, middle + phrases(",") + end + phrases("|"), [0, 1])
+    links = [link(phrases, a, b) for a, b in pairs]
+    return Riddle(links, *path(phrases, (start, middle, end)), [0, 1])
 
 
 def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digits: int = 5) -> Riddle:

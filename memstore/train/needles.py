@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
-from memstore.eval.tasks import TASKS, Phrases, Riddle
+from memstore.eval.tasks import TASKS, Phrases, Riddle, link, path
 from memstore.train.corpora import Tokens
 from memstore.train.recipes import Recipe
 
@@ -129,10 +129,9 @@ def _links(phrases: Phrases, rng: random.Random, chains: int) -> tuple[list[list
     for chain in range(chains):
         start, middle, end = names[3 * chain : 3 * chain + 3]
         for a, b in ((start, middle), (middle, end)):
-            needles.append(phrases("|DEF") + a + phrases("->") + b + phrases("|"))
+            needles.append(link(phrases, a, b))
             steps.append((phrases("|The step from") + a + phrases("is:"), b + phrases("|")))
-        question = phrases("|The path from") + start + phrases("is:")
-        paths.append((question, middle + phrases(",") + end + phrases("|")))
+        paths.append(path(phrases, (start, middle, end)))
     return needles, steps, paths
 
 
