@@ -27,7 +27,15 @@ from torch import Tensor, nn
 
 from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
 from memstore.kernels.block_attention import block_attention
-from memstore.kernels.grouped_cross_attention import Prepared, attend, grouped_cross_attention, prepare
+from memstore.kernels.grouped_cross_attention import (
+    Folded,
+    Prepared,
+    attend,
+    attend_folded,
+    fold,
+    grouped_cross_attention,
+    prepare,
+)
 
 Fusion = Literal["grouped", "chunked"]
 
@@ -221,10 +229,16 @@ class GroupedCrossAttention(nn.Module):
             return None
         return prepare(keys, values, weights[:, 0], blocks[:, 0], off_by_one=self.off_by_one)
 
-    def attend(self, x: Tensor, prepared: Prepared) -> Tensor:
-        """``x [B, T, hidden]``: the tokens of each row's list -> what they found, the same shape."""
-        out: Tensor = self.out(attend(self.query(self.norm(x)), prepared))
-        return out
+    def own(self, prepared: Prepared) -> Prepared | Folded:
+        """The list with this layer's projections in it, where that is faster."""
+        return fold(prepared, self.query.weight, self.out.weight) or prepared
+
+    def added(self, x: Tensor, prepared: Prepared | Folded) -> Tensor:
+        """``x [B, T, hidden]``: the tokens of each row's list, plus what they found."""
+        if isinstance(prepared, Folded):
+            return attend_folded(x, self.norm(x), prepared)
+        found: Tensor = self.out(attend(self.query(self.norm(x)), prepared))
+        return x + found
 
     def _grouped(self, q: Tensor, retrieved: Retrieved) -> Tensor:
         keys, values, blocks, weights = retrieved

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.grouped_cross_attention import api, attend, grouped_cross_attention, prepare
+from memstore.kernels.grouped_cross_attention import api, attend, attend_folded, fold, grouped_cross_attention, prepare
 from tests.kernels.gca import CASES, NAMES, Case, Inputs, errors, exact, inputs, plain, results
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "gca_kernel_mha_K4.npz"
@@ -61,6 +61,30 @@ def test_a_prepared_list_gives_the_same(case: Case, tokens: int | None) -> None:
     want = exact(given.q, given.k, given.v, given.weights, given.blocks, off_by_one=given.off_by_one)
     torch.testing.assert_close(from_prepared(given), want, rtol=0, atol=1e-12)
     torch.testing.assert_close(from_prepared(given.to(torch.float32)), want.float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+@pytest.mark.parametrize("case", [*SIZES, *CASES.values()], ids=str)
+def test_projections_may_be_in_the_list(case: Case, tokens: int) -> None:
+    given = inputs(replace(case, t=tokens))
+    batch, lists, heads, _, dim = given.q.shape
+    rows = torch.arange(batch)[:, None, None]
+    k, v = (x[rows, given.blocks.clamp(min=0)].flatten(0, 1) for x in (given.k, given.v))
+    prepared = prepare(k, v, given.weights.flatten(0, 1), given.blocks.flatten(0, 1), off_by_one=given.off_by_one)
+    generator = torch.Generator().manual_seed(0)
+    x, query, out = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((batch * lists, tokens, 5), (heads * dim, 5), (5, heads * v.shape[-1]))
+    )
+    folded = fold(prepared, query, out)
+    assert folded is not None
+    want = 2 * x + attend(x @ query.T, prepared) @ out.T
+    torch.testing.assert_close(attend_folded(2 * x, x, folded), want, rtol=1e-12, atol=1e-12)
+
+
+def test_projections_of_large_models_stay_outside() -> None:
+    prepared = prepare(torch.ones(1, 8, 1, 64, 64), torch.ones(1, 8, 1, 64, 64), torch.ones(1, 8), torch.zeros(1, 8))
+    assert fold(prepared, torch.ones(768, 768), torch.ones(768, 768)) is None
 
 
 @pytest.mark.parametrize("case", SIZES, ids=str)

@@ -3,7 +3,8 @@
 A token of a small model costs little more than the number of operations on it. So whatever does not depend on the
 queries is done once for a list: blocks are joined, keys transposed and scaled, values multiplied by the weights of
 their blocks. Softmax-off-by-one becomes an ordinary softmax, by one more key and value of zeros in each block. What is
-left for a token are two products with a softmax between them.
+left for a token are two products with a softmax between them. In a small model the projections of the queries and of
+what is found are part of these products too (``fold``).
 
 The weights are in the values, so this form gives the retriever no gradient of its own; it is for inference.
 """
@@ -16,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FOLDED = 1 << 18
+"""Numbers in the keys of a row up to which projections are folded into a list: more would take longer to read."""
+
 
 class Prepared(NamedTuple):
     """One list of blocks for each row, ready for ``attend``. ``S'`` is ``S``, or ``S + 1`` with softmax-off-by-one."""
@@ -26,6 +30,8 @@ class Prepared(NamedTuple):
     """``[B * G, K * S', Dv]``"""
     size: int
     """S'"""
+    groups: int
+    """G"""
 
 
 def prepare(
@@ -43,12 +49,13 @@ def prepare(
         keys.permute(0, 2, 4, 1, 3).reshape(batch * groups, -1, chosen * size),
         values.transpose(1, 2).reshape(batch * groups, chosen * size, -1),
         size,
+        groups,
     )
 
 
 def attend(q: Tensor, prepared: Prepared) -> Tensor:
     """Queries ``[B, T, H * D]``, as a projection gives them, over the list of their row -> ``[B, T, H * Dv]``."""
-    keys, values, size = prepared
+    keys, values, size, _ = prepared
     batch, tokens, inner = q.shape
     many, dim, joined = keys.shape
     rows = batch * tokens * inner // (many * dim)  # R * T: the heads of a group are more queries
@@ -60,3 +67,38 @@ def attend(q: Tensor, prepared: Prepared) -> Tensor:
     if tokens == 1:
         return out.view(batch, 1, -1)
     return out.view(batch, inner // dim, tokens, values.shape[2]).transpose(1, 2).flatten(2)
+
+
+class Folded(NamedTuple):
+    """A prepared list with the projections of one layer in it: the heads' keys and values side by side."""
+
+    keys: Tensor
+    """``[B, hidden, H * K * S']``"""
+    values: Tensor
+    """``[B, H * K * S', hidden]``"""
+    size: int
+    """S'"""
+
+
+def fold(prepared: Prepared, query: Tensor, out: Tensor) -> Folded | None:
+    """``prepared`` with the weights of a layer, ``query [H * D, hidden]`` and ``out [hidden, H * Dv]``, in it.
+
+    None where that is so large that two small products before and after are faster.
+    """
+    keys, values, size, groups = prepared
+    many, dim, joined = keys.shape
+    if len(query) // dim * joined * len(out) > FOLDED:
+        return None
+    by_head = keys.view(many // groups, groups, dim, joined), query.view(groups, -1, dim, len(out))
+    folded_keys = torch.einsum("bgdj,grdn->bngrj", *by_head).flatten(2)
+    by_head = values.view(many // groups, groups, joined, -1), out.view(len(out), groups, -1, values.shape[2])
+    folded_values = torch.einsum("bgjv,ngrv->bgrjn", *by_head).flatten(1, 3)
+    return Folded(folded_keys, folded_values, size)
+
+
+def attend_folded(x: Tensor, normed: Tensor, folded: Folded) -> Tensor:
+    """``x [B, T, hidden]`` plus what ``normed``, the same after its norm, finds in the list of its row."""
+    keys, values, size = folded
+    scores = torch.bmm(normed, keys)
+    p = scores.view(*scores.shape[:2], keys.shape[2] // size, size).softmax(-1).view(scores.shape)
+    return torch.baddbmm(x, p, values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memstore.attention.gca import Retrieved
 from memstore.errors import InvalidArgument
-from memstore.kernels.grouped_cross_attention import Prepared
+from memstore.kernels.grouped_cross_attention import Folded, Prepared
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import Packing
@@ -61,8 +61,8 @@ class DRTCache:
         self.partial_ids: list[Tensor] = []
         """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, where an external retriever will want them."""
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
-        self.prepared: list[Prepared | None] = [None] * len(config.upper_layers)
-        """The same lists, ready for single tokens; None where nobody has made them so yet."""
+        self.prepared: list[list[Prepared | Folded] | None] = [None] * len(config.upper_layers)
+        """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
         self.owner: weakref.ref[nn.Module] | None = None
         """The model that computed what is in here; None as long as nothing is."""
         self._given = 0

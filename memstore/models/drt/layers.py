@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memstore.attention.gca import GroupedCrossAttention, Retrieved
 from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotate
 from memstore.attention.sliding import Window
-from memstore.kernels.grouped_cross_attention import Prepared
+from memstore.kernels.grouped_cross_attention import Folded, Prepared
 from memstore.models.drt.configuration import DRTConfig
 
 States = tuple[Tensor, Tensor]
@@ -87,18 +87,20 @@ class UpperLayer(LowerLayer):
             )
 
     def forward(  # type: ignore[override]  # it needs what was retrieved
-        self, x: Tensor, sight: Sight, past: States | None, retrieved: Retrieved | Prepared | None, by_list: ByList
+        self, x: Tensor, sight: Sight, past: States | None, retrieved: Lists | None, by_list: ByList
     ) -> tuple[Tensor, States]:
-        """``x [B, M, hidden]`` -> the same, and the layer's keys and values. ``Prepared``: one list for all items."""
+        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
         attended, states = self.attention(self.attention_norm(x), sight, past)
         x = x + attended
         found, cross = x, self.cross
-        if cross is not None and isinstance(retrieved, Prepared):
-            found = x + cross.attend(x, retrieved)
+        if cross is not None and isinstance(retrieved, Prepared | Folded):
+            found = cross.added(x, retrieved)
         elif cross is not None and retrieved is not None:
             found = x + by_list(x, lambda queries: cross(queries, retrieved))
         return x + self.feed_forward(self.norm(found)), states
 
 
+Lists = Retrieved | Prepared | Folded
+"""Lists of a segment's items; a prepared one is the same for all items of a row."""
 ByList = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 """Hands tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and takes them back."""

@@ -33,7 +33,7 @@ from memstore.attention.gca import (
 from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
-from memstore.kernels.grouped_cross_attention import Prepared
+from memstore.kernels.grouped_cross_attention import Folded, Prepared
 from memstore.models.drt.cache import DRTCache, LastList
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
@@ -159,9 +159,10 @@ class DRTModel(nn.Module):
             if self.config.retrieval != "none":
                 chosen, retrieved = self._retrieve(group, packing, x, blocks, cache, shared)
                 retrieval += [] if chosen is None else [chosen]
-            for layer in cast("nn.ModuleList", layers):
+            for place, layer in enumerate(cast("nn.ModuleList", layers)):
                 past = None if cache is None else cache.windows[number]
-                x, window_states[number] = self._checkpointed(layer, x, sight, past, retrieved, by_list)
+                lists = retrieved[place] if isinstance(retrieved, list) else retrieved
+                x, window_states[number] = self._checkpointed(layer, x, sight, past, lists, by_list)
                 number += 1
         if cache is not None:
             cache.slide(packing, window_states, x.device)
@@ -230,7 +231,7 @@ class DRTModel(nn.Module):
         blocks: tuple[Tensor, Tensor] | None,
         cache: DRTCache | None,
         shared: Shared | None,
-    ) -> tuple[Chosen | None, Retrieved | Prepared | None]:
+    ) -> tuple[Chosen | None, Retrieved | list[Prepared | Folded] | None]:
         """What the landmarks of a segment choose, and what its items attend to."""
         if cache is None:
             if blocks is None:
@@ -254,16 +255,20 @@ class DRTModel(nn.Module):
             self._keep_last(group, packing, cache, fresh)
         return chosen, retrieved
 
-    def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | Prepared | None:
-        """The group's list of before, for all items of a segment."""
+    def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | list[Prepared | Folded] | None:
+        """The group's list of before, for all items of a segment; where it pays prepared, for each layer."""
         last, prepared = cache.lists[group], cache.prepared[group]
         if last is None:
             return None
         if prepared is None or torch.is_grad_enabled():
-            cross = cast("UpperLayer", cast("nn.ModuleList", self.upper[group])[0]).cross
-            assert cross is not None
-            prepared = cache.prepared[group] = cross.prepare(last.retrieved())
+            prepared = cache.prepared[group] = self._prepare(group, last.retrieved())
         return last.retrieved(packing.lists) if prepared is None else prepared
+
+    def _prepare(self, group: int, retrieved: Retrieved) -> list[Prepared | Folded] | None:
+        crosses = [cast("UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]
+        assert crosses[0] is not None
+        prepared = crosses[0].prepare(retrieved)
+        return None if prepared is None else [cross.own(prepared) for cross in crosses if cross is not None]
 
     def _queries(self, group: int, packing: Packing, x: Tensor, landmarks: Tensor) -> Tensor:
         if self.config.retrieval != "causal":
