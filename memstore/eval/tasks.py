@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,12 +83,12 @@ def path(phrases: Phrases, chain: Sequence[list[int]]) -> tuple[list[int], list[
     return phrases("|The path from") + start + phrases("is:"), middle + phrases(",") + end + phrases("|")
 
 
-def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2) -> Riddle:
-    """A chain of two links, and another one of noise."""
-    start, middle, end, *noise = phrases.numbers(rng, 6, digits)
-    pairs = [(start, middle), (middle, end), (noise[0], noise[1]), (noise[1], noise[2])]
-    links = [link(phrases, a, b) for a, b in pairs]
-    return Riddle(links, *path(phrases, (start, middle, end)), [0, 1])
+def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2, chains: int = 2) -> Riddle:
+    """A chain of two links, and others of noise."""
+    names = phrases.numbers(rng, 3 * chains, digits)
+    each = [names[first : first + 3] for first in range(0, len(names), 3)]
+    links = [link(phrases, a, b) for chain in each for a, b in pairwise(chain)]
+    return Riddle(links, *path(phrases, each[0]), [0, 1])
 
 
 def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digits: int = 5) -> Riddle:

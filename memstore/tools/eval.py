@@ -43,6 +43,7 @@ Model = Annotated[
     Path | None, typer.Option(help="Folder of a DRT with its tokenizer. Without it: the one in the package.")
 ]
 Needles = Annotated[int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")]
+Chains = Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")]
 Picture = Annotated[Path | None, typer.Option(help="Draw depth by length into this .png or .svg file.")]
 Reuse = Annotated[
     bool, typer.Option("--reuse", help="Share the filler of a length, and keep what haystacks begin with in common.")
@@ -151,8 +152,8 @@ def passkey(setting: Setting) -> Report:
 
 
 @_needles
-def two_hop(setting: Setting) -> Report:
-    """Hide the two links of a chain, and a chain of noise; ask for the path.
+def two_hop(setting: Setting, *, chains: Chains = 2) -> Report:
+    """Hide the two links of a chain, and other chains of noise; ask for the path.
 
     The first link has the depth that is asked for, the others lie anywhere. The margin is that of the first link at the
     first retrieval; margin_2 in --json is that of the second at the second.
@@ -161,7 +162,7 @@ def two_hop(setting: Setting) -> Report:
 
         memstore eval two-hop --lengths 64K --samples 20
     """
-    return setting.measure("two-hop")
+    return setting.measure("two-hop", chains=chains)
 
 
 @_needles

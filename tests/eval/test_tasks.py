@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,15 @@ def test_a_passkey_is_answered_whole_with_its_bar(phrases: Phrases) -> None:
     assert question == "|What is the passkey? The passkey is:"
     assert len(answer) == 8
     assert answer[:-1].isdigit()
+
+
+def test_two_hops_may_have_more_noise(phrases: Phrases) -> None:
+    links, question, answer = text_of(make("two-hop", phrases, random.Random(0), chains=5))
+    starts, ends = ([re.findall(r"\d+", link)[side] for link in links] for side in (0, 1))
+    assert len(set(starts)) == 10
+    asked = re.findall(r"\d+", question)[0]
+    assert [starts[0], ends[0], ends[1]] == [asked, starts[1], *re.findall(r"\d+", answer)[1:]]
+    assert all(ends[chain] == starts[chain + 1] for chain in range(0, 10, 2))
 
 
 def test_two_hops_are_a_chain_among_noise(phrases: Phrases) -> None:
