@@ -166,9 +166,9 @@ class DRTConfig(PreTrainedConfig):
 _TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
-    "intermediate_size": 160,
+    "intermediate_size": 128,
     "num_attention_heads": 4,
-    "lower_layers": 2,
+    "lower_layers": 1,
     "encoder_layers": 1,
     "upper_layers": (2,),
     "block_size": 32,
