@@ -29,9 +29,7 @@ def states_of(tokens: int, seed: int = 0) -> list[dict[str, Tensor]]:
     """Random states of ``tokens`` tokens in blocks, in each layer; zeros where there is no token."""
     made = torch.Generator().manual_seed(seed)
     blocks = -(-tokens // S)
-    return [
-        {name: known(torch.randn(blocks, G, S, D, generator=made), tokens) for name in "kv"} for _ in range(LAYERS)
-    ]
+    return [{name: known(torch.randn(blocks, G, S, D, generator=made), tokens) for name in "kv"} for _ in range(LAYERS)]
 
 
 def append(document: Document, new: int, states: list[dict[str, Tensor]]) -> None:

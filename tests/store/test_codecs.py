@@ -148,7 +148,8 @@ def test_whatever_is_finite_stays_finite_and_near(codec: str, data: st.DataObjec
     largest = float(torch.finfo(dtype).max)
     shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 3)))
     number = st.one_of(
-        st.floats(-largest, largest, width=32), st.sampled_from([0.0, -0.0, largest, -largest, 1e-45, 1e-38, 1.0, -1e-5])
+        st.floats(-largest, largest, width=32),
+        st.sampled_from([0.0, -0.0, largest, -largest, 1e-45, 1e-38, 1.0, -1e-5]),
     )
     numbers = data.draw(st.lists(number, min_size=math.prod(shape), max_size=math.prod(shape)))
     states = torch.tensor(numbers, dtype=torch.float64).clamp(-largest, largest).reshape(shape).to(dtype)
