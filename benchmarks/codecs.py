@@ -129,7 +129,7 @@ def attached_to(loaded: Loaded, codec: str) -> Attached:
 
 def perplexity(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Perplexity of the last tokens of one text, and how its losses differ from those without a codec."""
-    text = needles.prose_text(random.Random(0))  # noqa: S311 - a text, not a secret
+    text = needles.prose_text(random.Random(0))
     tokens = encode(loaded.tokenizer, text)[: options.tokens]
     base: Tensor | None = None
     for codec in options.codecs:
@@ -153,7 +153,7 @@ def perplexity(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str
 
 def ask_needles(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passkeys and other needles in prose: how many are answered whole."""
-    rng = random.Random(1)  # noqa: S311 - as above
+    rng = random.Random(1)
     kinds = [kind for kind, *_ in needles.KINDS]
     hidden = needles.passkeys(5, rng) + needles.prose_needles(kinds, rng)
     hay = needles.hide(needles.prose_text(rng), hidden, loaded.tokenizer, options.haystack, rng)

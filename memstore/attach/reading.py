@@ -249,7 +249,7 @@ class _Reader:
         return blocks, {layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()}
 
     def _settle(self, blocks: list[tuple[Tensor, Tensor]], new: int) -> None:
-        """Go on with what the memory will give back of the complete blocks: a process that resumes here sees no more."""
+        """Go on with what the memory will give back of complete blocks: who resumes here has nothing else."""
         if self.spec.codec == "none":
             return
         first = self.tokens // self.spec.block_size

@@ -5,9 +5,9 @@ of one block is stored once: keys without positions have channels that lie far f
 scale that channels share would spend most of its levels on that. So a codec stores two tensors for a field: codes of
 one or half a byte, and scales in bfloat16, whose exponents reach as far as those of float32.
 
-A number is decoded as ``code * step``, for int4 as ``low + code * step``, in float32 and rounded once to the type of the
-field. The product is exact, so every machine decodes to the same bits. Nothing finite becomes infinite, and zeros that
-fill a channel stay zeros; with int8 and fp8 every zero does.
+A number is decoded as ``code * step``, for int4 as ``low + code * step``, in float32 and rounded once to the type of
+the field. The product is exact, so every machine decodes to the same bits. Nothing finite becomes infinite, and zeros
+that fill a channel stay zeros; with int8 and fp8 every zero does.
 """
 
 from __future__ import annotations

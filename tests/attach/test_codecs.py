@@ -1,4 +1,4 @@
-"""A memory with a codec behind a stock model: nearly the same answers, and the same ones however reading was interrupted."""
+"""A memory with a codec behind a stock model: nearly the same states, and the same ones after an interruption."""
 
 from __future__ import annotations
 

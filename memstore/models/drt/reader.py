@@ -115,8 +115,9 @@ class Reader:
 
     ``codec`` is how a new memory stores complete blocks: "none" (as they are), "int8", "fp8" or "int4", see
     ``MemorySpec``. A model computes with states rounded to ``state_dtype`` and knows nothing of codecs: behind a memory
-    with one it gives nearly, not exactly, what a pass in one go does, for the last few blocks are computed
-    again and older ones come from the memory. What is stored is the same however the text was cut, and reopening changes nothing.
+    with one it gives nearly, not exactly, what a pass in one go does, for the last few blocks are computed again and
+    older ones come from the memory. What is stored does not depend on how the text was cut, and reopening changes
+    nothing.
     """
 
     def __init__(
