@@ -30,6 +30,7 @@ def attach(
     sink: int = 64,
     segment: int = 256,
     block_size: int = 64,
+    codec: str = "none",
     routing_layers: tuple[int, ...] | None = None,
     tokenizer: Any = None,
 ) -> Attached:
@@ -49,6 +50,9 @@ def attach(
         sink: tokens at the beginning of the document that are always attended to; a multiple of the block size.
         segment: tokens read in one forward pass and stored in one transaction; a multiple of the block size.
         block_size: tokens per block of a memory that is made here.
+        codec: how a memory that is made here stores complete blocks: "none" (as they are), "int8", "fp8" or "int4".
+            Then what is read is the same however it was interrupted between segments; a text that is read in pieces
+            that end within a segment has states that differ by what the codec loses.
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
         tokenizer: if given, it must be the one the memory was made with, and general text is used to fit the router.
 
@@ -76,7 +80,7 @@ def attach(
             if isinstance(each, Memory):
                 memories.append(each)
                 continue
-            owned.append(_open(each, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers)))
+            owned.append(_open(each, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers, codec)))
             memories.append(owned[-1])
         for memory in memories:
             _check_memory(memory, fingerprint, retrieval, memories[0].spec.index_layers)

@@ -37,7 +37,11 @@ def fingerprint_of(model: PreTrainedModel, architecture: Architecture, tokenizer
 
 
 def spec_for(
-    architecture: Architecture, fingerprint: Fingerprint, retrieval: Retrieval, routing_layers: tuple[int, ...] | None
+    architecture: Architecture,
+    fingerprint: Fingerprint,
+    retrieval: Retrieval,
+    routing_layers: tuple[int, ...] | None,
+    codec: str = "none",
 ) -> MemorySpec:
     """The spec of a new memory for a model: what is stored of a block, and which landmarks it has."""
     layers, size = architecture.layers, fingerprint.block_size
@@ -50,6 +54,7 @@ def spec_for(
         "fields": shapes,
         "block_size": size,
         "dtype": fingerprint.dtype,
+        "codec": codec,
         "fingerprint": fingerprint,
     }
     if retrieval.share == "model":

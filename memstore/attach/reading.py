@@ -20,11 +20,12 @@ from torch import Tensor
 
 from memstore.attach.call import Call
 from memstore.attach.recent import RecentCodes, RecentStates
-from memstore.attach.visible import Source, as_blocks, visible
+from memstore.attach.visible import Source, as_blocks, as_tokens, visible
 from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document
-from memstore.memory.append import as_tokens
+from memstore.memory.append import as_tokens as as_token_ids
+from memstore.memory.coding import as_stored
 from memstore.memory.ingest import background_workers, progress_bar
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def checked_tokens(token_ids: Sequence[int] | Tensor, attached: Attached) -> Ten
             raise InvalidArgument("expected token ids, got a mask of True and False")
         if token_ids.dim() == 2 and len(token_ids) == 1:
             token_ids = token_ids[0]
-    tokens = as_tokens(token_ids)
+    tokens = as_token_ids(token_ids)
     if not tokens.numel():
         raise InvalidArgument("there is nothing to read: the text has no tokens")
     last = attached.vocabulary - 1
@@ -215,7 +216,9 @@ class _Reader:
         self._keep(call)
         call.release()
         self._commit()
-        self._pending = self._writer.submit(self._append, tokens, *self._blocks(len(tokens)))
+        blocks, landmarks = self._blocks(len(tokens))
+        self._settle(blocks, len(tokens))
+        self._pending = self._writer.submit(self._append, tokens, blocks, landmarks)
         self.tokens += len(tokens)
 
     def _choose(self, call: Call, begin: int) -> None:
@@ -244,6 +247,17 @@ class _Reader:
             means = {i: sub_block_means(blocks[i][0], self.spec.keys_per_block) for i in self.spec.index_layers}
             return blocks, means
         return blocks, {layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()}
+
+    def _settle(self, blocks: list[tuple[Tensor, Tensor]], new: int) -> None:
+        """Go on with what the memory will give back of complete blocks: who resumes here has nothing else."""
+        if self.spec.codec == "none":
+            return
+        first = self.tokens // self.spec.block_size
+        complete = (self.tokens + new) // self.spec.block_size - first
+        for layer, (keys, values) in enumerate(blocks if complete else []):
+            stored = as_stored(self.spec, {"k": keys[:complete], "v": values[:complete]})
+            at = first * self.spec.block_size
+            self.states.replace(layer, as_tokens(stored["k"]), as_tokens(stored["v"]), at=at)
 
     def _append(self, tokens: Tensor, blocks: list[tuple[Tensor, Tensor]], landmarks: dict[int, Tensor]) -> None:
         with self.document.append(tokens) as batch:

@@ -47,6 +47,16 @@ class RecentStates(DocumentStates):
         self.start[layer] = at + excess
         self.runs[layer] = (keys[:, excess:].contiguous(), values[:, excess:].contiguous())
 
+    def replace(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
+        """Put states ``[G, n, D]`` in the place of those of the tokens from ``at`` on."""
+        first = at - self.start[layer]
+        after = first + keys.shape[1]
+        old_keys, old_values = self.runs[layer]
+        self.runs[layer] = (
+            torch.cat((old_keys[:, :first], keys, old_keys[:, after:]), 1),
+            torch.cat((old_values[:, :first], values, old_values[:, after:]), 1),
+        )
+
 
 class RecentCodes:
     """The routing codes of the last tokens, rounded to what the memory stores, so that reopening changes nothing."""

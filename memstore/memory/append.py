@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.memory.coding import encode_blocks
 from memstore.memory.layouts import token_layout
 from memstore.memory.shared import Shared
 from memstore.memory.state import LAST_ITEM, Address, DocumentState
@@ -26,7 +27,8 @@ _LARGEST_TOKEN = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Layer:
-    fields: list[Tensor]  # [n, *shape] each
+    complete: list[Tensor]  # what is stored of complete blocks, [n, ...] each
+    incomplete: list[Tensor]  # the fields of an incomplete last block, [0 or 1, *shape] each
     landmarks: Tensor | None  # [n, G, P, D]
 
 
@@ -68,8 +70,10 @@ class Append:
         spec = self._shared.spec
         if set(fields) != set(spec.fields):
             raise InvalidArgument(f"layer {layer}: expected the fields {list(spec.fields)}, not {list(fields)}.")
-        tensors = [self._checked(layer, name, fields[name], shape) for name, shape in spec.fields.items()]
-        self._layers[layer] = _Layer(tensors, self._checked_landmarks(layer, landmarks))
+        states = {name: self._checked(layer, name, fields[name], shape) for name, shape in spec.fields.items()}
+        complete = encode_blocks(spec, {name: tensor[: self._complete] for name, tensor in states.items()})
+        incomplete = [tensor[self._complete :] for tensor in states.values()]
+        self._layers[layer] = _Layer(complete, incomplete, self._checked_landmarks(layer, landmarks))
 
     def __enter__(self) -> Self:
         return self
@@ -111,13 +115,20 @@ class Append:
         if len(tokens) % size:
             batch.put(address.tokens(self.blocks[-1]), to_record(tokens[full * size :]))
 
+    @property
+    def _complete(self) -> int:
+        """How many of ``self.blocks`` are complete after this append."""
+        return max(0, self.after.tokens // self._shared.spec.block_size - self.blocks.start)
+
     def _put_layer(self, batch: Batch, address: Address, number: int, layer: _Layer) -> None:
         layouts = self._shared.block_layouts
-        payloads = [byte_rows(field) for field in layer.fields]
-        for row, block in enumerate(self.blocks):
+        payloads = [byte_rows(stored) for stored in layer.complete]
+        for row, block in enumerate(self.blocks[: self._complete]):
             if block >= self.after.first:
                 records = (Record(layout, rows[row]) for layout, rows in zip(layouts, payloads, strict=True))
                 batch.put(address.block(number, block), *records)
+        for block in self.blocks[self._complete :]:
+            batch.put(address.block(number, block), *(to_record(field[0]) for field in layer.incomplete))
         if layer.landmarks is not None:
             runs = self._shared.runs(address.id, number)
             runs.write(batch, self.blocks.start, layer.landmarks, self.after.first)
@@ -131,7 +142,14 @@ class Append:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != expected:
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidArgument(f"layer {layer}, {name}: expected floating point {list(expected)}, not {found}.")
-        return tensor.detach().to("cpu", TORCH_DTYPES[self._shared.spec.dtype])
+        spec = self._shared.spec
+        states = tensor.detach().to("cpu", TORCH_DTYPES[spec.dtype])
+        if spec.codec != "none" and not bool(states.isfinite().all()):
+            raise InvalidArgument(
+                f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity, which the codec {spec.codec} "
+                "cannot store. Find out where they come from, or make the memory with codec='none'."
+            )
+        return states
 
     def _checked_landmarks(self, layer: int, landmarks: Tensor | None) -> Tensor | None:
         spec = self._shared.spec

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memstore.errors import DamagedError, MemstoreError
 from memstore.memory.header import Header, read_header
-from memstore.memory.layouts import block_layouts, run_layout, token_layout
+from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
 from memstore.memory.state import FIRST_NAMED, HEADER, NEXT_DOCUMENT, DocumentState
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
@@ -72,7 +72,7 @@ class Audit:
         self._header: Header = read_header(store, "this one")
         self._documents: dict[int, DocumentState] = {}
         self._seen: dict[tuple[Table, int, int], _Seen] = {}
-        self._layouts = block_layouts(self._header.spec)
+        self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
         self._findings: list[Finding] = []
 
     def run(self) -> list[Finding]:
@@ -128,7 +128,7 @@ class Audit:
             case Table.TOKENS:
                 return _differs(layouts, [token_layout(self._tokens_of(key))])
             case Table.BLOCKS:
-                return _differs(layouts, self._layouts)
+                return _differs(layouts, self._layouts_of(key, layouts))
             case Table.LANDMARKS:
                 return _differs(layouts, [run_layout(self._header.spec, self._rows_of(key))])
 
@@ -142,6 +142,13 @@ class Audit:
             return "nothing of a memory belongs here"
         expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1
         return None if len(records) == expected else f"{head['name']!r} has {len(records)} records, not {expected}"
+
+    def _layouts_of(self, key: Key, found: list[Layout]) -> list[Layout]:
+        """What a block should be: no codec touches it while it is incomplete."""
+        if key.document not in self._documents:
+            return self._incomplete if found == self._incomplete else self._complete
+        complete = self._tokens_of(key) == self._header.spec.block_size
+        return self._complete if complete else self._incomplete
 
     def _tokens_of(self, key: Key) -> int:
         size = self._header.spec.block_size

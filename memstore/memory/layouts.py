@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memstore.memory.spec import MemorySpec
+from memstore.store.codecs import codec_named
 from memstore.store.contract import Layout
 
 RUN_BYTES = 64 * 1024
@@ -10,7 +11,13 @@ RUN_BYTES = 64 * 1024
 
 
 def block_layouts(spec: MemorySpec) -> list[Layout]:
-    """Layout of each field of a block of one layer, in the order of the records."""
+    """Layouts of a complete block of one layer, in the order of the records: what the codec stores of each field."""
+    codec = codec_named(spec.codec)
+    return [layout for shape in spec.fields.values() for layout in codec.layouts(spec.dtype, shape)]
+
+
+def plain_layouts(spec: MemorySpec) -> list[Layout]:
+    """Layouts of an incomplete last block, which no codec touches: each field as it is."""
     return [Layout(spec.dtype, shape) for shape in spec.fields.values()]
 
 

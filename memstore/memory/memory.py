@@ -14,7 +14,7 @@ from memstore.memory import verify
 from memstore.memory.audit import Finding
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
-from memstore.memory.layouts import run_layout
+from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.spec import MemorySpec
@@ -142,6 +142,7 @@ class Memory:
         live = [(state, len(state.live())) for state in states if state is not None]
         tokens = sum(state.tokens - state.first * self.spec.block_size for state, blocks in live if blocks)
         blocks = sum(count for _, count in live)
+        incomplete = sum(1 for state, count in live if count and state.tokens % self.spec.block_size)
         disk = self._shared.store.size_bytes()
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]
@@ -150,7 +151,7 @@ class Memory:
             "documents": len(live),
             "tokens": tokens,
             "blocks": blocks,
-            "bytes": self._bytes(tokens, blocks),
+            "bytes": self._bytes(tokens, blocks, incomplete),
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
             "index_bytes": sum(view.nbytes for view in views),
@@ -160,11 +161,13 @@ class Memory:
         """Release the store. Closing twice is allowed."""
         _close(self._opened)
 
-    def _bytes(self, tokens: int, blocks: int) -> dict[str, int]:
+    def _bytes(self, tokens: int, blocks: int, incomplete: int) -> dict[str, int]:
         spec = self.spec
+        complete = sum(layout.nbytes for layout in self._shared.block_layouts)
+        plain = sum(layout.nbytes for layout in plain_layouts(spec))
         return {
             "tokens": 4 * tokens,
-            "blocks": blocks * spec.layers * sum(layout.nbytes for layout in self._shared.block_layouts),
+            "blocks": spec.layers * ((blocks - incomplete) * complete + incomplete * plain),
             "landmarks": blocks * len(spec.index_layers) * run_layout(spec, 1).nbytes,
         }
 

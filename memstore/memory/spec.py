@@ -11,7 +11,7 @@ from memstore.memory.fingerprint import Fingerprint, check_names
 
 DTYPES = ("float32", "float16", "bfloat16")
 KEY_DTYPES = ("float32", "bfloat16", "bit")
-CODECS = ("none",)
+CODECS = ("none", "int8", "fp8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class MemorySpec:
     capacity: int | None = None
     """Blocks per document; the oldest leave when there are more. None: no limit."""
     codec: str = "none"
-    """Compression of the states as stored."""
+    """How complete blocks are stored: none (as they are), int8, fp8 or int4, see ``memstore.store.codecs``."""
     fingerprint: Fingerprint
     """What must agree before the states are reused."""
 

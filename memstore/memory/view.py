@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.memory.coding import read_blocks
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
-from memstore.memory.tensors import Rows
+from memstore.memory.state import DocumentState
 
 
 class Hits(NamedTuple):
@@ -69,16 +70,15 @@ class LayerView:
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
         ids = _as_ids(blocks)
-        self._check_live(ids)
-        rows = Rows(len(ids), self._shared.block_layouts)
-        if not ids:
-            return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
-        keys = [self._handle.address.block(self._layer, block) for block in ids]
-        try:
-            self._shared.store.read(keys, self._shared.block_layouts, rows.out)
-        except (DamagedError, NotFound) as error:
-            raise self._blame(ids, error) from error
-        return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
+        while True:
+            self._check_live(ids)
+            state = self._handle.current()
+            try:
+                return self._read(ids, state)
+            except (DamagedError, NotFound) as error:
+                # Another thread or process may have changed the document in between.
+                if self._handle.current() == state:
+                    raise self._blame(ids, error) from error
 
     def landmarks(self, blocks: range) -> Tensor:
         """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block.
@@ -146,8 +146,16 @@ class LayerView:
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
 
     def _read_one(self, block: int) -> None:
-        layouts = self._shared.block_layouts
-        self._shared.store.read([self._handle.address.block(self._layer, block)], layouts, Rows(1, layouts).out)
+        self._read([block], self._handle.current())
+
+    def _read(self, blocks: list[int], state: DocumentState) -> dict[str, Tensor]:
+        spec, store = self._shared.spec, self._shared.store
+        if not blocks:
+            return read_blocks(store, spec, [], None)
+        address = self._handle.address
+        keys = [address.block(self._layer, block) for block in blocks]
+        tail = address.block(self._layer, state.blocks - 1) if state.tokens % spec.block_size else None
+        return read_blocks(store, spec, keys, tail)
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:

@@ -22,6 +22,10 @@ MemoryUrl = Annotated[
 ]
 
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. A new memory takes 64.")]
+Codec = Annotated[
+    str | None,
+    typer.Option(help="How a new memory stores states: none (as they are), int8, fp8 or int4 (a quarter of bfloat16)."),
+]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
     str,

@@ -9,14 +9,16 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
+from memstore.memory.spec import CODECS
 from memstore.tools.failures import Interrupted
 from memstore.tools.models import SMOLLM2, Loaded, encode, load_model
-from memstore.tools.options import BlockSize, Device, Dtype, MemoryUrl, Model, Threads, TopK, use_threads
+from memstore.tools.options import BlockSize, Codec, Device, Dtype, MemoryUrl, Model, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.texts import STDIN, read_text
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
+    from memstore.memory import MemorySpec
 
 DEFAULT_BLOCK_SIZE = 64
 SINK, WINDOW = 64, 256
@@ -36,6 +38,7 @@ def read(
     model: Model = SMOLLM2,
     dtype: Dtype = "auto",
     block_size: BlockSize = None,
+    codec: Codec = None,
     top_k: TopK = 8,
     threads: Threads = None,
     device: Device = "cpu",
@@ -54,12 +57,13 @@ def read(
     if not document:
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     content = read_text(text, encoding=encoding)
-    block_size = _block_size(block_size, memory)
+    there = _existing_spec(memory)
+    block_size, codec = _block_size(block_size, memory, there), _codec(codec, memory, there)
     use_threads(threads)
     loaded = load_model(model, dtype, device=device)
     retrieval = memstore.Retrieval(top_k=top_k)
     attach = memstore.attach(
-        loaded.model, memory, tokenizer=loaded.tokenizer, retrieval=retrieval, block_size=block_size
+        loaded.model, memory, tokenizer=loaded.tokenizer, retrieval=retrieval, block_size=block_size, codec=codec
     )
     with attach as attached:
         attached.memories[0].put_info("model", model_info(model, loaded))
@@ -71,9 +75,9 @@ def read(
     return Report(data=data, text=show)
 
 
-def _block_size(wanted: int | None, memory: str) -> int:
+def _block_size(wanted: int | None, memory: str, spec: MemorySpec | None) -> int:
     """Tokens per block: the memory's own if there is one, else what is ``wanted``. What does not fit is an error."""
-    there = existing_block_size(memory)
+    there = None if spec is None else spec.block_size
     if there is not None and wanted not in (None, there):
         raise InvalidArgument(
             f"the memory {memory} has blocks of {there} tokens: leave --block-size out, or name a new memory"
@@ -84,11 +88,22 @@ def _block_size(wanted: int | None, memory: str) -> int:
     return size
 
 
-def existing_block_size(url: str) -> int | None:
-    """Tokens in a block of the memory at ``url``, or None if there is none yet. What is no memory is an error."""
+def _codec(wanted: str | None, memory: str, spec: MemorySpec | None) -> str:
+    """The codec: the memory's own if there is one, else what is ``wanted``. What does not fit is an error."""
+    if spec is not None and wanted not in (None, spec.codec):
+        raise InvalidArgument(
+            f"the memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory"
+        )
+    if wanted is not None and wanted not in CODECS:
+        raise InvalidArgument(f"no codec is called {wanted!r}. Choose one of {', '.join(CODECS)}.")
+    return "none" if wanted is None else wanted
+
+
+def _existing_spec(url: str) -> MemorySpec | None:
+    """The spec of the memory at ``url``, or None if there is none yet. What is no memory is an error."""
     try:
         with memstore.open(url, mode="r") as memory:
-            return memory.spec.block_size
+            return memory.spec
     except NotFound:
         return None
 

@@ -418,3 +418,26 @@ def test_a_tokenizer_is_part_of_what_a_memory_belongs_to() -> None:
     other = replace(spec, fingerprint=replace(spec.fingerprint, tokenizer="another"))
     with memstore.open("ram:", spec=other) as memory, pytest.raises(ForeignMemory, match="tokenizer"):
         Reader(model, memory, tokenizer=Words())
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+def test_a_codec_changes_little_and_pieces_change_nothing(codec: str, tmp_path: Path) -> None:
+    model, text = make("rope"), tokens(400)[0]
+    expected = logits(model, text[None])[0, 380:]
+    answers = []
+    for name, stops in {"whole": [380], "parts": [1, 77, 300, 380]}.items():
+        for stop in stops:
+            with Reader(model, tmp_path / name, codec=codec if stop == stops[0] else None) as reader:
+                reader.read(text[:stop])
+        with Reader(model, tmp_path / name, mode="r") as reader:
+            assert reader.memory.spec.codec == codec
+            answers.append(asked(model, reader, text[380:]))
+    close(answers[0], answers[1])
+    assert float((answers[0] - expected).abs().mean() / expected.std()) < 0.1
+
+
+def test_another_codec_than_the_memorys_is_refused(tmp_path: Path) -> None:
+    model = make("rope")
+    Reader(model, tmp_path / "m", codec="int8").close()
+    with pytest.raises(ForeignMemory, match="codec: int4 here, int8 in the memory"):
+        Reader(model, tmp_path / "m", codec="int4")

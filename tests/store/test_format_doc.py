@@ -10,11 +10,13 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
+import torch
 
 import memstore
 from memstore.store import Batch, Key, Layout, LmdbStore, Record, Table
 from memstore.store.records import DTYPES
 from tests.attach.models import tiny, tokens
+from tests.memory.helpers import make_spec
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 FIELDS = {"k": (2, 4, 8), "v": (2, 4, 6)}
@@ -89,6 +91,25 @@ def test_it_reads_what_a_model_has_read(tmp_path: Path, reader: dict[str, Any]) 
     found = reader["dump"](str(tmp_path / "m"), layer=2, block=3)
     assert list(found) == ["k", "v"]
     assert all((found[name] == states[name][0].numpy()).all() for name in found)
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+def test_it_decodes_what_a_codec_stored(tmp_path: Path, reader: dict[str, Any], codec: str) -> None:
+    """Complete blocks, of odd sizes and one axis too, and an incomplete one, which is stored as it is."""
+    fields = {"k": (2, 7, 8), "v": (7, 3), "gate": (7,)}
+    for dtype in ("float32", "float16", "bfloat16"):
+        spec = make_spec(layers=1, index_layers=(), fields=fields, block_size=7, dtype=dtype, codec=codec)
+        path = tmp_path / dtype
+        with memstore.open(path, spec=spec) as memory:
+            document = memory.document("text")
+            with document.append(tokens(17)) as batch:
+                batch.put(0, **{name: 3 * torch.randn(3, *shape) + 1 for name, shape in fields.items()})
+            states = document.layer(0).gather([0, 1, 2])
+        for block in (1, 2):
+            found = reader["dump"](str(path), block=block)
+            for name, stored in states.items():
+                numbers = torch.tensor(reader["floats"](found[name], dtype if block == 2 else "float32"))
+                assert torch.equal(numbers.to(stored.dtype), stored[block]), (dtype, block, name)
 
 
 def test_it_finds_damage(tmp_path: Path, reader: dict[str, Any]) -> None:

@@ -66,6 +66,18 @@ def test_ask_changes_nothing(cli: Cli, notes: Path) -> None:
     assert cli("ls", notes, "--json").json == before
 
 
+def test_a_codec_is_chosen_once(cli: Cli, notes: Path, text: Path, model_folder: Path, tmp_path: Path) -> None:
+    options = ("--model", model_folder, "--dtype", "float32", "--block-size", 16)
+    assert cli("read", text, tmp_path / "small.mem", *options, "--codec", "int4").code == 0
+    sizes = [cli("stats", path, "--json").json["bytes"]["blocks"] for path in (notes, tmp_path / "small.mem")]
+    assert sizes[1] < sizes[0] / 4
+    assert cli("read", text, tmp_path / "small.mem", *options).code == 0, "it need not be named again"
+    other = cli("read", text, notes, *options, "--codec", "int8")
+    assert (other.code, "has the codec none: leave --codec out" in other.err) == (2, True)
+    unknown = cli("read", text, tmp_path / "new.mem", *options, "--codec", "zip")
+    assert (unknown.code, "Choose one of none, int8, fp8, int4." in unknown.err) == (2, True)
+
+
 def test_another_model_is_refused(cli: Cli, memory: Path, text: Path, model_folder: Path) -> None:
     done = cli("read", text, memory, "--model", model_folder, "--dtype", "float32")
     assert done.code == 5

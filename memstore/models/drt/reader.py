@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument, ReadOnlyMemory
+from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
@@ -67,7 +67,7 @@ class ReadResult:
         return self.new / self.seconds if self.seconds else 0.0
 
 
-def memory_spec(model: DRTForCausalLM, tokenizer: Any = None) -> MemorySpec:
+def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
     """The spec of a memory for ``model``: one field ``c``, and one landmark of a block for all groups.
 
     Raises ``InvalidArgument`` for a model that retrieves nothing.
@@ -96,6 +96,7 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None) -> MemorySpec:
         block_size=config.tokens_per_block,
         keys_per_block=1,
         dtype=config.state_dtype,
+        codec=codec,
         key_dtype="bfloat16" if config.state_dtype == "bfloat16" else "float32",
         fingerprint=fingerprint,
     )
@@ -111,6 +112,12 @@ class Reader:
             model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
 
     One thread at a time. What is asked or generated is not stored; read it to keep it.
+
+    ``codec`` is how a new memory stores complete blocks: "none" (as they are), "int8", "fp8" or "int4", see
+    ``MemorySpec``. A model computes with states rounded to ``state_dtype`` and knows nothing of codecs: behind a memory
+    with one it gives nearly, not exactly, what a pass in one go does, for the last few blocks are computed again and
+    older ones come from the memory. What is stored does not depend on how the text was cut, and reopening changes
+    nothing.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class Reader:
         document: str = "document",
         *,
         tokenizer: Any = None,
+        codec: str | None = None,
         mode: Mode = "a",
         segment_blocks: int = SEGMENT_BLOCKS,
     ) -> None:
@@ -134,7 +142,7 @@ class Reader:
             raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
         self.model = model
         self.segment = segment_blocks * model.config.tokens_per_block
-        spec = memory_spec(model, tokenizer)
+        spec = memory_spec(model, tokenizer, _codec_of(memory, mode) if codec is None else codec)
         self._own = not isinstance(memory, Memory)
         self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode)
         try:
@@ -405,6 +413,19 @@ def _taking_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(interval)
+
+
+def _codec_of(memory: Memory | str | Path, mode: Mode) -> str:
+    """The codec of a memory; "none" where it is yet to be made."""
+    if isinstance(memory, Memory):
+        return memory.spec.codec
+    if mode == "x":
+        return "none"
+    try:
+        with open_memory(memory, mode="r") as opened:
+            return opened.spec.codec
+    except NotFound:
+        return "none"
 
 
 def _is_flat(tokens: Chunks) -> bool:

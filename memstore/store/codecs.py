@@ -1,0 +1,211 @@
+"""Codecs: the states of a block in fewer bytes. Pure functions of tensors; ``docs/format.md`` has the formulas.
+
+The last two axes of a field are rows (tokens) and channels. What the numbers of a channel have in common over the rows
+of one block is stored once: keys without positions have channels that lie far from zero and from each other, and a
+scale that channels share would spend most of its levels on that. So a codec stores two tensors for a field: codes of
+one or half a byte, and scales in bfloat16, whose exponents reach as far as those of float32.
+
+A number is decoded as ``code * step``, for int4 as ``low + code * step``, in float32 and rounded once to the type of
+the field. The product is exact, so every machine decodes to the same bits. Nothing finite becomes infinite, and zeros
+that fill a channel stay zeros; with int8 and fp8 every zero does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memstore.store.contract import Layout
+
+PIECE = 2**18
+"""Numbers decoded at a time: what lies between two passes stays in the processor's cache."""
+
+_SMALLEST_STEP = torch.finfo(torch.bfloat16).tiny
+_LARGEST = {torch.float16: 65280.0}  # the largest number of bfloat16 that is finite in the type of the field
+_HALF_BYTE = 4
+_TO_FLOAT16 = 256.0  # exponents of e4m3 and of float16 are biased by 7 and by 15
+
+
+class Codec(ABC):
+    """One way to store a floating point field; see ``codec_named``."""
+
+    @abstractmethod
+    def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+        """Layouts of what is stored of a field of ``dtype`` and ``shape`` of one block."""
+
+    @abstractmethod
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Finite ``states [n, *shape]`` as they are stored: a tensor ``[n, ...]`` for each of ``layouts``."""
+
+    @abstractmethod
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """States ``[n, *shape]`` of ``dtype``, from what ``encode`` made of them."""
+
+
+class Plain(Codec):
+    """Numbers as they are."""
+
+    def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+        """The field itself."""
+        return (Layout(dtype, shape),)
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """The states themselves."""
+        return (states,)
+
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """What is stored."""
+        del dtype, shape
+        return stored[0]
+
+
+class _Scaled(Codec):
+    """Codes ``[n, *lead, rows, channels]``, and scales ``[n, count, *lead, channels]`` in bfloat16: steps first."""
+
+    stored: str
+    """Element type of the codes."""
+    count = 1
+    """Scales of each channel."""
+
+    def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+        """Codes, then scales."""
+        del dtype
+        *lead, rows, channels = _rows_and_channels(shape)
+        codes = (*lead, self._code_rows(rows), channels)
+        return Layout(self.stored, codes), Layout("bfloat16", (self.count, *lead, channels))
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Codes, then scales; each number becomes the code that is nearest to it."""
+        limit = _LARGEST.get(states.dtype, torch.finfo(torch.bfloat16).max)
+        codes, *scales = self._encode(states.view(-1, *_rows_and_channels(states.shape[1:])).float(), limit)
+        return codes, torch.stack([scale.squeeze(-2) for scale in scales], 1)
+
+    def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """``code * step``, or ``low + code * step``."""
+        codes, scales = stored
+        out = torch.empty(len(codes), *_rows_and_channels(shape), dtype=dtype, device=codes.device)
+        blocks = max(1, PIECE // out[:1].numel()) if len(out) else 1
+        for part, code, scale in zip(out.split(blocks), codes.split(blocks), scales.split(blocks), strict=True):
+            self._decode(part, code, *(each.unsqueeze(-2) for each in scale.unbind(1)))
+        return out.view(len(out), *shape)
+
+    def _code_rows(self, rows: int) -> int:
+        """Rows of codes for ``rows`` rows of numbers."""
+        return rows
+
+    @abstractmethod
+    def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
+        """Codes and scales ``[.., 1, channels]`` of ``numbers [.., rows, channels]`` float32."""
+
+    @abstractmethod
+    def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
+        """Fill ``out [.., rows, channels]``."""
+
+
+class Int8(_Scaled):
+    """A byte a number, from -127 to 127, and a step."""
+
+    stored = "int8"
+    largest = 127.0
+
+    def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
+        numbers, step = _stepped(numbers, self.largest, limit)
+        return numbers.round_().clamp_(-self.largest, self.largest).to(torch.int8), step
+
+    def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
+        # float16 cannot hold every step; bfloat16 and float32 hold codes and steps, and multiply with one rounding.
+        work = out if out.dtype != torch.float16 else torch.empty_like(out, dtype=torch.float32)
+        work.copy_(codes).mul_(scales[0])
+        if work is not out:
+            out.copy_(work)
+
+
+class Fp8(_Scaled):
+    """A byte a number, with the bits of e4m3fn (three of precision), and a step."""
+
+    stored = "uint8"
+    largest = 448.0
+
+    def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
+        numbers, step = _stepped(numbers, self.largest, limit)
+        codes = numbers.clamp_(-self.largest, self.largest).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), step
+
+    def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
+        # Sign, exponent and fraction are moved to where float16 has them, 20 times faster than PyTorch's conversion.
+        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        out.copy_(bits.view(torch.float16).float().mul_(scales[0].float() * _TO_FLOAT16))
+
+
+class Int4(_Scaled):
+    """Half a byte a number, from 0 to 15, a step and the low end: row ``i`` beside row ``i + half of the rows``."""
+
+    stored = "uint8"
+    count = 2
+    largest = 15.0
+
+    def _code_rows(self, rows: int) -> int:
+        return (rows + 1) // 2
+
+    def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
+        low = _floor(numbers.amin(-2, keepdim=True)).clamp_(-limit, limit)
+        # Each by itself, for the difference of two large numbers can be infinite.
+        least, most = low.float() / self.largest, numbers.amax(-2, keepdim=True) / self.largest
+        step = _step(most - least, limit / self.largest - least)
+        numbers = numbers.mul(0.5).sub_(0.5 * low.float()).mul_(2 * _inverse(step))
+        codes = numbers.round_().clamp_(0, self.largest).to(torch.uint8)
+        first = self._code_rows(codes.shape[-2])
+        packed, second = codes[..., :first, :].contiguous(), codes[..., first:, :]
+        packed[..., : second.shape[-2], :].bitwise_or_(second << _HALF_BYTE)
+        return packed, step, low
+
+    def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
+        work = out if out.dtype != torch.float16 else torch.empty_like(out, dtype=torch.float32)
+        first = codes.shape[-2]
+        work[..., :first, :] = codes & 15
+        work[..., first:, :] = (codes >> _HALF_BYTE)[..., : out.shape[-2] - first, :]
+        step, low = (scale.to(work.dtype) for scale in scales)
+        torch.addcmul(low, work, step, out=work)
+        if work is not out:
+            out.copy_(work)
+
+
+_CODECS: dict[str, Codec] = {"none": Plain(), "int8": Int8(), "fp8": Fp8(), "int4": Int4()}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that a spec calls ``name``."""
+    return _CODECS[name]
+
+
+def _rows_and_channels(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a field with an axis of channels: a field of one axis has one channel."""
+    return tuple(shape) if len(shape) > 1 else (*shape, 1)
+
+
+def _stepped(numbers: Tensor, largest: float, limit: float) -> tuple[Tensor, Tensor]:
+    """Numbers divided by the step of their channel, and that step: the largest of them becomes ``largest``."""
+    most = numbers.abs().amax(-2, keepdim=True) / largest
+    step = _step(most, torch.full_like(most, limit / largest))
+    return numbers * _inverse(step), step
+
+
+def _step(wanted: Tensor, most: Tensor) -> Tensor:
+    """``wanted`` in bfloat16, not above ``most``; 0 where it is too small for an inverse."""
+    step = torch.minimum(wanted.to(torch.bfloat16), _floor(most))
+    return torch.where(step < _SMALLEST_STEP, 0.0, step)
+
+
+def _inverse(step: Tensor) -> Tensor:
+    """``1 / step`` in float32; 0 where the step is 0."""
+    return torch.where(step > 0, step.float().reciprocal(), 0.0)
+
+
+def _floor(numbers: Tensor) -> Tensor:
+    """The largest numbers of bfloat16 that are not above ``numbers``."""
+    nearest = numbers.to(torch.bfloat16)
+    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
+    return torch.where(nearest > numbers, below, nearest)
