@@ -39,6 +39,7 @@ class LmdbStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
 
     capabilities = Capabilities(durable=True, shared=True)
+    _format = FORMAT
 
     def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
         """Not for callers: use ``create`` or ``open``."""
@@ -116,7 +117,7 @@ class LmdbStore(BlockStore):
             raise self._without_facts()
         check_batch(batch)
         self._lengths[Table.BLOCKS] = blocks_per_value
-        facts = Record.from_json({"format": FORMAT, "blocks_per_value": blocks_per_value})
+        facts = Record.from_json({"format": self._format, "blocks_per_value": blocks_per_value})
         self._commit(batch.deletes, [(STORE_KEY, (facts,)), *batch.puts])
         for folder in (self.path, self.path.absolute().parent):
             _sync_folder(folder)
@@ -126,7 +127,7 @@ class LmdbStore(BlockStore):
         if value is None:
             raise self._without_facts()
         facts = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
-        if facts["format"] > FORMAT:
+        if facts["format"] != self._format:
             raise ForeignMemory(
                 f"memory {self.path} was written by a newer memstore (format {facts['format']}); upgrade"
             )
@@ -242,15 +243,19 @@ class LmdbStore(BlockStore):
         """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         self._check_open()
         check_range(first, last)
-        found: list[Key] = []
         try:
-            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
-                valid = cursor.set_range(_pack(self._run(first)))
-                while valid and (run := _unpack(cursor.key())) <= last:
-                    found += [run] if self._lengths[run.table] == 1 else self._items(cursor.value(), run)
-                    valid = cursor.next()
+            with self._env.begin(buffers=True) as txn:
+                return self._keys(txn, first, last)
         except lmdb.Error as error:
             raise self._failure(error) from error
+
+    def _keys(self, txn: _Txn, first: Key, last: Key) -> list[Key]:
+        found: list[Key] = []
+        with txn.cursor() as cursor:
+            valid = cursor.set_range(_pack(self._run(first)))
+            while valid and (run := _unpack(cursor.key())) <= last:
+                found += [run] if self._lengths[run.table] == 1 else self._items(cursor.value(), run)
+                valid = cursor.next()
         return [key for key in found if first <= key <= last]
 
     def scan(self) -> Iterator[Scanned]:
@@ -260,9 +265,16 @@ class LmdbStore(BlockStore):
         too. Damage of the tree as a whole is reported under ``STORE_KEY``.
         """
         self._check_open()
+        try:
+            with self._env.begin(buffers=True) as txn:
+                yield from self._scan(txn)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def _scan(self, txn: _Txn) -> Iterator[Scanned]:
         run, before, met = Key(Table.META), b"", 0
         try:
-            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            with txn.cursor() as cursor:
                 for raw, value in cursor:
                     run = _unpack(raw)
                     lost = _lost(txn, before, bytes(raw), value)
