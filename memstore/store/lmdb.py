@@ -28,6 +28,8 @@ from memstore.store.records import ValueReader, damaged, decode_value, describe,
 from memstore.store.writer import WriterLock
 
 FORMAT = 1
+TAIL_FORMAT = 1001
+"""Of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
 STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
 """Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
 
@@ -128,10 +130,13 @@ class LmdbStore(BlockStore):
             raise self._without_facts()
         facts = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
         if facts["format"] != self._format:
-            raise ForeignMemory(
-                f"memory {self.path} was written by a newer memstore (format {facts['format']}); upgrade"
-            )
+            raise self._other_format(facts["format"])
         self._lengths[Table.BLOCKS] = facts["blocks_per_value"]
+
+    def _other_format(self, number: int) -> ForeignMemory:
+        if number == TAIL_FORMAT:
+            return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
+        return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
 
     def _without_facts(self) -> NotFound | NotAMemory:
         if self._env.stat()["entries"]:

@@ -2,8 +2,8 @@
 
 An *extent* is a row of shards of one layer of one document: slot ``i`` of it is block ``first + i``. Extents only grow
 at their end, and blocks in them only die: a number of an extent is never used twice, and a slot is never written
-twice. So what a path in the manifest holds never changes while anybody may read it. After a truncation, or where blocks of
-another layout follow, a new extent begins.
+twice. So what a path in the manifest holds never changes while anybody may read it. After a truncation, or where
+blocks of another layout follow, a new extent begins.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where shards lie: a folder, or any store of the ``zarr`` library (object storage, memory).
 
-An object is written whole, under its final name, or not at all, and is on disk when ``put`` returns. Folders are
+An object is written whole, under its final name, or not at all. Folders are
 written and read without the library: its ``LocalStore`` does not sync, and opens the file anew for each range.
 """
 
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-
-from memstore.store.contract import Bytes
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -50,8 +48,11 @@ class Objects(ABC):
     """Named byte strings that never change once anybody may read them. Names are paths with slashes."""
 
     @abstractmethod
-    def put(self, path: str, parts: Sequence[Bytes | bytes]) -> None:
-        """Write ``parts`` as one object, replacing what was there; durable on return. Raises ``OSError``."""
+    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
+        """Write ``parts`` as one object, replacing what was there; on disk when it returns, if ``durable``.
+
+        Raises ``OSError``.
+        """
 
     @abstractmethod
     def read(self, pieces: Sequence[Piece]) -> list[str | None]:
@@ -82,7 +83,7 @@ class FileObjects(Objects):
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, path: str, parts: Sequence[Bytes | bytes]) -> None:
+    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
         """Write ``parts`` to a file beside its place, sync it, and move it there."""
         target = self._folder / path
         _make_folder(target.parent)
@@ -91,17 +92,19 @@ class FileObjects(Objects):
             with part.open("wb") as file:
                 for piece in parts:
                     file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             part.replace(target)
         except BaseException:
             with suppress(OSError):
                 part.unlink()
             raise
-        _sync(target.parent)
+        if durable:
+            _sync(target.parent)
 
     def read(self, pieces: Sequence[Piece]) -> list[str | None]:
-        """Tell the kernel about all ranges, then copy them from its cache one by one, without the interpreter's lock."""
+        """Announce all ranges to the kernel, then copy them one by one, without the interpreter's lock."""
         files = [self._file(piece.path) for piece in pieces]
         if len(pieces) > 1:
             for file, piece in zip(files, pieces, strict=True):
@@ -197,13 +200,13 @@ def _sync(folder: Path) -> None:
 
 
 class ZarrObjects(Objects):
-    """Objects in a store of the ``zarr`` library, which must put an object whole and durably, as object storage does."""
+    """Objects in a store of the ``zarr`` library, which must put objects whole and durably, as object storage does."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def put(self, path: str, parts: Sequence[Bytes | bytes]) -> None:
-        """One ``set``."""
+    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:  # noqa: ARG002
+        """One ``set``, which is durable on every object storage."""
         from zarr.core.buffer import default_buffer_prototype
 
         whole = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])

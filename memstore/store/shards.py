@@ -29,10 +29,9 @@ def blocks_per_shard(layouts: Sequence[Layout], shard_bytes: int) -> int:
     return max(1, shard_bytes // max(sizes)) if min(sizes) else 0
 
 
-def shard_object(payloads: Sequence[Bytes]) -> list[Bytes]:
+def shard_object(payloads: Sequence[Bytes]) -> list[memoryview | bytes]:
     """The parts of a shard of blocks ``payloads`` (uint8, of one length), to be written one after the other."""
-    parts = [np.ascontiguousarray(payload).reshape(-1) for payload in payloads]
-    return [*parts, np.frombuffer(shard_index(len(parts), parts[0].nbytes), np.uint8)]
+    return [*(payload.data for payload in payloads), shard_index(len(payloads), payloads[0].nbytes)]
 
 
 @lru_cache(maxsize=64)
@@ -46,7 +45,7 @@ def shard_index(blocks: int, block_bytes: int) -> bytes:
     pairs[:, 0] = np.arange(blocks, dtype=np.uint64) * np.uint64(block_bytes)
     pairs[:, 1] = block_bytes
     raw = pairs.tobytes()
-    return raw + google_crc32c.value(raw).to_bytes(4, "little")
+    return raw + int(google_crc32c.value(raw)).to_bytes(4, "little")
 
 
 def array_json(layout: Layout, blocks: int, shard_blocks: int, facts: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from memstore.errors import ReadOnlyMemory
 from memstore.store.checks import MAX_LAYER
 from memstore.store.contract import Key, Record, Scanned
-from memstore.store.lmdb import LmdbStore, _pack
+from memstore.store.lmdb import TAIL_FORMAT, LmdbStore, _pack
 from memstore.store.manifest import COUNTERS, STORE, Extent, Series, from_record
 from memstore.store.records import ValueReader, decode_value
 
@@ -27,7 +27,7 @@ Puts = list[tuple[Key, tuple[Record, ...]]]
 class Tail(LmdbStore):
     """An ``LmdbStore`` that also knows which blocks are sealed. Its format number keeps it from being opened alone."""
 
-    _format = 2
+    _format = TAIL_FORMAT
 
     def commit(self, deletes: Iterable[tuple[Key, Key]], puts: Puts) -> None:
         """``write`` for checked changes, those of the manifest among them."""
@@ -122,4 +122,3 @@ class Snapshot:
     def _raw(self, key: Key) -> bytes | None:
         view = self._txn.get(_pack(key))
         return None if view is None else bytes(view)
-

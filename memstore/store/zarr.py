@@ -17,6 +17,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -79,13 +80,13 @@ class ZarrStore(BlockStore):
 
     capabilities = Capabilities(durable=True, shared=True)
 
-    def __init__(self, path: Path, tail: Tail, objects: Objects, shard_bytes: int) -> None:
+    def __init__(self, path: Path, tail: Tail, objects: Objects, shard_bytes: int | None) -> None:
         """Not for callers: use ``create`` or ``open``."""
         self.path = path
         self.read_only = tail.read_only
         self._tail = tail
         self._objects = objects
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = SHARD_BYTES if shard_bytes is None else shard_bytes
         self._cache = Cache()
         self._writing = threading.RLock()
         self._waiting: dict[Series, int] = {}  # blocks in the tail, at most: those rewritten are counted twice
@@ -99,13 +100,13 @@ class ZarrStore(BlockStore):
         path: str | Path,
         *,
         shards: Store | None = None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
         blocks_per_value: int = 1,
         batch: Batch | None = None,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
-        ``shard_bytes`` is the length of a shard of the largest field. ``blocks_per_value`` consecutive blocks of the
+        ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` consecutive blocks of the
         tail share one LMDB value. ``batch`` is there when the memory is, or there is no memory.
 
         Raises what ``LmdbStore.create`` raises.
@@ -122,7 +123,7 @@ class ZarrStore(BlockStore):
         path: str | Path,
         *,
         shards: Store | None = None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
         read_only: bool = False,
     ) -> Self:
         """Open an existing memory folder. Raises what ``LmdbStore.open`` raises."""
@@ -158,7 +159,7 @@ class ZarrStore(BlockStore):
         One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
         """
         check_out(keys, layouts, out)
-        rows = [[memoryview(field[row]) for field in out] for row in range(len(keys))]
+        rows = [[field[row].data for field in out] for row in range(len(keys))]
         lost: _Failed | None = None
         while True:
             with self._tail.snapshot() as snapshot:
@@ -281,7 +282,7 @@ class ZarrStore(BlockStore):
             sums = snapshot.sums(place.extent, place.shard, self._cache)[place.slot].tolist()
         except MemstoreError as error:
             return Scanned(key, (), damaged(key, f"its checksums are lost ({error})"))
-        failed = self._read_sealed([_Sealed(key, place, sums, [memoryview(row) for row in rows])])
+        failed = self._read_sealed([_Sealed(key, place, sums, [row.data for row in rows])])
         if failed is None and (place.slot == 0 or key.item in {start for start, _ in place.extent.live}):
             failed = self._check_index(_Sealed(key, place, sums, []))
         if failed is None:
@@ -300,7 +301,9 @@ class ZarrStore(BlockStore):
             piece = Piece(path, extent.shard_blocks * layout.nbytes, (memoryview(found),))
             (problem,) = self._objects.read([piece])
             if problem or found != expected:
-                return _Failed(sealed, damaged(sealed.key, problem or f"the index of its shard {path} is not as written"))
+                return _Failed(
+                    sealed, damaged(sealed.key, problem or f"the index of its shard {path} is not as written")
+                )
         return None
 
     def delete(self, document: int) -> None:
@@ -377,7 +380,7 @@ class ZarrStore(BlockStore):
         garbage, self._garbage = self._garbage, []
         for path in garbage:
             delete = self._objects.delete_folder if path.endswith("/") else self._objects.delete
-            self._try(lambda delete=delete, path=path: delete(path.rstrip("/")), path)
+            self._try(partial(delete, path.rstrip("/")), path)
 
     def _try(self, work: Callable[[], None], what: str) -> None:
         """Do what may fail without harm: the next opening for writing deletes what is left."""
@@ -444,14 +447,14 @@ class ZarrStore(BlockStore):
         if old is None:
             old = Extent(counters["next_extent"], series, start, len(values), 0, layouts, ())
             counters["next_extent"] += 1
-            self._objects.put(f"{old.folder}/zarr.json", [group_json()])
+            self._objects.put(f"{old.folder}/zarr.json", [group_json()], durable=False)
         new, shard = old.grown(), old.shards
         for record in range(len(layouts)):
             payloads = [value[record].payload for value in values]
             self._objects.put(new.shard_path(record, shard), shard_object(payloads))
         self._write_arrays(new)
         counters["bytes"] += new.shard_bytes
-        sums = np.array([[checksum(record.payload) for record in value] for value in values], "<u8")
+        sums = np.array([[checksum(record.payload.data) for record in value] for value in values], "<u8")
         puts: Puts = [
             (new.sums(shard), (Record(Layout("int64", sums.shape), sums.view(np.uint8).reshape(-1)),)),
             (series.manifest, (manifest.to_record([*(one for one in extents if one is not old), new]),)),
@@ -460,10 +463,13 @@ class ZarrStore(BlockStore):
         self._tail.commit([(series.block(start), series.block(start + len(values) - 1))], puts)
 
     def _write_arrays(self, extent: Extent) -> None:
-        """Write the ``zarr.json`` of the arrays of an extent: as long as what is alive in it."""
+        """Write the ``zarr.json`` of the arrays of an extent: as long as what is alive in it.
+
+        They are for other tools, and follow from the manifest: so they are not worth a sync.
+        """
         for record, layout in enumerate(extent.layouts):
             values = array_json(layout, extent.blocks(), extent.shard_blocks, extent.facts(record))
-            self._objects.put(f"{extent.folder}/{record}/zarr.json", [values])
+            self._objects.put(f"{extent.folder}/{record}/zarr.json", [values], durable=False)
 
     def _clean(self) -> None:
         """Delete what an interrupted process left, which is what the manifest does not name; make what it lacks."""
@@ -474,7 +480,7 @@ class ZarrStore(BlockStore):
         names = set(self._objects.names("blocks"))
         if "blocks/zarr.json" not in names:
             for path in ("zarr.json", "blocks/zarr.json"):
-                self._try(lambda path=path: self._objects.put(path, [group_json()]), path)
+                self._try(partial(self._objects.put, path, [group_json()], durable=False), path)
         folders = {_folder(name) for name in named}
         for name in names - named:
             self._garbage.append(name if _folder(name) in folders else f"{_folder(name)}/")

@@ -19,11 +19,6 @@ class TestZarrStore(StoreTests):
         return open_zarr(path)
 
 
-class TestZarrStoreOfOneBlockShards(StoreTests):
-    def open_store(self, path: Path) -> BlockStore:
-        return open_zarr(path, 1)
-
-
 class TestZarrStoreThatSealsNothing(StoreTests):
     def open_store(self, path: Path) -> BlockStore:
         return open_zarr(path, 1 << 20)
