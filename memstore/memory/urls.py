@@ -71,9 +71,8 @@ def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:
         others = "".join(f", {name}:..." for name in sorted(plugins.names))
-        raise InvalidArgument(
-            f"cannot open {url!r}: supported are a path (for a folder of this name, ./{url}), zarr:PATH, ram:, ram:NAME{others}."
-        )
+        here = f"a path (for a folder of this name, ./{url}), zarr:PATH, ram:, ram:NAME"
+        raise InvalidArgument(f"cannot open {url!r}: supported are {here}{others}.")
     return cast("Callable[[str, Mode, Blank | None], Opened]", plugins[scheme].load())
 
 

@@ -6,6 +6,7 @@ written and read without the library: its ``LocalStore`` does not sync, and open
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import threading
@@ -15,14 +16,12 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
-
-T = TypeVar("T")
 
 _OPEN_FILES = 256
 _MOST_PARTS = 512  # buffers of one system call; the limit is 1,024
@@ -210,16 +209,17 @@ class ZarrObjects(Objects):
         from zarr.core.buffer import default_buffer_prototype
 
         whole = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
-        _wait(self._store.set(path, default_buffer_prototype().buffer.from_array_like(whole)))
+        _checked(self._store.set(path, default_buffer_prototype().buffer.from_array_like(whole)))
 
     def read(self, pieces: Sequence[Piece]) -> list[str | None]:
-        """All ranges at once, as many at a time as ``zarr`` is configured for."""
+        """All ranges at once."""
         from zarr.abc.store import RangeByteRequest
         from zarr.core.buffer import default_buffer_prototype
 
-        wanted = [(piece.path, RangeByteRequest(piece.start, piece.start + piece.nbytes)) for piece in pieces]
-        found = _wait(self._store.get_partial_values(default_buffer_prototype(), wanted))
-        return [_spread(piece, buffer) for piece, buffer in zip(pieces, found, strict=True)]
+        prototype = default_buffer_prototype()
+        ranges = [RangeByteRequest(piece.start, piece.start + piece.nbytes) for piece in pieces]
+        work = [self._store.get(piece.path, prototype, r) for piece, r in zip(pieces, ranges, strict=True)]
+        return [_spread(piece, found) for piece, found in zip(pieces, _wait(*work), strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
         """Every key below ``folder``."""
@@ -227,30 +227,45 @@ class ZarrObjects(Objects):
         async def collect() -> list[str]:
             return [name async for name in self._store.list_prefix(f"{folder}/")]
 
-        yield from _wait(collect())
+        yield from _checked(collect())
 
     def delete(self, path: str) -> None:
         """Delete a key."""
         with suppress(FileNotFoundError):
-            _wait(self._store.delete(path))
+            _checked(self._store.delete(path))
 
     def delete_folder(self, folder: str) -> None:
         """Delete the keys below a prefix."""
-        _wait(self._store.delete_dir(folder))
+        _checked(self._store.delete_dir(folder))
 
     def close(self) -> None:
         """The store is the caller's."""
 
 
-def _wait(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on the event loop of the ``zarr`` library."""
+def _wait(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run ``work`` on the event loop of the ``zarr`` library: results, or the exceptions that came instead."""
     from zarr.core.sync import sync
 
-    return sync(work)
+    async def run() -> list[Any]:
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    return sync(run())
+
+
+def _checked(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``. Whatever goes wrong is an ``OSError``: every storage has exceptions of its own."""
+    (result,) = _wait(work)
+    if isinstance(result, Exception) and not isinstance(result, OSError):
+        raise OSError(f"{type(result).__name__}: {result}") from result
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _spread(piece: Piece, buffer: Any) -> str | None:
     """Copy what was read into the parts of its piece."""
+    if isinstance(buffer, BaseException):
+        return f"its shard {piece.path} cannot be read ({buffer})".splitlines()[0]
     if buffer is None:
         return f"its shard {piece.path} is not there"
     raw = memoryview(buffer.to_bytes())

@@ -106,8 +106,8 @@ class ZarrStore(BlockStore):
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
-        ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` consecutive blocks of the
-        tail share one LMDB value. ``batch`` is there when the memory is, or there is no memory.
+        ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` consecutive
+        blocks of the tail share one LMDB value. ``batch`` is there when the memory is, or there is no memory.
 
         Raises what ``LmdbStore.create`` raises.
         """
