@@ -34,6 +34,7 @@ class ZarrMachineOfOneBlockShards(ZarrMachine):
 
 
 TestRamMachine = RamMachine.TestCase
+TestRamMachine.settings = settings(max_examples=30, stateful_step_count=20)
 TestLmdbMachine = LmdbMachine.TestCase
 TestLmdbMachine.settings = PATIENCE
 TestZarrMachine = ZarrMachine.TestCase
