@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from memstore.store.checks import MAX_DOCUMENT
@@ -70,7 +71,7 @@ class Extent:
         """The block after the last slot."""
         return self.first + self.shards * self.shard_blocks
 
-    @property
+    @cached_property
     def folder(self) -> str:
         """Where its arrays are."""
         return f"blocks/{self.series.document}.{self.series.layer}.{self.number}"
@@ -93,9 +94,10 @@ class Extent:
 
     def place(self, block: int) -> Place | None:
         """Where a block is, or None if it does not live here."""
-        if not any(start <= block < stop for start, stop in self.live):
-            return None
-        return Place(self, *divmod(block - self.first, self.shard_blocks))
+        for start, stop in self.live:
+            if start <= block < stop:
+                return Place(self, *divmod(block - self.first, self.shard_blocks))
+        return None
 
     def live_shards(self) -> set[int]:
         """Shards in which something lives."""

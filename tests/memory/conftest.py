@@ -27,7 +27,7 @@ def make_memory(
             nonlocal made
             made += 1
             path = tmp_path / f"memory-{made}"
-            url = {"ram": "ram:", "lmdb": path, "zarr": f"zarr:{path}"}[request.param]
+            url = {"ram": "ram:", "lmdb": str(path), "zarr": f"zarr:{path}"}[request.param]
             return stack.enter_context(memstore.open(url, spec=make_spec(**changes)))
 
         yield make
