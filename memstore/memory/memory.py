@@ -18,7 +18,7 @@ from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.spec import MemorySpec
-from memstore.memory.urls import Mode, Opened, is_path, open_store
+from memstore.memory.urls import Mode, Opened, on_disk, open_store
 from memstore.store.contract import BlockStore
 
 LONGEST_NAME = 511  # bytes
@@ -27,7 +27,8 @@ LONGEST_NAME = 511  # bytes
 def open_memory(url: str | Path, *, spec: MemorySpec | None = None, mode: Mode = "a", index: str = "exact") -> Memory:
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
-    ``url`` is a path, ``ram:`` (gone when closed) or ``ram:NAME`` (one memory per name, until the process ends).
+    ``url`` is a path, ``zarr:PATH`` (a folder whose old blocks are Zarr arrays), ``ram:`` (gone when closed) or
+    ``ram:NAME`` (one memory per name, until the process ends).
     ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
     ``index`` is the kind of vector index, see ``memstore.index.open_index``.
 
@@ -132,7 +133,7 @@ class Memory:
         Returns what is wrong; an empty list is a clean memory. A memory on disk is read by a child process, so that
         damage that makes LMDB crash is a finding like any other.
         """
-        if is_path(self.url):
+        if on_disk(self.url):
             return verify.in_child(self.url)
         return verify.check(self._shared.store)
 

@@ -1,4 +1,4 @@
-"""From the url of a memory to its store: a path, ``ram:``, or a scheme that another package provides."""
+"""From the url of a memory to its store: a path, ``zarr:PATH``, ``ram:``, or a scheme of another package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, NotAMemory, NotFound
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
 
@@ -52,6 +52,8 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         return _open_lmdb(Path(url), mode, blank)
     if scheme[1] == "ram":
         return _open_ram(str(url)[4:], mode, blank)
+    if scheme[1] == "zarr":
+        return _open_zarr(Path(str(url)[5:]), mode, blank)
     return _plugin(scheme[1], str(url))(str(url), mode, blank)
 
 
@@ -60,13 +62,17 @@ def is_path(url: str | Path) -> bool:
     return not isinstance(url, str) or _SCHEME.match(url) is None
 
 
+def on_disk(url: str | Path) -> bool:
+    """Whether other processes of this machine can open ``url`` for reading with what memstore itself brings."""
+    return is_path(url) or str(url).startswith("zarr:")
+
+
 def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened]:
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:
         others = "".join(f", {name}:..." for name in sorted(plugins.names))
-        raise InvalidArgument(
-            f"cannot open {url!r}: supported are a path (for a folder of this name, ./{url}), ram:, ram:NAME{others}."
-        )
+        here = f"a path (for a folder of this name, ./{url}), zarr:PATH, ram:, ram:NAME"
+        raise InvalidArgument(f"cannot open {url!r}: supported are {here}{others}.")
     return cast("Callable[[str, Mode, Blank | None], Opened]", plugins[scheme].load())
 
 
@@ -89,6 +95,8 @@ def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
 def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
     from memstore.store.lmdb import LmdbStore
 
+    if (folder / "tail" / "data.mdb").exists():
+        raise NotAMemory(f"{folder} holds a memory in Zarr; open it as zarr:{folder}")
     if mode == "r":
         return Opened(LmdbStore.open(folder, read_only=True))
     if mode == "a" and (folder / "data.mdb").exists():
@@ -102,6 +110,24 @@ def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
             return Opened(LmdbStore.open(folder))  # which says what the path is instead
         raise _missing(str(folder), mode)
     return Opened(LmdbStore.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
+
+
+def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
+    from memstore.store.zarr import ZarrStore
+
+    if mode == "r":
+        return Opened(ZarrStore.open(folder, read_only=True))
+    if mode == "a" and (folder / "tail" / "data.mdb").exists():
+        try:
+            return Opened(ZarrStore.open(folder))
+        except NotFound:  # its creation was interrupted
+            if blank is None:
+                raise
+    if blank is None:
+        if folder.exists():
+            return Opened(ZarrStore.open(folder))  # which says what the path is instead
+        raise _missing(f"zarr:{folder}", mode)
+    return Opened(ZarrStore.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
 
 
 def _blocks_per_value(block_bytes: int) -> int:

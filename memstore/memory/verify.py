@@ -16,6 +16,7 @@ from dataclasses import asdict
 
 from memstore.errors import MemstoreError
 from memstore.memory.audit import Audit, Finding
+from memstore.memory.urls import open_store
 from memstore.store.contract import BlockStore
 
 _ATTEMPTS = 5
@@ -68,11 +69,9 @@ def _last_words(code: int, errors: str) -> str:
 
 
 def main(path: str) -> None:
-    """Check the memory in folder ``path`` and print the findings."""
-    from memstore.store.lmdb import LmdbStore
-
+    """Check the memory at ``path`` (a folder, or ``zarr:`` and one) and print the findings."""
     try:
-        store = LmdbStore.open(path, read_only=True)
+        store = open_store(path, "r", None).store
     except MemstoreError as error:
         findings = [Finding(kind="damaged", message=str(error))]
     else:

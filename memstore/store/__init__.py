@@ -1,6 +1,7 @@
 """Block stores: typed, checksummed records under ordered keys, written in atomic batches.
 
-``contract.py`` says what a store is, ``ram.py`` and ``lmdb.py`` are two of them; ``docs/format.md`` has the bytes.
+``contract.py`` says what a store is; ``ram.py``, ``lmdb.py`` and ``zarr.py`` fulfil it. ``docs/format.md`` has the
+bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from memstore.store.contract import Batch, BlockStore, Capabilities, Key, Layout
 if TYPE_CHECKING:
     from memstore.store.lmdb import LmdbStore
     from memstore.store.ram import RamStore
+    from memstore.store.zarr import ZarrStore
 
 __all__ = [
     "Batch",
@@ -24,6 +26,7 @@ __all__ = [
     "Record",
     "Scanned",
     "Table",
+    "ZarrStore",
 ]
 
 
@@ -38,4 +41,8 @@ def __getattr__(name: str) -> Any:
             from memstore.store.ram import RamStore
 
             return RamStore
+        case "ZarrStore":
+            from memstore.store.zarr import ZarrStore
+
+            return ZarrStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,8 @@ from memstore.store.records import ValueReader, damaged, decode_value, describe,
 from memstore.store.writer import WriterLock
 
 FORMAT = 1
+TAIL_FORMAT = 1001
+"""Of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
 STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
 """Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
 
@@ -39,6 +41,7 @@ class LmdbStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
 
     capabilities = Capabilities(durable=True, shared=True)
+    _format = FORMAT
 
     def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
         """Not for callers: use ``create`` or ``open``."""
@@ -116,7 +119,7 @@ class LmdbStore(BlockStore):
             raise self._without_facts()
         check_batch(batch)
         self._lengths[Table.BLOCKS] = blocks_per_value
-        facts = Record.from_json({"format": FORMAT, "blocks_per_value": blocks_per_value})
+        facts = Record.from_json({"format": self._format, "blocks_per_value": blocks_per_value})
         self._commit(batch.deletes, [(STORE_KEY, (facts,)), *batch.puts])
         for folder in (self.path, self.path.absolute().parent):
             _sync_folder(folder)
@@ -126,11 +129,14 @@ class LmdbStore(BlockStore):
         if value is None:
             raise self._without_facts()
         facts = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
-        if facts["format"] > FORMAT:
-            raise ForeignMemory(
-                f"memory {self.path} was written by a newer memstore (format {facts['format']}); upgrade"
-            )
+        if facts["format"] != self._format:
+            raise self._other_format(facts["format"])
         self._lengths[Table.BLOCKS] = facts["blocks_per_value"]
+
+    def _other_format(self, number: int) -> ForeignMemory:
+        if number == TAIL_FORMAT:
+            return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
+        return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
 
     def _without_facts(self) -> NotFound | NotAMemory:
         if self._env.stat()["entries"]:
@@ -242,15 +248,19 @@ class LmdbStore(BlockStore):
         """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         self._check_open()
         check_range(first, last)
-        found: list[Key] = []
         try:
-            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
-                valid = cursor.set_range(_pack(self._run(first)))
-                while valid and (run := _unpack(cursor.key())) <= last:
-                    found += [run] if self._lengths[run.table] == 1 else self._items(cursor.value(), run)
-                    valid = cursor.next()
+            with self._env.begin(buffers=True) as txn:
+                return self._keys(txn, first, last)
         except lmdb.Error as error:
             raise self._failure(error) from error
+
+    def _keys(self, txn: _Txn, first: Key, last: Key) -> list[Key]:
+        found: list[Key] = []
+        with txn.cursor() as cursor:
+            valid = cursor.set_range(_pack(self._run(first)))
+            while valid and (run := _unpack(cursor.key())) <= last:
+                found += [run] if self._lengths[run.table] == 1 else self._items(cursor.value(), run)
+                valid = cursor.next()
         return [key for key in found if first <= key <= last]
 
     def scan(self) -> Iterator[Scanned]:
@@ -260,9 +270,16 @@ class LmdbStore(BlockStore):
         too. Damage of the tree as a whole is reported under ``STORE_KEY``.
         """
         self._check_open()
+        try:
+            with self._env.begin(buffers=True) as txn:
+                yield from self._scan(txn)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def _scan(self, txn: _Txn) -> Iterator[Scanned]:
         run, before, met = Key(Table.META), b"", 0
         try:
-            with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            with txn.cursor() as cursor:
                 for raw, value in cursor:
                     run = _unpack(raw)
                     lost = _lost(txn, before, bytes(raw), value)

@@ -7,10 +7,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
 from memstore.store.checks import check_batch, check_out, check_range, document_ranges
 from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned
-from memstore.store.records import check_layouts, describe
+from memstore.store.records import fill_row
 
 
 class RamStore(BlockStore):
@@ -47,12 +47,7 @@ class RamStore(BlockStore):
         check_out(keys, layouts, out)
         with self._locked():
             for row, key in enumerate(keys):
-                records = self._values.get(key)
-                if records is None:
-                    raise NotFound(f"there is no {describe(key)}")
-                check_layouts(key, records, layouts)
-                for rows, record in zip(out, records, strict=True):
-                    rows[row] = record.payload
+                fill_row(out, row, key, self._values.get(key), layouts)
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The records under ``key``, copied, or None."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, ForeignMemory
+from memstore.errors import DamagedError, ForeignMemory, NotFound
 from memstore.store.contract import Bytes, Key, Layout, Record, Table
 
 MAGIC = b"MSTR"
@@ -226,6 +226,17 @@ class ValueReader:
         records, _ = decode_value(view, start, key)
         check_layouts(key, records, self.layouts)
         raise damaged(key, "it changed while it was read")
+
+
+def fill_row(
+    out: Sequence[Bytes], row: int, key: Key, records: Sequence[Record] | None, layouts: Sequence[Layout]
+) -> None:
+    """Copy the records of ``key`` to row ``row`` of each of ``out``. Raises ``NotFound`` or ``DamagedError``."""
+    if records is None:
+        raise NotFound(f"there is no {describe(key)}")
+    check_layouts(key, records, layouts)
+    for rows, record in zip(out, records, strict=True):
+        rows[row] = record.payload
 
 
 def check_layouts(key: Key, records: Sequence[Record], layouts: Sequence[Layout]) -> None:

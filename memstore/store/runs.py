@@ -100,11 +100,12 @@ def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:
         except StopIteration:
             yield Scanned(run, (), damaged(run, "it is empty"))
             return
-        yield _decoded(view[start + entry.start : start + entry.end], entry.key)
+        yield scanned(view[start + entry.start : start + entry.end], entry.key)
         start, following = start + entry.end, entry.key.item + 1
 
 
-def _decoded(view: memoryview, key: Key) -> Scanned:
+def scanned(view: memoryview, key: Key) -> Scanned:
+    """What ``scan`` says about the value of ``key`` that ``view`` is."""
     try:
         records, _ = decode_value(view, 0, key)
     except (DamagedError, ForeignMemory) as error:

@@ -1,0 +1,177 @@
+"""The manifest of a Zarr memory: which blocks are sealed, in which shards, and the checksums of all of them.
+
+An *extent* is a row of shards of one layer of one document: slot ``i`` of it is block ``first + i``. Extents only grow
+at their end, and blocks in them only die: a number of an extent is never used twice, and a slot is never written
+twice. So what a path in the manifest holds never changes while anybody may read it. After a truncation, or where
+blocks of another layout follow, a new extent begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from memstore.store.checks import MAX_DOCUMENT
+from memstore.store.contract import Key, Layout, Record, Table
+from memstore.store.shards import shard_index, shard_name
+
+STORE = MAX_DOCUMENT + 1
+"""The document under whose number the manifest lies in the tail, out of reach of callers."""
+
+COUNTERS = Key(Table.META, STORE, 0, 1)
+"""JSON ``{"next_extent": n, "bytes": n}``: numbers of extents are never used twice; bytes of all shards named."""
+
+
+class Series(NamedTuple):
+    """One layer of one document."""
+
+    document: int
+    layer: int
+
+    @property
+    def manifest(self) -> Key:
+        """Where the extents of this layer are listed."""
+        return Key(Table.DOCUMENTS, STORE, self.document, self.layer)
+
+    def block(self, item: int) -> Key:
+        """Key of a block."""
+        return Key(Table.BLOCKS, self.document, self.layer, item)
+
+
+class Place(NamedTuple):
+    """Where a sealed block lies."""
+
+    extent: Extent
+    shard: int
+    slot: int
+    """Its place in the shard."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A row of shards and what lives in them."""
+
+    number: int
+    series: Series
+    first: int
+    """The block in slot 0."""
+    shard_blocks: int
+    """Blocks in a shard."""
+    shards: int
+    """How many shards were ever sealed. Those in which nothing lives are gone."""
+    layouts: tuple[Layout, ...]
+    """One per field."""
+    live: tuple[tuple[int, int], ...]
+    """Ranges of blocks that exist, ``[start, stop)`` each, in order."""
+
+    @property
+    def stop(self) -> int:
+        """The block after the last slot."""
+        return self.first + self.shards * self.shard_blocks
+
+    @cached_property
+    def folder(self) -> str:
+        """Where its arrays are."""
+        return f"blocks/{self.series.document}.{self.series.layer}.{self.number}"
+
+    @property
+    def shard_bytes(self) -> int:
+        """Length of the objects of one shard together."""
+        return sum(
+            self.shard_blocks * layout.nbytes + len(shard_index(self.shard_blocks, layout.nbytes))
+            for layout in self.layouts
+        )
+
+    def shard_path(self, record: int, shard: int) -> str:
+        """The object that holds one field of one shard."""
+        return f"{self.folder}/{record}/{shard_name(shard, self.layouts[record])}"
+
+    def sums(self, shard: int) -> Key:
+        """Where the checksums of a shard are: ``[shard_blocks, fields]`` int64, XXH3 of each block's bytes."""
+        return Key(Table.META, STORE, self.number, shard)
+
+    def place(self, block: int) -> Place | None:
+        """Where a block is, or None if it does not live here."""
+        for start, stop in self.live:
+            if start <= block < stop:
+                return Place(self, *divmod(block - self.first, self.shard_blocks))
+        return None
+
+    def live_shards(self) -> set[int]:
+        """Shards in which something lives."""
+        found: set[int] = set()
+        for start, stop in self.live:
+            found.update(
+                range((start - self.first) // self.shard_blocks, (stop - 1 - self.first) // self.shard_blocks + 1)
+            )
+        return found
+
+    def blocks(self) -> int:
+        """Slots up to the last living block: the length of its arrays."""
+        return self.live[-1][1] - self.first
+
+    def without(self, first: int, last: int) -> Extent:
+        """The same without blocks ``first`` to ``last`` (included)."""
+        parts = [((start, min(stop, first)), (max(start, last + 1), stop)) for start, stop in self.live]
+        return replace(self, live=tuple(part for pair in parts for part in pair if part[0] < part[1]))
+
+    def grown(self) -> Extent:
+        """The same with one more shard, all of it alive."""
+        grown = replace(self, shards=self.shards + 1)
+        start = self.stop
+        if self.live and self.live[-1][1] == start:
+            return replace(grown, live=(*self.live[:-1], (self.live[-1][0], grown.stop)))
+        return replace(grown, live=(*self.live, (start, grown.stop)))
+
+    def facts(self, record: int) -> dict[str, Any]:
+        """What the array of a field says about itself to readers that do not know the manifest."""
+        return {
+            "document": self.series.document,
+            "layer": self.series.layer,
+            "record": record,
+            "first_block": self.first,
+            "live": [list(part) for part in self.live],
+        }
+
+
+def find(extents: Sequence[Extent], block: int) -> Place | None:
+    """Where a block of a layer is sealed, or None: then it is in the tail, if anywhere."""
+    for extent in extents:
+        if extent.first <= block < extent.stop and (place := extent.place(block)):
+            return place
+    return None
+
+
+def to_record(extents: Sequence[Extent]) -> Record:
+    """The extents of one layer as stored."""
+    return Record.from_json(
+        [
+            {
+                "extent": extent.number,
+                "first": extent.first,
+                "shard_blocks": extent.shard_blocks,
+                "shards": extent.shards,
+                "layouts": [[layout.dtype, *layout.shape] for layout in extent.layouts],
+                "live": extent.live,
+            }
+            for extent in extents
+        ]
+    )
+
+
+def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
+    """The inverse of ``to_record``."""
+    return tuple(
+        Extent(
+            values["extent"],
+            series,
+            values["first"],
+            values["shard_blocks"],
+            values["shards"],
+            tuple(Layout(dtype, tuple(shape)) for dtype, *shape in values["layouts"]),
+            tuple((start, stop) for start, stop in values["live"]),
+        )
+        for values in record.to_json()
+    )

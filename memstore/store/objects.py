@@ -1,0 +1,278 @@
+"""Where shards lie: a folder, or any store of the ``zarr`` library (object storage, memory).
+
+An object is written whole, under its final name, or not at all. Folders are
+written and read without the library: its ``LocalStore`` does not sync, and opens the file anew for each range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
+
+_OPEN_FILES = 256
+_MOST_PARTS = 512  # buffers of one system call; the limit is 1,024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes of an object, and where they go."""
+
+    path: str
+    start: int
+    """Offset in bytes."""
+    parts: tuple[memoryview, ...]
+    """Filled one after the other."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class Objects(ABC):
+    """Named byte strings that never change once anybody may read them. Names are paths with slashes."""
+
+    @abstractmethod
+    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
+        """Write ``parts`` as one object, replacing what was there; on disk when it returns, if ``durable``.
+
+        Raises ``OSError``.
+        """
+
+    @abstractmethod
+    def read(self, pieces: Sequence[Piece]) -> list[str | None]:
+        """Fill the parts of all pieces. For each piece None, or why it could not be read."""
+
+    @abstractmethod
+    def names(self, folder: str) -> Iterator[str]:
+        """Every object below ``folder``."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete an object. That it does not exist is no error. Raises ``OSError``."""
+
+    @abstractmethod
+    def delete_folder(self, folder: str) -> None:
+        """Delete all objects below ``folder``. That there are none is no error. Raises ``OSError``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is open."""
+
+
+class FileObjects(Objects):
+    """Objects in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
+        """Write ``parts`` to a file beside its place, sync it, and move it there."""
+        target = self._folder / path
+        _make_folder(target.parent)
+        part = target.with_name(f".{target.name}.part")
+        try:
+            with part.open("wb") as file:
+                for piece in parts:
+                    file.write(piece)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            part.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+        if durable:
+            _sync(target.parent)
+
+    def read(self, pieces: Sequence[Piece]) -> list[str | None]:
+        """Announce all ranges to the kernel, then copy them one by one, without the interpreter's lock."""
+        files = [self._file(piece.path) for piece in pieces]
+        if len(pieces) > 1:
+            for file, piece in zip(files, pieces, strict=True):
+                if isinstance(file, _File):
+                    os.posix_fadvise(file.handle, piece.start, piece.nbytes, os.POSIX_FADV_WILLNEED)
+        return [
+            _fill(file, piece) if isinstance(file, _File) else file for file, piece in zip(files, pieces, strict=True)
+        ]
+
+    def names(self, folder: str) -> Iterator[str]:
+        """Every file below ``folder``, half-written ones included."""
+        for place, _, files in os.walk(self._folder / folder):
+            for name in files:
+                yield (Path(place) / name).relative_to(self._folder).as_posix()
+
+    def delete(self, path: str) -> None:
+        """Delete a file."""
+        with self._lock:
+            self._files.pop(path, None)
+        (self._folder / path).unlink(missing_ok=True)
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete a folder with all files in it."""
+        with self._lock:
+            for path in [path for path in self._files if path.startswith(f"{folder}/")]:
+                del self._files[path]
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._folder / folder)
+
+    def close(self) -> None:
+        """Forget the open files; each is closed when the last read of it ends."""
+        with self._lock:
+            self._files.clear()
+
+    def _file(self, path: str) -> _File | str:
+        """The open file, or why it cannot be opened."""
+        with self._lock:
+            if path in self._files:
+                self._files.move_to_end(path)
+                return self._files[path]
+        try:
+            file = _File(self._folder / path)
+        except OSError as error:
+            return f"its shard {path} cannot be opened ({error.strerror})"
+        with self._lock:
+            self._files[path] = file
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        return file
+
+
+class _File:
+    """An open file; closed when nobody refers to it, for another thread may still read what the table has dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
+
+
+def _fill(file: _File, piece: Piece) -> str | None:
+    start = piece.start
+    for first in range(0, len(piece.parts), _MOST_PARTS):
+        parts = piece.parts[first : first + _MOST_PARTS]
+        expected = sum(part.nbytes for part in parts)
+        try:
+            found = os.preadv(file.handle, parts, start)
+        except OSError as error:
+            return f"its shard {piece.path} cannot be read ({error.strerror})"
+        if found != expected:
+            return f"its shard {piece.path} is truncated: {found} of {expected} bytes at offset {start}"
+        start += expected
+    return None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and make their names durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class ZarrObjects(Objects):
+    """Objects in a store of the ``zarr`` library, which must put objects whole and durably, as object storage does."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:  # noqa: ARG002
+        """One ``set``, which is durable on every object storage."""
+        from zarr.core.buffer import default_buffer_prototype
+
+        whole = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+        _checked(self._store.set(path, default_buffer_prototype().buffer.from_array_like(whole)))
+
+    def read(self, pieces: Sequence[Piece]) -> list[str | None]:
+        """All ranges at once."""
+        from zarr.abc.store import RangeByteRequest
+        from zarr.core.buffer import default_buffer_prototype
+
+        prototype = default_buffer_prototype()
+        ranges = [RangeByteRequest(piece.start, piece.start + piece.nbytes) for piece in pieces]
+        work = [self._store.get(piece.path, prototype, r) for piece, r in zip(pieces, ranges, strict=True)]
+        return [_spread(piece, found) for piece, found in zip(pieces, _wait(*work), strict=True)]
+
+    def names(self, folder: str) -> Iterator[str]:
+        """Every key below ``folder``."""
+
+        async def collect() -> list[str]:
+            return [name async for name in self._store.list_prefix(f"{folder}/")]
+
+        yield from _checked(collect())
+
+    def delete(self, path: str) -> None:
+        """Delete a key."""
+        with suppress(FileNotFoundError):
+            _checked(self._store.delete(path))
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete the keys below a prefix."""
+        _checked(self._store.delete_dir(folder))
+
+    def close(self) -> None:
+        """The store is the caller's."""
+
+
+def _wait(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run ``work`` on the event loop of the ``zarr`` library: results, or the exceptions that came instead."""
+    from zarr.core.sync import sync
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    return sync(run())
+
+
+def _checked(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``. Whatever goes wrong is an ``OSError``: every storage has exceptions of its own."""
+    (result,) = _wait(work)
+    if isinstance(result, Exception) and not isinstance(result, OSError):
+        raise OSError(f"{type(result).__name__}: {result}") from result
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _spread(piece: Piece, buffer: Any) -> str | None:
+    """Copy what was read into the parts of its piece."""
+    if isinstance(buffer, BaseException):
+        return f"its shard {piece.path} cannot be read ({buffer})".splitlines()[0]
+    if buffer is None:
+        return f"its shard {piece.path} is not there"
+    raw = memoryview(buffer.to_bytes())
+    if raw.nbytes != piece.nbytes:
+        return f"its shard {piece.path} is truncated: {raw.nbytes} of {piece.nbytes} bytes at offset {piece.start}"
+    start = 0
+    for part in piece.parts:
+        part[:] = raw[start : start + part.nbytes]
+        start += part.nbytes
+    return None

@@ -1,0 +1,124 @@
+"""The LMDB part of a Zarr memory: the small tables, the blocks that are not sealed yet, and the manifest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from memstore.errors import ReadOnlyMemory
+from memstore.store.checks import MAX_LAYER
+from memstore.store.contract import Key, Record, Scanned
+from memstore.store.lmdb import TAIL_FORMAT, LmdbStore, _pack
+from memstore.store.manifest import COUNTERS, STORE, Extent, Series, from_record
+from memstore.store.records import ValueReader, decode_value
+
+_CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
+
+Sums = npt.NDArray[np.uint64]
+Puts = list[tuple[Key, tuple[Record, ...]]]
+
+
+class Tail(LmdbStore):
+    """An ``LmdbStore`` that also knows which blocks are sealed. Its format number keeps it from being opened alone."""
+
+    _format = TAIL_FORMAT
+
+    def commit(self, deletes: Iterable[tuple[Key, Key]], puts: Puts) -> None:
+        """``write`` for checked changes, those of the manifest among them."""
+        self._commit(deletes, puts)
+
+    def check_writable(self) -> None:
+        """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""
+        self._check_open()
+        if self.read_only:
+            raise ReadOnlyMemory(f"memory {self.path.parent} is open for reading only; open it with mode='a' to write")
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """One state of the tail and its manifest, whatever is written meanwhile."""
+        self._check_open()
+        try:
+            with self._env.begin(buffers=True) as txn:
+                yield Snapshot(self, txn)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+
+class Cache:
+    """What was read of a manifest before: extents while their value is the same, checksums for good."""
+
+    def __init__(self) -> None:
+        self.extents: dict[Series, tuple[bytes, tuple[Extent, ...]]] = {}
+        self.sums: OrderedDict[tuple[int, int], Sums] = OrderedDict()
+
+
+class Snapshot:
+    """Reads of one transaction."""
+
+    def __init__(self, tail: Tail, txn: Any) -> None:
+        self._tail = tail
+        self._txn = txn
+
+    def extents(self, series: Series, cache: Cache) -> tuple[Extent, ...]:
+        """What is sealed of one layer of a document. Raises ``DamagedError``."""
+        raw = self._raw(series.manifest)
+        if raw is None:
+            cache.extents.pop(series, None)
+            return ()
+        known = cache.extents.get(series)
+        if known is None or known[0] != raw:
+            records, _ = decode_value(memoryview(raw), 0, series.manifest)
+            known = cache.extents[series] = (raw, from_record(series, records[0]))
+        return known[1]
+
+    def sums(self, extent: Extent, shard: int, cache: Cache) -> Sums:
+        """Checksums of the blocks of a shard, ``[shard_blocks, fields]``. Raises ``DamagedError``."""
+        name = (extent.number, shard)
+        if (sums := cache.sums.get(name)) is None:
+            key = extent.sums(shard)
+            records, _ = decode_value(memoryview(self._raw(key) or b""), 0, key)
+            sums = records[0].payload.view("<u8").reshape(extent.shard_blocks, len(extent.layouts))
+            cache.sums[name] = sums
+            if len(cache.sums) > _CACHED_SHARDS:
+                cache.sums.popitem(last=False)
+        return sums
+
+    def series(self, first: Series, last: Series) -> list[Series]:
+        """The layers that have something sealed, from ``first`` to ``last`` (included), in order."""
+        keys = self._tail._keys(self._txn, first.manifest, last.manifest)
+        return [Series(key.layer, key.item) for key in keys]
+
+    def all_series(self) -> list[Series]:
+        """Every layer of every document that has something sealed."""
+        return self.series(Series(0, 0), Series(STORE, MAX_LAYER))
+
+    def counters(self) -> dict[str, int]:
+        """The next number of an extent, and the bytes of all shards."""
+        raw = self._raw(COUNTERS)
+        if raw is None:
+            return {"next_extent": 1, "bytes": 0}
+        counters: dict[str, int] = decode_value(memoryview(raw), 0, COUNTERS)[0][0].to_json()
+        return counters
+
+    def keys(self, first: Key, last: Key) -> list[Key]:
+        """Keys in the tail, in order. Raises ``DamagedError``."""
+        return self._tail._keys(self._txn, first, last)
+
+    def scan(self) -> Iterator[Scanned]:
+        """Every value of the tail; of the manifest's own only damaged ones."""
+        return (entry for entry in self._tail._scan(self._txn) if entry.key.document != STORE or entry.damage)
+
+    def read(self, keys: Sequence[Key], reader: ValueReader, rows: Sequence[list[memoryview]]) -> None:
+        """Fill ``rows[i]`` with the value of ``keys[i]``, verified. Raises ``NotFound`` or ``DamagedError``."""
+        for number in sorted(range(len(keys)), key=keys.__getitem__):
+            self._tail._read_one(self._txn, keys[number], reader, rows[number])
+
+    def _raw(self, key: Key) -> bytes | None:
+        view = self._txn.get(_pack(key))
+        return None if view is None else bytes(view)
