@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
+from memstore.memory.state import DocumentState
 from memstore.memory.tensors import Rows
+from memstore.store.tiered import UNKEPT, Name
 
 
 class Hits(NamedTuple):
@@ -63,22 +65,42 @@ class LayerView:
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
-    def gather(self, blocks: Tensor | Sequence[int]) -> dict[str, Tensor]:
-        """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified.
+    def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified, on ``device`` (None: the CPU).
 
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
         ids = _as_ids(blocks)
-        self._check_live(ids)
-        rows = Rows(len(ids), self._shared.block_layouts)
+        state = self._check_live(ids)
         if not ids:
-            return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
-        keys = [self._handle.address.block(self._layer, block) for block in ids]
+            nothing = Rows(0, self._shared.block_layouts).tensors()
+            return dict(zip(self._shared.spec.fields, nothing, strict=True))
         try:
-            self._shared.store.read(keys, self._shared.block_layouts, rows.out)
+            return self._shared.blocks.read(self._names(ids, state), self._unedited(state), device)
         except (DamagedError, NotFound) as error:
             raise self._blame(ids, error) from error
-        return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
+
+    def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
+        """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.
+
+        Whatever cannot be brought, because it is not there or damaged, is an error of the ``gather`` that asks for it.
+        """
+        state = self._handle.current()
+        complete = state.complete(self._shared.spec.block_size)
+        ids = [block for block in _as_ids(blocks) if block in complete]
+        if ids:
+            self._shared.blocks.prefetch(self._names(ids, state), self._unedited(state))
+
+    def sound(self, blocks: Sequence[int]) -> list[int]:
+        """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
+        good = []
+        for block in blocks:
+            try:
+                self.gather([block])
+                good.append(block)
+            except DamagedError as error:
+                self._shared.blocks.leave_out(self._names([block], self._handle.current())[0], error)
+        return good
 
     def landmarks(self, blocks: range) -> Tensor:
         """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block.
@@ -108,14 +130,31 @@ class LayerView:
             raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
         return self.index
 
-    def _check_live(self, blocks: Sequence[int]) -> None:
-        if not blocks:
-            return
-        live = self._handle.current().live()
-        if min(blocks) < live.start or max(blocks) >= live.stop:
+    def _names(self, blocks: Sequence[int], state: DocumentState) -> list[Name]:
+        document, complete = self._handle.address.id, state.complete(self._shared.spec.block_size)
+        return [
+            Name(document, state.edits if block < complete.stop else UNKEPT, self._layer, block) for block in blocks
+        ]
+
+    def _unedited(self, state: DocumentState) -> Callable[[], bool]:
+        """Whether the document was truncated since it was in ``state``: then the names of its blocks are others."""
+
+        def unedited() -> bool:
+            try:
+                return self._handle.current().edits == state.edits
+            except MemstoreError:  # forgotten, or closed
+                return False
+
+        return unedited
+
+    def _check_live(self, blocks: Sequence[int]) -> DocumentState:
+        state = self._handle.current()
+        live = state.live()
+        if blocks and (min(blocks) < live.start or max(blocks) >= live.stop):
             wrong = min(blocks) if min(blocks) < live.start else max(blocks)
             there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
             raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
+        return state
 
     def _blame(self, blocks: list[int], error: Exception) -> Exception:
         """Find the block that could not be read: the error for it, by the names that a user knows."""

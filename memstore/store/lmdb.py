@@ -211,24 +211,36 @@ class LmdbStore(BlockStore):
         """
         self._check_open()
         check_out(keys, layouts, out)
-        rows = list(zip(*map(_rows, out), strict=True))
         packed = [_KEY.pack(*(key if self._lengths[key.table] == 1 else self._run(key))) for key in keys]
         order = sorted(range(len(keys)), key=packed.__getitem__)
-        readers = {table: value_reader(table, tuple(layouts)) for table in {key.table for key in keys}}
         begun = time.perf_counter()
         try:
             with self._env.begin(buffers=True) as txn:
                 if self._waits:
                     self._fetch(txn, {packed[row]: keys[row] for row in order})
-                for row in order:
-                    key, view = keys[row], txn.get(packed[row])
-                    reader = readers[key.table]
-                    end = reader.copy(view, self._start(view, key, reader), key, rows[row])
-                    if end != len(view) and self._lengths[key.table] == 1:
-                        raise damaged(key, f"{len(view) - end} bytes follow its records")
+                self._copy(((row, keys[row], txn.get(packed[row])) for row in order), tuple(layouts), out)
         except lmdb.Error as error:
             raise self._failure(error) from error
         self._waits = time.perf_counter() - begun > _WARM + _WARM_BYTE * sum(each.nbytes for each in out)
+
+    def _copy(
+        self,
+        found: Iterable[tuple[int, Key, memoryview | None]],
+        layouts: tuple[Layout, ...],
+        out: Sequence[Bytes],
+    ) -> None:
+        """Copy the values ``found``, each with the number of its row and its key, to ``out``."""
+        rows = list(zip(*map(_rows, out), strict=True))
+        for row, key, view in found:
+            length, reader = self._lengths[key.table], value_reader(key.table, layouts)
+            start: int | None = 0
+            if view is not None and length > 1:
+                start = runs.find(view, key, runs.run_start(key, length), length, reader)
+            if view is None or start is None:
+                raise NotFound(f"there is no {describe(key)} in memory {self.path}")
+            end = reader.copy(view, start, key, rows[row])
+            if length == 1 and end != len(view):
+                raise damaged(key, f"{len(view) - end} bytes follow its records")
 
     def _fetch(self, txn: _Txn, values: Mapping[bytes, Key]) -> None:
         """Let the disk bring all values at once; read one after the other, each would wait for the one before it.
@@ -243,15 +255,6 @@ class LmdbStore(BlockStore):
         for key, address, length in places:
             if not pages.bring(address, length):
                 raise damaged(key, "the disk failed to read it (I/O error)")
-
-    def _start(self, view: memoryview | None, key: Key, reader: ValueReader) -> int:
-        """Where the value of ``key`` starts in the LMDB value ``view``. Raises ``NotFound`` or ``DamagedError``."""
-        start, length = None, self._lengths[key.table]
-        if view is not None:
-            start = 0 if length == 1 else runs.find(view, key, runs.run_start(key, length), length, reader)
-        if view is None or start is None:
-            raise NotFound(f"there is no {describe(key)} in memory {self.path}")
-        return start
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
@@ -387,7 +390,7 @@ def _rows(array: Bytes) -> list[memoryview]:
     """The rows of ``array [n, bytes]``, to be written to."""
     if not array.flags.c_contiguous:
         return [memoryview(row) for row in array]
-    flat, length = memoryview(array.reshape(-1)), array.shape[1]
+    flat, length = array.reshape(-1).data, array.shape[1]
     return [flat[start : start + length] for start in range(0, length * len(array), length or 1)]
 
 

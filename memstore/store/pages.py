@@ -22,7 +22,7 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
     except (AttributeError, OSError, TypeError):
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function  # type: ignore[no-any-return]  # ctypes does not know what it returns
+    return function
 
 
 _madvise = _find_madvise()
