@@ -68,6 +68,11 @@ class BlockReader:
         rows = self._tiers.read(names, still, device)
         return dict(zip(self._spec.fields, as_tensors(rows, self._layouts), strict=True))
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether there is room for what is brought ahead."""
+        return self._tiers.prefetches
+
     def prefetch(self, names: Sequence[Name], still: Callable[[], bool]) -> None:
         """Let a thread bring blocks into host memory; returns at once, and never raises for a block."""
         self._tiers.prefetch(names, still)

@@ -85,6 +85,8 @@ class LayerView:
 
         Whatever cannot be brought, because it is not there or damaged, is an error of the ``gather`` that asks for it.
         """
+        if not self._shared.blocks.prefetches:
+            return
         state = self._handle.current()
         complete = state.complete(self._shared.spec.block_size)
         ids = [block for block in _as_ids(blocks) if block in complete]

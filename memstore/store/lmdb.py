@@ -25,7 +25,7 @@ from memstore.store import pages, runs
 from memstore.store.checks import MAX_DOCUMENT, check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned, Table
 from memstore.store.environment import MAP_BYTES, Environment
-from memstore.store.records import ValueReader, damaged, decode_value, describe, encode_value, value_reader
+from memstore.store.records import damaged, decode_value, describe, encode_value, value_reader
 from memstore.store.writer import WriterLock
 
 FORMAT = 1
