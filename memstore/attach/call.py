@@ -13,7 +13,7 @@ from memstore.attach.layer import ROOM, LayerStates
 from memstore.attach.rotary import CosSin, Rotary
 from memstore.attach.visible import Candidates, States, Visible, gather
 from memstore.attention import Placement, place
-from memstore.errors import InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument
 
 if TYPE_CHECKING:
     from memstore.attach.selection import Chosen, Selection
@@ -84,9 +84,13 @@ class Call:
 
     def set_chosen(self, chosen: Chosen, from_layer: int) -> None:
         """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen``."""
-        for states in self.layers[from_layer:]:
-            if not states.plan.local:
-                states.set_chosen(chosen)
+        wanted = [states for states in self.layers[from_layer:] if not states.plan.local]
+        for states in wanted:
+            states.set_chosen(chosen)
+        if self.last_chosen is None or not self.last_chosen.same(chosen):
+            for document, blocks in self._located(chosen)[1]:
+                for states in wanted:
+                    document.layer(states.plan.index).prefetch(blocks)
         self.last_chosen = chosen
         self.chosen_at = self.length + self.tokens
 
@@ -214,7 +218,8 @@ class Call:
         if sink:
             parts.append(self._run(plan, sink))
         if chosen is not None:
-            parts.append(self._gathered(plan, chosen))
+            chosen, states = self._readable(plan, chosen)
+            parts += states
         if direct:
             parts.append(self._run(plan, direct))
         return parts, self._prefix_positions(chosen, len(sink), len(direct))
@@ -246,10 +251,29 @@ class Call:
         _, places, located = self._memo[key]
         return places, located
 
+    def _readable(self, plan: LayerPlan, chosen: Chosen) -> tuple[Chosen | None, list[States]]:
+        """What there is of the lists in layer ``plan``, and its states; raises where an error is not to be a miss."""
+        try:
+            return chosen, [self._gathered(plan, chosen)]
+        except DamagedError:
+            if self.reading or self.selection.retrieval.on_error == "raise":
+                raise
+        left = chosen.without(self._lost(plan, chosen))
+        return (left, [self._gathered(plan, left)]) if left.numbers.numel() else (None, [])
+
+    def _lost(self, plan: LayerPlan, chosen: Chosen) -> Tensor:
+        """Numbers ``[n]`` of the chosen candidates whose states in layer ``plan`` cannot be read."""
+        lost: list[bool] = []
+        for document, blocks in self._located(chosen)[1]:
+            sound = set(document.layer(plan.index).sound(blocks))
+            lost += [block not in sound for block in blocks]
+        numbers: Tensor = chosen.numbers.unique()
+        return numbers[torch.tensor(lost)]
+
     def _gathered(self, plan: LayerPlan, chosen: Chosen) -> States:
         """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
         places, located = self._located(chosen)
-        keys, values = gather(located, plan.index)  # [n, G, S, D]
+        keys, values = gather(located, plan.index, self.device)  # [n, G, S, D]
         rows, lists, groups = *chosen.numbers.shape[:2], plan.key_heads
         if rows == lists == 1:  # a list is in ascending order, so its blocks are what was gathered
             return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]

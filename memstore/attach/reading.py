@@ -126,7 +126,7 @@ def _check_options(attached: Attached, document: Document, *, retrieve: bool) ->
     """A document is read with the same options from beginning to end, or its states would not belong together."""
     sizes = {"window": attached.window, "sink": attached.sink, "segment": attached.segment, "retrieve": retrieve}
     options = {**asdict(attached.retrieval), **sizes}
-    for asked_only in ("every", "query", "passes"):  # these say how prompts choose
+    for asked_only in ("every", "query", "passes", "on_error"):  # these concern prompts
         del options[asked_only]
     memory, name = attached.memories[0], f"reading/{document.name}"
     if memory.mode == "r":

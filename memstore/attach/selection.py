@@ -30,6 +30,16 @@ class Chosen:
         """True if ``other`` is the same blocks in the same slots."""
         return torch.equal(self.numbers, other.numbers) and torch.equal(self.slots, other.slots)
 
+    def without(self, lost: Tensor) -> Chosen:
+        """Lists without the candidates ``lost [n]``; those that lose fewer also give up their lowest slots.
+
+        So all lists have one length. The slots that are left stay where they are.
+        """
+        bad = torch.isin(self.numbers, lost)
+        most = int(bad.sum(-1).max())
+        order = torch.where(bad, -1, self.slots).argsort(-1)[..., most:].sort(-1).values
+        return Chosen(self.numbers.gather(-1, order), self.slots.gather(-1, order))
+
     def rows(self, rows: Tensor) -> Chosen:
         """Those of the given rows; itself where it serves all rows."""
         if len(self.numbers) == 1:

@@ -82,9 +82,9 @@ class Candidates:
         return found
 
 
-def gather(located: Sequence[tuple[Document, list[int]]], layer: int) -> States:
-    """Keys and values ``[n, G, S, D]`` of blocks of documents."""
-    states = [document.layer(layer).gather(blocks) for document, blocks in located]
+def gather(located: Sequence[tuple[Document, list[int]]], layer: int, device: torch.device) -> States:
+    """Keys and values ``[n, G, S, D]`` of blocks of documents, on ``device``."""
+    states = [document.layer(layer).gather(blocks, device=device) for document, blocks in located]
     if len(states) == 1:
         return states[0]["k"], states[0]["v"]
     return torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])

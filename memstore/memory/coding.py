@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, NotFound
 from memstore.memory.layouts import block_layouts, plain_layouts
 from memstore.memory.spec import MemorySpec
-from memstore.memory.tensors import TORCH_DTYPES, Rows, from_record
+from memstore.memory.tensors import TORCH_DTYPES, from_record
 from memstore.store.codecs import codec_named
 from memstore.store.contract import BlockStore, Key
 
@@ -41,29 +40,11 @@ def as_stored(spec: MemorySpec, states: Mapping[str, Tensor]) -> dict[str, Tenso
     return decode_block_rows(spec, encode_blocks(spec, states))
 
 
-def read_blocks(store: BlockStore, spec: MemorySpec, keys: Sequence[Key], tail: Key | None) -> dict[str, Tensor]:
-    """States ``[K, *shape]`` of blocks of one layer, verified; ``tail`` is the key of an incomplete last block.
+def read_tail(store: BlockStore, spec: MemorySpec, key: Key) -> dict[str, Tensor]:
+    """The block that was incomplete a moment ago: plain, or complete by now and encoded. ``[1, *shape]`` each.
 
     Raises ``NotFound`` or ``DamagedError``, which names the key.
     """
-    if spec.codec == "none" or tail not in keys:
-        return _read_complete(store, spec, keys)
-    last, others = _read_tail(store, spec, tail), [key for key in keys if key != tail]
-    complete = _read_complete(store, spec, others)
-    order = torch.tensor([others.index(key) if key != tail else len(others) for key in keys])
-    return {name: torch.cat([complete[name], last[name]])[order] for name in spec.fields}
-
-
-def _read_complete(store: BlockStore, spec: MemorySpec, keys: Sequence[Key]) -> dict[str, Tensor]:
-    layouts = block_layouts(spec)
-    rows = Rows(len(keys), layouts)
-    if keys:
-        store.read(keys, layouts, rows.out)
-    return decode_block_rows(spec, rows.tensors())
-
-
-def _read_tail(store: BlockStore, spec: MemorySpec, key: Key) -> dict[str, Tensor]:
-    """The block that was incomplete a moment ago: plain, or complete by now and encoded. ``[1, *shape]`` each."""
     records = store.get(key)
     if records is None:
         raise NotFound(f"{key} is gone")

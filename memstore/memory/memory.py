@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import verify
 from memstore.memory.audit import Finding
+from memstore.memory.blocks import BlockReader
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
 from memstore.memory.layouts import plain_layouts, run_layout
@@ -19,25 +22,37 @@ from memstore.memory.named import Named
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import Mode, Opened, on_disk, open_store
-from memstore.store.contract import BlockStore
 
 LONGEST_NAME = 511  # bytes
 
 
-def open_memory(url: str | Path, *, spec: MemorySpec | None = None, mode: Mode = "a", index: str = "exact") -> Memory:
+def open_memory(
+    url: str | Path,
+    *,
+    spec: MemorySpec | None = None,
+    mode: Mode = "a",
+    index: str = "exact",
+    host_bytes: int | None = None,
+    device_bytes: int = 0,
+    device: str | torch.device | None = None,
+) -> Memory:
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
     ``url`` is a path, ``zarr:PATH`` (a folder whose old blocks are Zarr arrays), ``ram:`` (gone when closed) or
     ``ram:NAME`` (one memory per name, until the process ends).
     ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
     ``index`` is the kind of vector index, see ``memstore.index.open_index``.
+    ``host_bytes`` of host memory keep the blocks that are asked for often (256 MiB for a memory on disk unless said;
+    0 for none), ``device_bytes`` those on the accelerator ``device``.
 
     Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (another model or layout than ``spec`` says, or a newer
     format), ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or ``DamagedError``.
     """
     opened = open_store(url, mode, None if spec is None else blank(spec))
     try:
-        shared = _open_shared(opened.store, str(url), mode, index)
+        header = read_header(opened.store, str(url))
+        blocks = BlockReader(opened.store, header.spec, host_bytes=host_bytes, device_bytes=device_bytes, device=device)
+        shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks)
         shared.new_index()  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
@@ -109,6 +124,11 @@ class Memory:
         with self._lock:
             self._documents.pop(name, None)
 
+    def prefetch(self, document: str, blocks: Mapping[int, Sequence[int]]) -> None:
+        """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""
+        for layer, wanted in blocks.items():
+            self.document(document).layer(layer).prefetch(wanted)
+
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
         self._check_writable()
@@ -156,10 +176,12 @@ class Memory:
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
             "index_bytes": sum(view.nbytes for view in views),
+            "tiers": self._shared.blocks.stats(),
         }
 
     def close(self) -> None:
         """Release the store. Closing twice is allowed."""
+        self._shared.blocks.close()
         _close(self._opened)
 
     def _bytes(self, tokens: int, blocks: int, incomplete: int) -> dict[str, int]:
@@ -211,11 +233,6 @@ def _check_name(name: object) -> None:
         good = False
     if not good:
         raise InvalidArgument(f"the name of a document is a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {name!r}.")
-
-
-def _open_shared(store: BlockStore, url: str, mode: str, index: str) -> Shared:
-    header = read_header(store, url)
-    return Shared(store, header.spec, url, mode, index, header.blocks_per_run)
 
 
 def check_same(spec: MemorySpec, memory: Shared | Memory) -> None:

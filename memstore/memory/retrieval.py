@@ -46,6 +46,10 @@ class Retrieval:
     """Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small model
     that has fetched several similar passages believes the nearest."""
 
+    on_error: Literal["raise", "miss"] = "raise"
+    """What happens to a prompt or its answer when a chosen block cannot be read: an error, or the block is left out,
+    counted and logged once. While a text is read it is always an error, for what is computed then is kept."""
+
     def __post_init__(self) -> None:
         self._positive("top_k", "all")
         self._positive("every", "segment")
@@ -56,6 +60,7 @@ class Retrieval:
         self._one_of("passes", (1, 2))
         self._one_of("positions", ("stingy", "true", "clamped"))
         self._one_of("order", ("score", "time"))
+        self._one_of("on_error", ("raise", "miss"))
 
     def _positive(self, name: str, *words: str) -> None:
         value = getattr(self, name)

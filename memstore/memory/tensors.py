@@ -65,8 +65,13 @@ class Rows:
 
     def tensors(self) -> list[Tensor]:
         """The buffers as tensors ``[n, *shape]``, one for each layout."""
-        pairs = zip(self._buffers, self._layouts, strict=True)
-        return [buffer.view(TORCH_DTYPES[lay.dtype]).reshape(len(buffer), *lay.shape) for buffer, lay in pairs]
+        return as_tensors(self._buffers, self._layouts)
+
+
+def as_tensors(rows: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+    """Bytes ``[n, bytes]`` for each layout, seen as tensors ``[n, *shape]``."""
+    pairs = zip(rows, layouts, strict=True)
+    return [row.view(TORCH_DTYPES[layout.dtype]).reshape(len(row), *layout.shape) for row, layout in pairs]
 
 
 def _numpy(tensor: Tensor) -> npt.NDArray[np.uint8]:

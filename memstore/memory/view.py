@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.memory.coding import read_blocks
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
 from memstore.memory.state import DocumentState
+from memstore.store.tiered import UNKEPT, Name
 
 
 class Hits(NamedTuple):
@@ -64,21 +64,44 @@ class LayerView:
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
-    def gather(self, blocks: Tensor | Sequence[int]) -> dict[str, Tensor]:
-        """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified.
+    def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified, on ``device`` (None: the CPU).
 
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
         ids = _as_ids(blocks)
         while True:
-            self._check_live(ids)
-            state = self._handle.current()
+            state = self._check_live(ids)
             try:
-                return self._read(ids, state)
+                return self._read(ids, state, device)
             except (DamagedError, NotFound) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:
                     raise self._blame(ids, error) from error
+
+    def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
+        """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.
+
+        Whatever cannot be brought, because it is not there or damaged, is an error of the ``gather`` that asks for it.
+        """
+        if not self._shared.blocks.prefetches:
+            return
+        state = self._handle.current()
+        complete = state.complete(self._shared.spec.block_size)
+        ids = [block for block in _as_ids(blocks) if block in complete]
+        if ids:
+            self._shared.blocks.prefetch(self._names(ids, state), self._unedited(state))
+
+    def sound(self, blocks: Sequence[int]) -> list[int]:
+        """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
+        good = []
+        for block in blocks:
+            try:
+                self.gather([block])
+                good.append(block)
+            except DamagedError as error:
+                self._shared.blocks.leave_out(self._names([block], self._handle.current())[0], error)
+        return good
 
     def landmarks(self, blocks: range) -> Tensor:
         """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block.
@@ -108,14 +131,31 @@ class LayerView:
             raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
         return self.index
 
-    def _check_live(self, blocks: Sequence[int]) -> None:
-        if not blocks:
-            return
-        live = self._handle.current().live()
-        if min(blocks) < live.start or max(blocks) >= live.stop:
+    def _names(self, blocks: Sequence[int], state: DocumentState) -> list[Name]:
+        document, complete = self._handle.address.id, state.complete(self._shared.spec.block_size)
+        return [
+            Name(document, state.edits if block < complete.stop else UNKEPT, self._layer, block) for block in blocks
+        ]
+
+    def _unedited(self, state: DocumentState) -> Callable[[], bool]:
+        """Whether the document was truncated since it was in ``state``: then the names of its blocks are others."""
+
+        def unedited() -> bool:
+            try:
+                return self._handle.current().edits == state.edits
+            except MemstoreError:  # forgotten, or closed
+                return False
+
+        return unedited
+
+    def _check_live(self, blocks: Sequence[int]) -> DocumentState:
+        state = self._handle.current()
+        live = state.live()
+        if blocks and (min(blocks) < live.start or max(blocks) >= live.stop):
             wrong = min(blocks) if min(blocks) < live.start else max(blocks)
             there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
             raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
+        return state
 
     def _blame(self, blocks: list[int], error: Exception) -> Exception:
         """Find the block that could not be read: the error for it, by the names that a user knows."""
@@ -148,14 +188,9 @@ class LayerView:
     def _read_one(self, block: int) -> None:
         self._read([block], self._handle.current())
 
-    def _read(self, blocks: list[int], state: DocumentState) -> dict[str, Tensor]:
-        spec, store = self._shared.spec, self._shared.store
-        if not blocks:
-            return read_blocks(store, spec, [], None)
-        address = self._handle.address
-        keys = [address.block(self._layer, block) for block in blocks]
-        tail = address.block(self._layer, state.blocks - 1) if state.tokens % spec.block_size else None
-        return read_blocks(store, spec, keys, tail)
+    def _read(self, blocks: list[int], state: DocumentState, device: torch.device | None = None) -> dict[str, Tensor]:
+        names = self._names(blocks, state) if blocks else []
+        return self._shared.blocks.read(names, self._unedited(state), device)
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:

@@ -34,6 +34,7 @@ _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, reco
 _ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
 _EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
 _SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
+_HEADER = struct.Struct("<80sQQ")  # everything before the checksums, and these
 _ZEROS = bytes(ALIGNMENT)
 _ADDRESS_AT, _EXTENT_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 80, 88
 
@@ -165,9 +166,19 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
 
 
 class _Plan(NamedTuple):
-    head: bytes
-    extent: bytes
-    nbytes: int
+    """Where the parts of one record lie in its value, and what its header must say."""
+
+    before: bytes
+    """The header up to the address."""
+    after: bytes
+    """The header from the address to the checksums."""
+    start: int
+    """Where the header begins."""
+    head: slice
+    """The header without its own checksum."""
+    body: slice
+    """The payload."""
+    padding: slice
     zeros: bytes
 
 
@@ -179,24 +190,32 @@ class ValueReader:
     """
 
     def __init__(self, table: Table, layouts: Sequence[Layout]) -> None:
-        self._plans = [
-            _Plan(
-                _head(table, number, len(layouts), layout),
-                _extent(layout),
-                layout.nbytes,
-                bytes(padding(layout.nbytes)),
-            )
-            for number, layout in enumerate(layouts)
-        ]
         self.layouts = tuple(layouts)
-        self.size = sum(HEADER_BYTES + plan.nbytes + len(plan.zeros) for plan in self._plans)
+        self.size = 0
         """Bytes of one value."""
+        self._plans: list[_Plan] = []
+        for number, layout in enumerate(layouts):
+            self._plans.append(self._plan(table, number, layout))
+            self.size = self._plans[-1].padding.stop
+
+    def _plan(self, table: Table, number: int, layout: Layout) -> _Plan:
+        start, body = self.size, self.size + HEADER_BYTES
+        end, zeros = body + layout.nbytes, bytes(padding(layout.nbytes))
+        return _Plan(
+            before=_head(table, number, len(self.layouts), layout),
+            after=_extent(layout),
+            start=start,
+            head=slice(start, start + _HEADER_SUM_AT),
+            body=slice(body, end),
+            padding=slice(end, end + len(zeros)),
+            zeros=zeros,
+        )
 
     def fits(self, view: memoryview, start: int, key: Key) -> bool:
         """Whether the first header at byte ``start`` is the one that ``key`` should have (checksums apart)."""
         plan = self._plans[0]
         address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
-        return bytes(view[start : start + _SUMS_AT]) == plan.head + address + plan.extent
+        return bytes(view[start : start + _SUMS_AT]) == plan.before + address + plan.after
 
     def copy(self, view: memoryview, start: int, key: Key, rows: Sequence[memoryview]) -> int:
         """Fill ``rows[f]`` (uint8, ``layouts[f].nbytes`` long) with record ``f``; return the byte after the value.
@@ -204,22 +223,21 @@ class ValueReader:
         The copy is what gets hashed, not the map: what is handed out is what was verified.
         Raises ``DamagedError``; the rows then hold bytes that must not be used.
         """
+        value = view[start:] if start else view
+        if len(value) < self.size:
+            self._explain(view, start, key)
         address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
-        position = start
-        for plan, row in zip(self._plans, rows, strict=True):
-            body = position + HEADER_BYTES
-            end = body + plan.nbytes
-            position = end + len(plan.zeros)
-            header = bytes(view[body - HEADER_BYTES : body])
-            if position > len(view) or header[:_SUMS_AT] != plan.head + address + plan.extent:
+        for (before, after, start_at, head, body, rest, zeros), row in zip(self._plans, rows, strict=True):
+            said, payload_sum, header_sum = _HEADER.unpack_from(value, start_at)
+            row[:] = value[body]
+            if (
+                said != before + address + after
+                or checksum(row) != payload_sum
+                or checksum(value[head]) != header_sum
+                or (zeros and value[rest] != zeros)
+            ):
                 self._explain(view, start, key)
-            row[:] = view[body:end]
-            payload_sum, header_sum = _SUMS.unpack_from(header, _SUMS_AT)
-            if checksum(row) != payload_sum or checksum(header[:_HEADER_SUM_AT]) != header_sum:
-                self._explain(view, start, key)
-            if plan.zeros and bytes(view[end:position]) != plan.zeros:
-                self._explain(view, start, key)
-        return position
+        return start + self.size
 
     def _explain(self, view: memoryview, start: int, key: Key) -> None:
         """Raise the error for a value that is not as expected."""
@@ -237,6 +255,12 @@ def fill_row(
     check_layouts(key, records, layouts)
     for rows, record in zip(out, records, strict=True):
         rows[row] = record.payload
+
+
+@lru_cache(maxsize=64)
+def value_reader(table: Table, layouts: tuple[Layout, ...]) -> ValueReader:
+    """The reader for values of ``table`` that have these layouts."""
+    return ValueReader(table, layouts)
 
 
 def check_layouts(key: Key, records: Sequence[Record], layouts: Sequence[Layout]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from memstore.errors import ReadOnlyMemory
 from memstore.store.checks import MAX_LAYER
-from memstore.store.contract import Key, Record, Scanned
+from memstore.store.contract import Key, Layout, Record, Scanned
 from memstore.store.lmdb import TAIL_FORMAT, LmdbStore, _pack
 from memstore.store.manifest import COUNTERS, STORE, Extent, Series, from_record
-from memstore.store.records import ValueReader, decode_value
+from memstore.store.records import decode_value
 
 _CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
 
@@ -114,10 +114,11 @@ class Snapshot:
         """Every value of the tail; of the manifest's own only damaged ones."""
         return (entry for entry in self._tail._scan(self._txn) if entry.key.document != STORE or entry.damage)
 
-    def read(self, keys: Sequence[Key], reader: ValueReader, rows: Sequence[list[memoryview]]) -> None:
+    def read(self, keys: Mapping[int, Key], layouts: tuple[Layout, ...], rows: Sequence[Sequence[memoryview]]) -> None:
         """Fill ``rows[i]`` with the value of ``keys[i]``, verified. Raises ``NotFound`` or ``DamagedError``."""
-        for number in sorted(range(len(keys)), key=keys.__getitem__):
-            self._tail._read_one(self._txn, keys[number], reader, rows[number])
+        tail = self._tail
+        order = sorted(keys, key=keys.__getitem__)
+        tail._copy(((row, keys[row], self._txn.get(_pack(tail._run(keys[row])))) for row in order), layouts, rows)
 
     def _raw(self, key: Key) -> bytes | None:
         view = self._txn.get(_pack(key))

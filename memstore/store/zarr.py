@@ -31,7 +31,7 @@ from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key,
 from memstore.store.environment import DATA_NAME
 from memstore.store.manifest import COUNTERS, Extent, Place, Series
 from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects
-from memstore.store.records import ValueReader, damaged
+from memstore.store.records import damaged
 from memstore.store.shards import SHARD_BYTES, array_json, blocks_per_shard, group_json, shard_index, shard_object
 from memstore.store.tail import Cache, Puts, Snapshot, Tail
 
@@ -177,19 +177,17 @@ class ZarrStore(BlockStore):
     ) -> list[_Sealed]:
         """Fill the rows of what is not sealed; return what is."""
         sealed: list[_Sealed] = []
-        unsealed: dict[Table, list[int]] = {}
+        unsealed: dict[int, Key] = {}
         extents: dict[Series, tuple[Extent, ...]] = {}
         for row, key in enumerate(keys):
             place = self._place(snapshot, key, extents)
             if place is None:
-                unsealed.setdefault(key.table, []).append(row)
+                unsealed[row] = key
             else:
                 _check_sealed(key, place, layouts)
                 sums = snapshot.sums(place.extent, place.shard, self._cache)[place.slot].tolist()
                 sealed.append(_Sealed(key, place, sums, rows[row]))
-        for table, numbers in unsealed.items():
-            reader = ValueReader(table, layouts)
-            snapshot.read([keys[row] for row in numbers], reader, [rows[row] for row in numbers])
+        snapshot.read(unsealed, tuple(layouts), rows)
         return sealed
 
     def _place(self, snapshot: Snapshot, key: Key, known: dict[Series, tuple[Extent, ...]]) -> Place | None:

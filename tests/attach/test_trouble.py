@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import memstore
-from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory
+from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
 from tests.attach.child import RETRIEVAL, SIZES, answer
 from tests.attach.models import tiny, tokens
 from tests.attach.test_restart import assert_same, read_here
@@ -74,6 +75,52 @@ def test_a_flipped_bit_in_a_block_that_is_wanted_is_named(folder: Path, field: s
     with memstore.open(folder, mode="r") as memory:
         (finding,) = memory.verify()
     assert (finding.document, finding.layer, finding.block) == ("text", layer, block)
+
+
+@pytest.mark.parametrize("share", ["model", "group"])
+def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, share: Any
+) -> None:
+    """Only in the layer where it is damaged; it is counted, and logged once, and the answer comes."""
+    folder, model = tmp_path / "m", cast("Any", tiny("llama"))
+    question, miss = tokens(9, seed=5)[None], Retrieval(top_k=3, share=share, on_error="miss")
+    with memstore.attach(
+        model, folder, document="text", retrieval=replace(miss, on_error="raise"), **SIZES
+    ) as attached:
+        attached.read(tokens(LENGTH))
+        before = model(question).logits
+        layer = attached.trace[-1].layer
+        last = [entry for entry in attached.trace if entry.layer == layer][-1]
+        layer = max(layer, 2) if share == "model" else layer
+        block = last.blocks[0]
+        payload = attached.documents[0].layer(layer).gather([block])["k"][0].numpy().tobytes()
+    flip(folder / "data.mdb", payload)
+    with memstore.open(folder, mode="r") as memory:
+        with memstore.attach(model, memory, document="text", retrieval=miss, **SIZES), torch.no_grad():
+            first, second = model(question).logits, model(question).logits
+            answer = model.generate(question, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        left_out = memory.stats()["tiers"]["left_out"]
+    assert answer.shape == (1, 12)
+    assert torch.equal(first, second)
+    assert bool(first.isfinite().all())
+    assert not torch.equal(first, before)
+    assert left_out == 3
+    (record,) = caplog.records
+    assert f"document 'text', layer {layer}, block {block} is damaged" in record.getMessage()
+
+
+def test_reading_never_leaves_a_block_out(folder: Path) -> None:
+    """What is computed while reading is stored: it must not depend on what happened to be readable."""
+    with memstore.open(folder, mode="r") as memory:
+        payloads = [memory.document("text").layer(3).gather([i])["v"][0].numpy().tobytes() for i in range(1, 28)]
+    for payload in payloads:
+        flip(folder / "data.mdb", payload)
+    miss = replace(RETRIEVAL, on_error="miss")
+    with (
+        memstore.attach(tiny("llama"), folder, document="text", retrieval=miss, **SIZES) as attached,
+        pytest.raises(DamagedError, match="layer 3"),
+    ):
+        attached.read(tokens(LENGTH + 100))
 
 
 def test_a_flipped_bit_in_the_window_stops_reading_on(folder: Path) -> None:

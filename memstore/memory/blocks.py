@@ -1,0 +1,123 @@
+"""How blocks are read: names of what is wanted in, tensors out, from whichever tier has them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import DamagedError, InvalidArgument
+from memstore.memory.coding import decode_block_rows, read_tail
+from memstore.memory.ingest import background_workers
+from memstore.memory.layouts import block_layouts
+from memstore.memory.spec import MemorySpec
+from memstore.memory.tensors import Rows, as_tensors
+from memstore.store.contract import BlockStore
+from memstore.store.tiered import UNKEPT, Name, Tiers
+
+HOST_BYTES = 256 << 20
+"""Bytes of host memory for blocks of a memory on disk, unless ``memstore.open`` is told otherwise."""
+
+_log = logging.getLogger("memstore")
+
+
+class BlockReader:
+    """The blocks of one open memory. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        spec: MemorySpec,
+        *,
+        host_bytes: int | None = None,
+        device_bytes: int = 0,
+        device: str | torch.device | None = None,
+    ) -> None:
+        """Budgets are bytes; ``host_bytes`` None is ``HOST_BYTES``, and 0 for a store that is in host memory itself."""
+        if host_bytes is None:
+            host_bytes = HOST_BYTES if store.capabilities.durable else 0
+        for name, value in {"host_bytes": host_bytes, "device_bytes": device_bytes}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidArgument(f"{name} is a number of bytes, 0 for none, not {value!r}.")
+        self._store = store
+        self._spec = spec
+        self._layouts = block_layouts(spec)
+        self._tiers = Tiers(
+            store,
+            self._layouts,
+            partial(background_workers, 1),
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            device=_pool_device(device) if device_bytes else None,
+        )
+        self._lost: set[Name] = set()
+        self._left_out = 0
+        self._lock = threading.Lock()
+
+    def read(
+        self, names: Sequence[Name], still: Callable[[], bool], device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """States of blocks, verified: one tensor ``[n, *shape]`` per field, on ``device`` (None: the CPU).
+
+        ``still()`` says whether the names are still right once the blocks have been read; else they are not kept.
+        Raises ``NotFound`` or ``DamagedError``.
+        """
+        plain = [] if self._spec.codec == "none" else [name for name in names if name.edits == UNKEPT]
+        if not plain:
+            return self._complete(names, still, device)
+        others = [name for name in names if name.edits != UNKEPT]
+        complete = self._complete(others, still, device)
+        last = read_tail(self._store, self._spec, plain[0].key)
+        order = torch.tensor([len(others) if name.edits == UNKEPT else others.index(name) for name in names])
+        return {field: torch.cat([each, last[field].to(each.device)])[order] for field, each in complete.items()}
+
+    def _complete(
+        self, names: Sequence[Name], still: Callable[[], bool], device: torch.device | None
+    ) -> dict[str, Tensor]:
+        if not names:
+            return decode_block_rows(self._spec, Rows(0, self._layouts).tensors())
+        rows = self._tiers.read(names, still, device)
+        return decode_block_rows(self._spec, as_tensors(rows, self._layouts))
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether there is room for what is brought ahead."""
+        return self._tiers.prefetches
+
+    def prefetch(self, names: Sequence[Name], still: Callable[[], bool]) -> None:
+        """Let a thread bring blocks into host memory; returns at once, and never raises for a block."""
+        self._tiers.prefetch(names, still)
+
+    def leave_out(self, name: Name, error: DamagedError) -> None:
+        """Count a block that could not be read and is done without; log it the first time."""
+        with self._lock:
+            self._left_out += 1
+            if name in self._lost:
+                return
+            self._lost.add(name)
+        _log.warning("a block is left out: %s", error)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of each tier, and how often a block was left out because it could not be read."""
+        return {**self._tiers.stats(), "left_out": self._left_out}
+
+    def close(self) -> None:
+        """Stop the thread that reads ahead. Closing twice is allowed."""
+        self._tiers.close()
+
+
+def _pool_device(device: str | torch.device | None) -> torch.device:
+    if device is None and not torch.cuda.is_available():
+        raise InvalidArgument(
+            "device_bytes needs an accelerator, and torch sees none; pass device=, or device_bytes=0."
+        )
+    try:
+        chosen = torch.device("cuda" if device is None else device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"device={device!r} is no device that torch knows ({error}).") from None
+    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen

@@ -1,0 +1,286 @@
+"""The tiers above a store: what stays, what is counted, and that bytes are those of the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from memstore.errors import DamagedError, NotFound
+from memstore.store import Batch, Key, Layout, RamStore, Record, Table
+from memstore.store.contract import Bytes
+from memstore.store.eviction import S3Fifo
+from memstore.store.tiered import BOOKKEEPING_BYTES, UNKEPT, Name, Pool, Tiers
+
+LAYOUTS = [Layout("uint8", (40,)), Layout("int32", (6,))]
+PAGE = sum(layout.nbytes for layout in LAYOUTS) + BOOKKEEPING_BYTES
+CPU = torch.device("cpu")
+
+
+def payload(block: int, layout: Layout) -> Bytes:
+    return np.full(layout.nbytes, block % 251, np.uint8)
+
+
+class WatchedStore(RamStore):
+    """Remembers what was read; ``gate`` holds reads back, ``failing`` blocks cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failing: set[int] = set()
+
+    def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+        self.reads.append([key.item for key in keys])
+        assert self.gate.wait(60)
+        if any(key.item in self.failing for key in keys):
+            raise DamagedError("it was a test")
+        super().read(keys, layouts, out)
+
+
+@pytest.fixture
+def store() -> WatchedStore:
+    store, batch = WatchedStore(), Batch()
+    for block in range(400):
+        batch.put(Key(Table.BLOCKS, 1, 0, block), *[Record(layout, payload(block, layout)) for layout in LAYOUTS])
+    store.write(batch)
+    return store
+
+
+@pytest.fixture
+def make_tiers(store: WatchedStore) -> Iterator[Callable[..., Tiers]]:
+    made: list[Tiers] = []
+
+    def make(pages: int, **options: object) -> Tiers:
+        made.append(Tiers(store, LAYOUTS, partial(ThreadPoolExecutor, 1), host_bytes=pages * PAGE, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for tiers in made:
+        tiers.close()
+
+
+def names(*blocks: int, edits: int = 0) -> list[Name]:
+    return [Name(1, edits, 0, block) for block in blocks]
+
+
+def yes() -> bool:
+    return True
+
+
+def check(tiers: Tiers, *blocks: int, device: torch.device | None = None) -> None:
+    """What is read is what the store holds."""
+    for rows, layout in zip(tiers.read(names(*blocks), yes, device), LAYOUTS, strict=True):
+        assert np.array_equal(rows.numpy(), [payload(block, layout) for block in blocks])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen in a minute")
+
+
+# What stays
+
+
+def test_a_scan_does_not_evict_what_is_asked_for_often() -> None:
+    kept = S3Fifo(100)
+
+    def ask(name: int) -> bool:
+        if kept.find([name])[0] >= 0:
+            return True
+        kept.place([name])
+        return False
+
+    hot = range(50)
+    for _ in range(3):
+        for name in hot:
+            ask(name)
+    for name in range(1000, 6000):
+        assert not ask(name)
+    assert sum(ask(name) for name in hot) == len(hot)
+
+
+def test_what_comes_back_soon_after_it_left_is_kept() -> None:
+    kept = S3Fifo(20)
+    for name in range(22):
+        kept.place([name])
+    assert kept.find([0])[0] == -1
+    kept.place([0])
+    for name in range(100, 300):
+        kept.place([name])
+    assert kept.find([0])[0] >= 0
+
+
+@pytest.mark.parametrize("pages", [1, 2, 9, 10, 64])
+def test_every_name_has_a_page_of_its_own_whatever_is_asked(pages: int) -> None:
+    kept, random = S3Fifo(pages), np.random.default_rng(pages)
+    for _ in range(3000):
+        name = int(random.zipf(1.3)) % 500
+        page = int(kept.find([name])[0])
+        if page < 0:
+            (page,) = kept.place([name])
+        assert 0 <= page < pages
+        assert len(kept) <= pages
+    held = [int(page) for page in kept.find(range(500)) if page >= 0]
+    assert len(held) == len(set(held)) == len(kept)
+
+
+def test_a_first_use_of_what_was_brought_ahead_is_a_first_use() -> None:
+    kept = S3Fifo(100)
+    kept.place(range(50))
+    kept.find(range(50))
+    for name in range(1000, 3000):  # a scan that is read ahead, then asked for once
+        kept.place([name], ahead=True)
+        kept.find([name])
+    assert all(kept.find(range(50)) >= 0)
+
+
+# Reading
+
+
+@pytest.mark.parametrize("pages", [0, 1, 5, 400])
+def test_bytes_are_those_of_the_store_whatever_is_kept(make_tiers: Callable[..., Tiers], pages: int) -> None:
+    tiers = make_tiers(pages)
+    for blocks in ([3, 1, 2], [2, 9, 9, 3], list(range(30)), [29], [0, 31, 5, 32]):
+        check(tiers, *blocks)
+        check(tiers, *blocks)
+
+
+def test_blocks_that_are_there_are_not_read_again(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
+    tiers = make_tiers(50)
+    check(tiers, 1, 2, 3)
+    check(tiers, 4, 3, 5, 2)
+    check(tiers, 5, 4)
+    assert store.reads == [[1, 2, 3], [4, 5]]
+    counts = tiers.stats()
+    size = sum(layout.nbytes for layout in LAYOUTS)
+    assert (counts["host"]["hits"], counts["host"]["misses"], counts["host"]["bytes"]) == (4, 5, 4 * size)
+    assert counts["host"]["held_bytes"] == counts["disk"]["bytes"] == 5 * size
+    assert counts["disk"]["hits"] == 5
+    assert counts["disk"]["microseconds"] > 0
+
+
+def test_the_device_pool_is_asked_first_and_filled_from_below(
+    make_tiers: Callable[..., Tiers], store: WatchedStore
+) -> None:
+    tiers = make_tiers(50, device_bytes=3 * PAGE, device=CPU)
+    check(tiers, 1, 2, device=CPU)
+    check(tiers, 2, 1, device=CPU)
+    check(tiers, 3, 4, 5, 6, device=CPU)
+    check(tiers, 1, 2, 3, 4, 5, 6, device=CPU)
+    assert store.reads == [[1, 2], [3, 4, 5, 6]]
+    assert tiers.stats()["device"]["hits"] >= 2
+    assert tiers.stats()["device"]["held_bytes"] == 3 * (PAGE - BOOKKEEPING_BYTES)
+
+
+def test_other_edits_are_other_blocks_and_incomplete_ones_are_not_kept(
+    make_tiers: Callable[..., Tiers], store: WatchedStore
+) -> None:
+    tiers = make_tiers(50)
+    for edits in (0, 1, UNKEPT, UNKEPT):
+        tiers.read(names(7, edits=edits), yes, None)
+    assert len(store.reads) == 4
+
+
+def test_what_changed_while_it_was_read_is_not_kept(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
+    tiers = make_tiers(50)
+    tiers.read(names(7), lambda: False, None)
+    check(tiers, 7)
+    assert len(store.reads) == 2
+
+
+def test_a_pool_takes_no_more_than_its_budget() -> None:
+    pool = Pool(10 * PAGE + 1, [layout.nbytes for layout in LAYOUTS], CPU)
+    for start in range(0, 100, 7):
+        blocks = range(start, start + 7)
+        rows = [torch.zeros(7, layout.nbytes, dtype=torch.uint8) for layout in LAYOUTS]
+        pool.put(names(*blocks), rows)
+        assert pool.nbytes + pool.capacity * BOOKKEEPING_BYTES <= 10 * PAGE
+    assert pool.capacity == 10
+
+
+def test_an_error_reaches_the_caller_and_is_counted(make_tiers: Callable[..., Tiers]) -> None:
+    tiers = make_tiers(50)
+    with pytest.raises(NotFound):
+        tiers.read(names(1, 4000), yes, None)
+    assert tiers.stats()["disk"]["misses"] == 1
+
+
+# Reading ahead
+
+
+def test_what_was_brought_ahead_is_there(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
+    tiers = make_tiers(50)
+    tiers.prefetch(names(5, 6, 5), yes)
+    wait_for(lambda: tiers.stats()["host"]["prefetched"] == 2)
+    check(tiers, 6, 5)
+    tiers.prefetch(names(5, 6), yes)
+    assert store.reads == [[5, 6]]
+
+
+def test_a_block_on_its_way_is_waited_for_and_not_read_twice(
+    make_tiers: Callable[..., Tiers], store: WatchedStore
+) -> None:
+    tiers = make_tiers(50)
+    store.gate.clear()
+    tiers.prefetch(names(5, 6), yes)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(check, tiers, 6)
+        wait_for(lambda: len(store.reads) == 1)
+        assert not reading.done()
+        store.gate.set()
+        reading.result(60)
+    assert store.reads == [[5, 6]]
+
+
+def test_an_error_of_the_thread_is_met_by_whoever_wants_the_block(
+    make_tiers: Callable[..., Tiers], store: WatchedStore
+) -> None:
+    tiers = make_tiers(50)
+    store.failing = {6}
+    tiers.prefetch(names(5, 6), yes)
+    check(tiers, 5)
+    with pytest.raises(DamagedError, match="it was a test"):
+        tiers.read(names(6), yes, None)
+    store.failing = set()
+    check(tiers, 6)
+
+
+def test_closing_ends_the_thread_and_drops_what_it_had_not_begun(
+    make_tiers: Callable[..., Tiers], store: WatchedStore
+) -> None:
+    before = threading.active_count()
+    tiers = make_tiers(400)
+    store.gate.clear()
+    tiers.prefetch(names(5), yes)
+    wait_for(lambda: len(store.reads) == 1)
+    tiers.prefetch(names(6), yes)
+    threading.Timer(0.05, store.gate.set).start()
+    tiers.close()
+    assert store.reads == [[5]]
+    wait_for(lambda: threading.active_count() == before)
+    tiers.prefetch(names(7), yes)
+    assert threading.active_count() == before
+
+
+def test_many_threads_read_right_bytes_beside_each_other(make_tiers: Callable[..., Tiers]) -> None:
+    tiers = make_tiers(30, device_bytes=10 * PAGE, device=CPU)
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(60):
+            blocks = (random.zipf(1.3, 8) % 100).tolist()
+            tiers.prefetch(names(*(random.integers(0, 100, 8).tolist())), yes)
+            check(tiers, *blocks, device=CPU if seed % 2 else None)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
