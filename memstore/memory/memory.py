@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import verify
+from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.audit import Finding
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
+from memstore.memory.history import beginning, chain, known_prefix
 from memstore.memory.layouts import run_layout
 from memstore.memory.named import Named
+from memstore.memory.places import Places, by_owner
 from memstore.memory.shared import Shared, not_found
+from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import Mode, Opened, is_path, open_store
 from memstore.store.contract import BlockStore
@@ -98,15 +103,33 @@ class Memory:
         return self._document(name)
 
     def forget(self, name: str) -> None:
-        """Delete a document and everything of it, in one transaction. Raises ``NotFound``, ``ReadOnlyMemory``."""
+        """Delete a document and everything of it that no fork uses, in one transaction.
+
+        Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
+        """
         self._check_writable()
         with self._shared.writing:
             number = self._find(name)
-            if number is None:
+            state = None if number is None else self._shared.state(number)
+            if number is None or state is None:
                 raise self._no_document(name)
-            self._shared.store.delete(number)
+            self._shared.store.write(forgetting(self._shared, number, state))
         with self._lock:
             self._documents.pop(name, None)
+
+    def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
+        """The document that holds most first blocks of ``tokens [t]``, and how many; None if there is none.
+
+        Found by the hashes of histories: the document was computed with the same ``reading``, and its first blocks
+        hold these tokens. A document whose first blocks have left is not looked at. Raises ``InvalidArgument``.
+        """
+        ids, size = as_tokens(tokens), self.spec.block_size
+        full = len(ids) // size
+        hashes = chain(beginning(self.spec.fingerprint, reading), ids[: full * size].view(full, size))
+        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
+        candidates = [(state, Places(number, state)) for number, state in states if state is not None]
+        found = known_prefix(candidates, self._shared.history, hashes, size)
+        return None if found is None else (self._document(found[0]), found[1])
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
@@ -175,7 +198,7 @@ class Memory:
     def _document(self, name: str) -> Document:
         with self._lock:
             if name not in self._documents:
-                self._documents[name] = Document(self._shared, name, self._find)
+                self._documents[name] = Document(self._shared, name, self._find, self)
             return self._documents[name]
 
     def _find(self, name: str) -> int | None:

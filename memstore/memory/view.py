@@ -73,7 +73,8 @@ class LayerView:
         rows = Rows(len(ids), self._shared.block_layouts)
         if not ids:
             return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
-        keys = [self._handle.address.block(self._layer, block) for block in ids]
+        places = self._handle.places
+        keys = [places.block(self._layer, block) for block in ids]
         try:
             self._shared.store.read(keys, self._shared.block_layouts, rows.out)
         except (DamagedError, NotFound) as error:
@@ -99,8 +100,8 @@ class LayerView:
             raise self._blame_landmarks(blocks, error) from error
 
     def _read_landmarks(self, blocks: range) -> Tensor:
-        runs = self._shared.runs(self._handle.address.id, self._layer)
-        return torch.cat([keys for _, keys in runs.read(blocks)])
+        runs = self._shared.runs(self._layer)
+        return torch.cat([keys for _, keys in runs.read(self._handle.places, blocks)])
 
     def _searchable(self) -> LayerIndex:
         if self.index is None:
@@ -147,7 +148,7 @@ class LayerView:
 
     def _read_one(self, block: int) -> None:
         layouts = self._shared.block_layouts
-        self._shared.store.read([self._handle.address.block(self._layer, block)], layouts, Rows(1, layouts).out)
+        self._shared.store.read([self._handle.places.block(self._layer, block)], layouts, Rows(1, layouts).out)
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
