@@ -179,8 +179,8 @@ def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[s
         raise InvalidArgument(f"reading must be a JSON object ({error}).") from None
     if state.tokens and values != state.reading:
         raise InvalidArgument(
-            f"document {state.name!r} was begun with reading={state.reading}, not {values}: its states would not belong "
-            "together. Go on with the same, or use another document."
+            f"document {state.name!r} was begun with reading={state.reading}, not {values}: its states would not "
+            "belong together. Go on with the same, or use another document."
         )
     return values
 

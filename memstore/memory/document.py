@@ -19,6 +19,7 @@ from memstore.memory.sharing import forking, truncation
 from memstore.memory.state import NEXT_DOCUMENT, DocumentState
 from memstore.memory.tensors import Rows, from_record
 from memstore.memory.view import LayerView
+from memstore.store.contract import Batch
 
 if TYPE_CHECKING:
     from memstore.memory.memory import Memory
@@ -50,6 +51,11 @@ class Document:
     def __bool__(self) -> bool:
         # A document without tokens is a document all the same.
         return True
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that it is in."""
+        return self._memory
 
     @property
     def id(self) -> int | None:
@@ -167,6 +173,40 @@ class Document:
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.store.write(batch)
         return child
+
+    def copy_to(self, memory: Memory, name: str) -> Document:
+        """Copy this document to ``memory``, in transactions of bounded size; everything is verified on the way.
+
+        A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as
+        a router, are copied too. Raises ``ForeignMemory`` where the memories were made for different models, layouts or
+        routers, ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and
+        ``DamagedError``.
+        """
+        from memstore.memory.copy import copy_document
+
+        return copy_document(self, memory, name, lambda _: None)
+
+    def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
+        """Store a new document that has nothing in it yet, of which blocks below ``first`` have left already.
+
+        Raises ``InvalidArgument`` where it is stored already, and ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            if self.id is not None:
+                raise InvalidArgument(f"document {self.name!r} is stored already.")
+            number, kept = self._shared.next_document(), None if reading is None else dict(reading)
+            tokens = first * self._shared.spec.block_size
+            state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)
+            batch = Batch()
+            batch.put(Places(number, state).entry, state.to_record())
+            batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
+            self._shared.store.write(batch)
+
+    def located(self) -> tuple[DocumentState, Places | None]:
+        """Its entry, and where its blocks lie; None before its first append."""
+        state = self._handle.current()
+        return state, None if self._handle.id is None else Places(self._handle.id, state)
 
     def reuse(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None, step: int = 1) -> int:
         """Let a new document begin with the blocks of ``tokens [t]`` that the memory holds already, under any name.

@@ -49,9 +49,7 @@ def chain(start: bytes, tokens: Tensor) -> Tensor:
     return flat.reshape(-1, HASH_BYTES)
 
 
-def digest_at(
-    history: Runs, places: Places, state: DocumentState, block: int, fingerprint: Fingerprint
-) -> str | None:
+def digest_at(history: Runs, places: Places, state: DocumentState, block: int, fingerprint: Fingerprint) -> str | None:
     """The digest of a document before ``block``; None where it has no digests. Raises ``DamagedError``."""
     if state.digest is None:
         return None
@@ -75,7 +73,9 @@ def agreeing(history: Runs, places: Places, state: DocumentState, hashes: Tensor
     return bisect_left(range(most), True, least, most, key=differs)
 
 
-def broken(history: Runs, places: Places, blocks: range, tokens: Iterable[Tensor], start: bytes | None) -> Iterator[int]:
+def broken(
+    history: Runs, places: Places, blocks: range, tokens: Iterable[Tensor], start: bytes | None
+) -> Iterator[int]:
     """The ``blocks`` of which the stored hash does not follow from the one before it and ``tokens [S]`` int32.
 
     ``start`` is the hash before the first of them; None, where it is not known, passes the first block.

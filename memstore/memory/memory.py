@@ -19,7 +19,7 @@ from memstore.memory.header import blank, read_header
 from memstore.memory.history import beginning, chain, known_prefix
 from memstore.memory.layouts import run_layout
 from memstore.memory.named import Named
-from memstore.memory.places import Places, by_owner
+from memstore.memory.places import Places, count
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
@@ -149,6 +149,15 @@ class Memory:
         """What ``put_info`` stored, or None."""
         return self._named.get_info(name)
 
+    def share_facts(self, other: Memory) -> None:
+        """Give another memory the named arrays and facts of this one that it lacks.
+
+        Raises ``ForeignMemory`` where it has other arrays under a name: states go with the arrays of their memory, such
+        as its router.
+        """
+        other._check_writable()
+        self._named.share(other._named)
+
     def verify(self) -> list[Finding]:
         """Read and check every stored value, and whether all of them fit together. Nothing is changed.
 
@@ -160,11 +169,15 @@ class Memory:
         return verify.check(self._shared.store)
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages."""
-        states = [self._shared.state(number) for number in self._shared.documents()]
-        live = [(state, len(state.live())) for state in states if state is not None]
-        tokens = sum(state.tokens - state.first * self.spec.block_size for state, blocks in live if blocks)
-        blocks = sum(count for _, count in live)
+        """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.
+
+        Blocks that documents share count for each of them, and once in ``bytes``.
+        """
+        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
+        live = [(state, Places(number, state).pieces(state.live())) for number, state in states if state is not None]
+        tokens = sum(state.tokens - state.first * self.spec.block_size for state, pieces in live if pieces)
+        blocks = sum(len(state.live()) for state, _ in live)
+        stored = count(piece for _, pieces in live for piece in pieces)
         disk = self._shared.store.size_bytes()
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]
@@ -173,7 +186,7 @@ class Memory:
             "documents": len(live),
             "tokens": tokens,
             "blocks": blocks,
-            "bytes": self._bytes(tokens, blocks),
+            "bytes": self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored),
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
             "index_bytes": sum(view.nbytes for view in views),

@@ -74,6 +74,17 @@ def lacking(expected: range, there: Iterable[range]) -> list[range]:
     return [gap for gap in gaps if gap]
 
 
+def count(pieces: Iterable[Piece]) -> int:
+    """How many different blocks there are in ``pieces``."""
+    total = 0
+    for ranges in by_owner(pieces).values():
+        done: list[range] = []
+        for blocks in ranges:
+            total += sum(map(len, lacking(blocks, done)))
+            done.append(blocks)
+    return total
+
+
 def by_owner(pieces: Iterable[Piece]) -> dict[int, list[range]]:
     """The blocks of each owner; they may overlap."""
     used: dict[int, list[range]] = {}
