@@ -25,6 +25,7 @@ from memstore.errors import (
 
 if TYPE_CHECKING:
     from memstore.attach import attach
+    from memstore.memory.copy import copy_memory as copy
     from memstore.memory.document import Document
     from memstore.memory.fingerprint import Fingerprint
     from memstore.memory.memory import Memory
@@ -39,6 +40,7 @@ _HOMES = {
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
     "Retrieval": ("memstore.memory.retrieval", "Retrieval"),
     "attach": ("memstore.attach", "attach"),
+    "copy": ("memstore.memory.copy", "copy_memory"),
     "open": ("memstore.memory.memory", "open_memory"),
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
     "attach",
+    "copy",
     "open",
 ]
 

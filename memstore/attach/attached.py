@@ -112,6 +112,7 @@ class Attached:
         progress: bool = False,
         score: int = 0,
         retrieve: bool = True,
+        reuse: bool = True,
     ) -> ReadResult:
         """Read a text into the memory, segment by segment, each committed before the next one but one is read.
 
@@ -125,6 +126,8 @@ class Attached:
             score: also compute how well the last ``score`` tokens were predicted (``ReadResult.nll``); only tokens
                 read in this call can be scored.
             retrieve: False reads with sink and window alone, for comparison.
+            reuse: a new document shares the blocks of another one that begins with the same tokens and was read with
+                the same options, which then need not be read. False reads all of them, for comparison.
 
         Raises:
             InvalidArgument: no tokens, tokens outside of the vocabulary, or another text under this name.
@@ -134,7 +137,7 @@ class Attached:
             if self.names is None or len(self.names) != 1:
                 raise InvalidArgument("read needs to know the document: pass document=NAME to read or to attach")
             document = self.names[0]
-        return read(self, token_ids, document, progress=progress, score=score, retrieve=retrieve)
+        return read(self, token_ids, document, progress=progress, score=score, retrieve=retrieve, reuse=reuse)
 
     # Installation
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from memstore.attach.recent import RecentCodes, RecentStates
 from memstore.attach.visible import Source, as_blocks, as_tokens, visible
 from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
-from memstore.memory import Document
+from memstore.memory import Document, Memory
 from memstore.memory.append import as_tokens as as_token_ids
 from memstore.memory.coding import as_stored
 from memstore.memory.ingest import background_workers, progress_bar
@@ -42,7 +42,7 @@ class ReadResult:
     new_tokens: int
     """Tokens read by this call."""
     reused_tokens: int
-    """Tokens that were there already."""
+    """Tokens that were there already, in this document or in others that begin with the same text."""
     seconds: float
     nll: Tensor
     """Negative log-likelihood of each scored token, ``[n]``, in nats."""
@@ -59,7 +59,14 @@ class ReadResult:
 
 
 def read(
-    attached: Attached, token_ids: Sequence[int] | Tensor, name: str, *, progress: bool, score: int, retrieve: bool
+    attached: Attached,
+    token_ids: Sequence[int] | Tensor,
+    name: str,
+    *,
+    progress: bool,
+    score: int,
+    retrieve: bool,
+    reuse: bool,
 ) -> ReadResult:
     """See ``Attached.read``."""
     tokens = checked_tokens(token_ids, attached)
@@ -69,12 +76,17 @@ def read(
     if memory.mode == "r" and all(each.name != name for each in memory.documents()):
         raise _read_only(attached)
     document = memory.document(name)
+    options = _options(attached, retrieve=retrieve)
+    if reuse and memory.mode != "r":
+        # The last token that is not scored predicts the first one that is.
+        unscored = tokens[: max(0, len(tokens) - score - 1)] if score else tokens
+        document.reuse(unscored, reading=options, step=_step(attached))
     stored = _common_part(document, tokens)
     if memory.mode == "r" and stored < len(tokens):
         raise _read_only(attached)
-    _check_options(attached, document, retrieve=retrieve)
+    _check_options(memory, document, options)
     attached.calibrate(tokens)
-    reader = _Reader(attached, document, retrieve=retrieve, score_from=len(tokens) - score if score else None)
+    reader = _Reader(attached, document, options, score_from=len(tokens) - score if score else None)
     begun = time.perf_counter()
     with progress_bar(name, stored, len(tokens), progress) as advance, reader:
         for segment in _segments(stored, len(tokens), attached.segment):
@@ -122,18 +134,31 @@ def _common_part(document: Document, tokens: Tensor) -> int:
     return len(stored)
 
 
-def _check_options(attached: Attached, document: Document, *, retrieve: bool) -> None:
-    """A document is read with the same options from beginning to end, or its states would not belong together."""
+def _options(attached: Attached, *, retrieve: bool) -> dict[str, Any]:
+    """What the states of a document depend on beside the model, its router and the tokens."""
     sizes = {"window": attached.window, "sink": attached.sink, "segment": attached.segment, "retrieve": retrieve}
     options = {**asdict(attached.retrieval), **sizes}
     for asked_only in ("every", "query", "passes", "on_error"):  # these concern prompts
         del options[asked_only]
-    memory, name = attached.memories[0], f"reading/{document.name}"
-    if memory.mode == "r":
+    return options
+
+
+def _step(attached: Attached) -> int:
+    """Blocks after which the states before no longer depend on the tokens behind.
+
+    One, where lists are chosen by the tokens before a segment; layers that choose for themselves ask with all tokens of
+    the segment, so for them whole segments are reused.
+    """
+    return attached.segment // attached.block_size if attached.selection.by_layer else 1
+
+
+def _check_options(memory: Memory, document: Document, options: dict[str, Any]) -> None:
+    """A document is read with the same options from beginning to end, or its states would not belong together."""
+    if memory.mode == "r" or not len(document):
         return
-    before = memory.get_info(name) if len(document) else None
+    # Before documents kept their options themselves, the memory did, under this name.
+    before = document.reading or memory.get_info(f"reading/{document.name}")
     if before is None:
-        memory.put_info(name, options)
         return
     changed = [key for key in options if before.get(key) != options[key]]
     different = [f"{key}={before.get(key)!r}, now {options[key]!r}" for key in changed]
@@ -155,8 +180,12 @@ def _segments(start: int, stop: int, size: int) -> Iterator[range]:
 class _Reader:
     """The state of reading one document. Committing runs in a thread of its own, beside the next segment."""
 
-    def __init__(self, attached: Attached, document: Document, *, retrieve: bool, score_from: int | None) -> None:
-        self.attached, self.document, self.retrieve, self.score_from = attached, document, retrieve, score_from
+    def __init__(
+        self, attached: Attached, document: Document, options: dict[str, Any], *, score_from: int | None
+    ) -> None:
+        self.attached, self.document, self.score_from = attached, document, score_from
+        self.retrieve: bool = options["retrieve"]
+        self.reading = None if len(document) else options  # kept with the first append
         self.spec = attached.memories[0].spec
         self.selection = attached.selection
         self.tokens = len(document)
@@ -260,7 +289,8 @@ class _Reader:
             self.states.replace(layer, as_tokens(stored["k"]), as_tokens(stored["v"]), at=at)
 
     def _append(self, tokens: Tensor, blocks: list[tuple[Tensor, Tensor]], landmarks: dict[int, Tensor]) -> None:
-        with self.document.append(tokens) as batch:
+        reading, self.reading = self.reading, None
+        with self.document.append(tokens, reading=reading) as batch:
             for layer, (keys, values) in enumerate(blocks):
                 batch.put(layer, landmarks=landmarks.get(layer), k=keys, v=values)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.memory.coding import encode_blocks
+from memstore.memory.history import beginning, chain
 from memstore.memory.layouts import token_layout
+from memstore.memory.places import Places
 from memstore.memory.shared import Shared
-from memstore.memory.state import LAST_ITEM, Address, DocumentState
+from memstore.memory.sharing import release, used_by_others
+from memstore.memory.state import DocumentState
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, to_record
-from memstore.store.contract import Batch, Key, Record
+from memstore.store.contract import Batch, Record
 
 Tokens = Sequence[int] | npt.NDArray[np.integer] | Tensor
 
@@ -43,6 +47,7 @@ class Append:
         shared: Shared,
         state: DocumentState,
         tokens: Tensor,
+        reading: Mapping[str, Any] | None,
         commit: Callable[[Append], None],
     ) -> None:
         self._shared = shared
@@ -51,7 +56,9 @@ class Append:
         self.before = state
         """State of the document that this append starts from."""
         self.after = state.grown(len(tokens), shared.spec.block_size, shared.spec.capacity)
-        """State of the document once it is committed."""
+        """State of the document once it is committed; its digest is known then."""
+        if reading is not None:
+            self.after = replace(self.after, reading=_checked_reading(state, reading))
         self.tokens = tokens
         """Token ids ``[t]`` int32."""
         first = state.tokens // shared.spec.block_size
@@ -88,50 +95,66 @@ class Append:
     def compose(self, document: int, last_tokens: Tensor) -> Batch:
         """All changes. ``last_tokens [t] int32`` are those of the incomplete last block. Raises ``DamagedError``."""
         batch = Batch()
-        address = Address(document)
-        self._leave(batch, address)
-        self._put_tokens(batch, address, torch.cat([last_tokens, self.tokens]))
+        places = Places(document, self.before)
+        tokens = torch.cat([last_tokens, self.tokens])
+        self._leave(batch, places, document)
+        self._put_tokens(batch, places, tokens)
+        self._put_history(batch, places, tokens)
         for number, layer in sorted(self._layers.items()):
-            self._put_layer(batch, address, number, layer)
-        batch.put(address.entry, self.after.to_record())
+            self._put_layer(batch, places, number, layer)
+        batch.put(places.entry, self.after.to_record())
         return batch
 
-    def _leave(self, batch: Batch, address: Address) -> None:
+    def _leave(self, batch: Batch, places: Places, document: int) -> None:
         """Delete the blocks for which there is no capacity any more."""
         gone = range(self.before.first, min(self.after.first, self.before.blocks))
-        if not gone:
-            return
-        delete_blocks(batch, address, self._shared.spec.layers, gone.start, gone.stop - 1)
-        for layer in self._shared.spec.index_layers:
-            self._shared.runs(address.id, layer).leave(batch, range(gone.start, self.after.first))
+        if gone:
+            kept = [*places.pieces(self.after.live()), *used_by_others(self._shared, document)]
+            release(batch, self._shared, places.pieces(gone), kept)
 
-    def _put_tokens(self, batch: Batch, address: Address, tokens: Tensor) -> None:
+    def _put_tokens(self, batch: Batch, places: Places, tokens: Tensor) -> None:
         size = self._shared.spec.block_size
         full = len(tokens) // size
         layout, rows = token_layout(size), byte_rows(tokens[: full * size].view(full, size))
         for row, block in enumerate(self.blocks[:full]):
             if block >= self.after.first:
-                batch.put(address.tokens(block), Record(layout, rows[row]))
+                batch.put(places.tokens(block), Record(layout, rows[row]))
         if len(tokens) % size:
-            batch.put(address.tokens(self.blocks[-1]), to_record(tokens[full * size :]))
+            batch.put(places.tokens(self.blocks[-1]), to_record(tokens[full * size :]))
 
     @property
     def _complete(self) -> int:
         """How many of ``self.blocks`` are complete after this append."""
         return max(0, self.after.tokens // self._shared.spec.block_size - self.blocks.start)
 
-    def _put_layer(self, batch: Batch, address: Address, number: int, layer: _Layer) -> None:
+    def _put_history(self, batch: Batch, places: Places, tokens: Tensor) -> None:
+        """Hashes of the blocks that are complete now; a document that was begun without them goes on without."""
+        spec = self._shared.spec
+        if not self.before.tokens:
+            before = beginning(spec.fingerprint, self.after.reading)
+        elif self.before.digest is not None:
+            before = bytes.fromhex(self.before.digest)
+        else:
+            return
+        full = len(tokens) // spec.block_size
+        hashes = chain(before, tokens[: full * spec.block_size].view(full, spec.block_size))
+        if full:
+            self._shared.history.write(batch, places, self.blocks.start, hashes, self.after.first)
+            before = hashes[-1].numpy().tobytes()
+        self.after = replace(self.after, digest=before.hex())
+
+    def _put_layer(self, batch: Batch, places: Places, number: int, layer: _Layer) -> None:
         layouts = self._shared.block_layouts
         payloads = [byte_rows(stored) for stored in layer.complete]
         for row, block in enumerate(self.blocks[: self._complete]):
             if block >= self.after.first:
                 records = (Record(layout, rows[row]) for layout, rows in zip(layouts, payloads, strict=True))
-                batch.put(address.block(number, block), *records)
+                batch.put(places.block(number, block), *records)
         for block in self.blocks[self._complete :]:
-            batch.put(address.block(number, block), *(to_record(field[0]) for field in layer.incomplete))
+            batch.put(places.block(number, block), *(to_record(field[0]) for field in layer.incomplete))
         if layer.landmarks is not None:
-            runs = self._shared.runs(address.id, number)
-            runs.write(batch, self.blocks.start, layer.landmarks, self.after.first)
+            runs = self._shared.runs(number)
+            runs.write(batch, places, self.blocks.start, layer.landmarks, self.after.first)
 
     def _check_whole(self) -> None:
         if missing := sorted(set(range(self._shared.spec.layers)) - set(self._layers)):
@@ -166,12 +189,18 @@ class Append:
         return landmarks.detach().cpu()
 
 
-def delete_blocks(batch: Batch, address: Address, layers: int, first: int, last: int = LAST_ITEM) -> None:
-    """Delete tokens and states of blocks ``first`` to ``last`` (included) in all layers."""
-    ranges: list[tuple[Key, Key]] = [(address.tokens(first), address.tokens(last))]
-    ranges += [(address.block(layer, first), address.block(layer, last)) for layer in range(layers)]
-    for start, stop in ranges:
-        batch.delete(start, stop)
+def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[str, Any]:
+    """``reading`` as the entry keeps it."""
+    try:
+        values: dict[str, Any] = json.loads(json.dumps(dict(reading)))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"reading must be a JSON object ({error}).") from None
+    if state.tokens and values != state.reading:
+        raise InvalidArgument(
+            f"document {state.name!r} was begun with reading={state.reading}, not {values}: its states would not "
+            "belong together. Go on with the same, or use another document."
+        )
+    return values
 
 
 def as_tokens(tokens: Tokens) -> Tensor:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-from memstore.errors import DamagedError, MemstoreError
+from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.header import Header, read_header
+from memstore.memory.history import HASH_BYTES, HASHES_PER_RUN, broken, digest_at, history_runs
 from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
+from memstore.memory.places import Places, common, lacking
 from memstore.memory.state import FIRST_NAMED, HEADER, NEXT_DOCUMENT, DocumentState
+from memstore.memory.tensors import Rows
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
 
@@ -46,22 +51,16 @@ class _Seen:
         else:
             self.ranges.append(range(item, item + 1))
 
-    def outside(self, expected: range) -> list[range]:
+    def outside(self, expected: list[range]) -> list[range]:
         """What was seen and is not in ``expected``."""
-        parts = [
-            (range(r.start, min(r.stop, expected.start)), range(max(r.start, expected.stop), r.stop))
-            for r in self.ranges
-        ]
-        return [part for pair in parts for part in pair if part]
+        return [extra for seen in self.ranges for extra in lacking(seen, expected)]
 
-    def lacking(self, expected: range) -> list[range]:
-        """What is in ``expected`` and was not seen."""
-        gaps, start = [], expected.start
-        for seen in self.ranges:
-            gaps.append(range(start, min(seen.start, expected.stop)))
-            start = max(start, seen.stop)
-        gaps.append(range(start, expected.stop))
-        return [gap for gap in gaps if gap]
+
+class _User(NamedTuple):
+    """A document that uses blocks of an owner."""
+
+    state: DocumentState
+    blocks: range
 
 
 class Audit:
@@ -92,12 +91,27 @@ class Audit:
                 yield from self._value(scanned)
         except MemstoreError as error:
             yield Finding(kind="crash", message=f"the values cannot all be read: {error}")
-        for number, state in self._documents.items():
-            yield from self._document(number, state)
-        for (table, number, layer), seen in self._seen.items():
-            if number not in self._documents:
-                message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {number})"
+        for state in self._documents.values():
+            yield from self._entry(state)
+        for owner in self._owners:
+            yield from self._owned(owner)
+        for (table, owner, layer), seen in self._seen.items():
+            if owner not in self._owners:
+                message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {owner})"
                 yield Finding(kind="unknown", message=message, layer=layer, block=seen.ranges[0].start)
+        yield from self._histories()
+
+    @cached_property
+    def _owners(self) -> dict[int, list[_User]]:
+        """Who uses the values of each number. The entries come before everything else, so all of them are known."""
+        owners: dict[int, list[_User]] = {}
+        for number, state in self._documents.items():
+            places = Places(number, state)
+            for owner in (number, places.home):
+                owners.setdefault(owner, [])
+            for owner, blocks in places.pieces(state.live()):
+                owners.setdefault(owner, []).append(_User(state, blocks))
+        return owners
 
     def _value(self, scanned: Scanned) -> Iterator[Finding]:
         key = scanned.key
@@ -105,20 +119,20 @@ class Audit:
             # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
             self._seen.setdefault((key.table, key.document, key.layer), _Seen()).add(key.item)
         if scanned.damage is not None:
-            yield self._damaged(key, scanned.damage)
+            yield from self._named("damaged", key, str(scanned.damage))
             return
         try:
             problem = self._problem(key, scanned.records)
         except (KeyError, TypeError, ValueError, MemstoreError) as error:
             problem = f"its content makes no sense ({error})"
         if problem:
-            yield self._finding("mismatch", key, problem)
+            yield from self._named("mismatch", key, problem)
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         """What is wrong with a whole value, by itself and by the entry of its document."""
         layouts = [record.layout for record in records]
-        if key.table in (Table.TOKENS, Table.LANDMARKS) and key.document not in self._documents:
-            return None  # how long it should be stands in the entry; that this is missing is a finding of its own
+        if key.table not in (Table.META, Table.DOCUMENTS) and not self._users(key):
+            return None  # that nobody uses it is a finding of its own
         match key.table:
             case Table.META:
                 return self._meta_problem(key, records)
@@ -131,6 +145,8 @@ class Audit:
                 return _differs(layouts, self._layouts_of(key, layouts))
             case Table.LANDMARKS:
                 return _differs(layouts, [run_layout(self._header.spec, self._rows_of(key))])
+            case Table.HISTORY:
+                return _differs(layouts, [Layout("uint8", (self._rows_of(key) or layouts[0].shape[0], HASH_BYTES))])
 
     def _meta_problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         head = records[0].to_json()
@@ -152,67 +168,150 @@ class Audit:
 
     def _tokens_of(self, key: Key) -> int:
         size = self._header.spec.block_size
-        state = self._documents.get(key.document)
-        return size if state is None else max(0, min(size, state.tokens - key.item * size))
+        return max(max(0, min(size, user.state.tokens - key.item * size)) for user in self._users(key))
 
     def _rows_of(self, key: Key) -> int:
-        length = self._header.blocks_per_run
-        state = self._documents.get(key.document)
-        return length if state is None else max(0, min(length, state.blocks - key.item * length))
+        """Rows of a run: up to the last block in use. 0 for hashes of which none has to be there."""
+        start, stop = self._blocks_of(key, 1).start, self._blocks_of(key, 1).stop
+        used = [self._in_runs(user, key.table) for user in self._users(key)]
+        return max((min(blocks.stop, stop) - start for blocks in used if common(blocks, range(start, stop))), default=0)
 
-    def _document(self, number: int, state: DocumentState) -> Iterator[Finding]:
+    def _in_runs(self, user: _User, table: Table) -> range:
+        """The blocks of a user that have rows in a table of runs: hashes are those of complete blocks."""
+        if table == Table.LANDMARKS:
+            return user.blocks
+        whole = 0 if user.state.digest is None else user.state.tokens // self._header.spec.block_size
+        return common(user.blocks, range(whole))
+
+    def _length(self, table: Table) -> int:
+        """Blocks in one item of a table."""
+        return {Table.LANDMARKS: self._header.blocks_per_run, Table.HISTORY: HASHES_PER_RUN}.get(table, 1)
+
+    def _blocks_of(self, key: Key, items: int) -> range:
+        length = self._length(key.table)
+        return range(key.item * length, (key.item + items) * length)
+
+    def _users(self, key: Key, items: int = 1) -> list[_User]:
+        """The documents that use any of ``items`` values from ``key`` on."""
+        blocks = self._blocks_of(key, items)
+        return [user for user in self._owners.get(key.document, []) if common(user.blocks, blocks)]
+
+    def _entry(self, state: DocumentState) -> Iterator[Finding]:
         spec = self._header.spec
-        live = state.live()
         if -(-state.tokens // spec.block_size) != state.blocks or not 0 <= state.first <= state.blocks:
             message = f"{state.tokens} tokens do not make blocks {state.first} to {state.blocks} of {spec.block_size}"
             yield Finding(kind="mismatch", message=message, document=state.name)
-        yield from self._compare(Table.TOKENS, number, 0, live)
+        ends = [0, *(stop for _, _, stop in state.spans)]
+        if [start for _, start, _ in state.spans] != ends[:-1] or ends[-1] > state.tokens // spec.block_size:
+            message = f"the spans {list(state.spans)} do not follow each other from block 0 to a complete block"
+            yield Finding(kind="mismatch", message=message, document=state.name)
+
+    def _owned(self, owner: int) -> Iterator[Finding]:
+        """What lies under one number, and what should."""
+        spec, users = self._header.spec, self._owners[owner]
+        blocks = [user.blocks for user in users]
+        yield from self._compare(Table.TOKENS, owner, 0, blocks)
         for layer in range(spec.layers):
-            yield from self._compare(Table.BLOCKS, number, layer, live)
-        length = self._header.blocks_per_run
-        runs = range(live.start // length, -(-live.stop // length)) if live else range(0)
+            yield from self._compare(Table.BLOCKS, owner, layer, blocks)
         for layer in spec.index_layers:
-            yield from self._compare(Table.LANDMARKS, number, layer, runs)
-        layers = {seen[2] for seen in self._seen if seen[:2] == (Table.BLOCKS, number)}
-        marked = {seen[2] for seen in self._seen if seen[:2] == (Table.LANDMARKS, number)}
+            yield from self._compare(Table.LANDMARKS, owner, layer, blocks)
+        hashed = [self._in_runs(user, Table.HISTORY) for user in users]
+        yield from self._compare(Table.HISTORY, owner, 0, hashed, allowed=blocks)
+        layers = {seen[2] for seen in self._seen if seen[:2] == (Table.BLOCKS, owner)}
+        marked = {seen[2] for seen in self._seen if seen[:2] == (Table.LANDMARKS, owner)}
         for layer in sorted((layers - set(range(spec.layers))) | (marked - set(spec.index_layers))):
-            yield self._finding(
-                "unknown", Key(Table.BLOCKS, number, layer), f"layer {layer} has values it should not have"
+            yield from self._named(
+                "unknown", Key(Table.BLOCKS, owner, layer), f"layer {layer} has values it should not have"
             )
 
-    def _compare(self, table: Table, number: int, layer: int, expected: range) -> Iterator[Finding]:
-        seen = self._seen.get((table, number, layer), _Seen())
-        for gap in seen.lacking(expected):
-            yield self._finding(
-                "missing", Key(table, number, layer, gap.start), _items(table, gap, "missing"), len(gap)
+    def _compare(
+        self, table: Table, owner: int, layer: int, blocks: list[range], *, allowed: list[range] | None = None
+    ) -> Iterator[Finding]:
+        """Compare the items that are there with those that ``blocks`` need; ``allowed`` blocks may have them."""
+        length, seen = self._length(table), self._seen.get((table, owner, layer), _Seen())
+        needed = [_items_of(part, length) for part in blocks]
+        for gap in {gap: None for part in needed for gap in lacking(part, seen.ranges)}:
+            yield from self._named(
+                "missing", Key(table, owner, layer, gap.start), _items(table, gap, "missing"), len(gap)
             )
-        for extra in seen.outside(expected):
-            key = Key(table, number, layer, extra.start)
-            yield self._finding("unknown", key, _items(table, extra, "there, and no entry refers to them"), len(extra))
+        for extra in seen.outside(needed if allowed is None else [_items_of(part, length) for part in allowed]):
+            key = Key(table, owner, layer, extra.start)
+            what = _items(table, extra, "there, and no entry refers to them")
+            yield self._finding("unknown", key, what, self._blocks_of(key, len(extra)), self._documents.get(owner))
 
-    def _damaged(self, key: Key, damage: DamagedError) -> Finding:
-        return self._finding("damaged", key, str(damage))
-
-    def _finding(self, kind: str, key: Key, message: str, items: int = 1) -> Finding:
-        """A finding about ``items`` values from ``key`` on, in the words of a user: document, layer, block, tokens."""
+    def _named(self, kind: str, key: Key, message: str, items: int = 1) -> Iterator[Finding]:
+        """A finding about ``items`` values from ``key`` on for each document that uses any of them."""
+        blocks = self._blocks_of(key, items)
         if key.document > MAX_DOCUMENT:  # not of a memory but of its store, which says so
-            return Finding(kind=kind, message=message)
-        if key.table in (Table.META, Table.DOCUMENTS):
-            return Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
-        state = self._documents.get(key.document)
-        name = None if state is None else state.name
-        length = self._header.blocks_per_run if key.table == Table.LANDMARKS else 1
-        first, last = key.item * length, (key.item + items) * length - 1
-        size = self._header.spec.block_size
-        place = f"document {name!r}, layer {key.layer}, {key.table.name.lower()} of block {first}"
+            yield Finding(kind=kind, message=message)
+        elif key.table in (Table.META, Table.DOCUMENTS):
+            yield Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
+        elif users := self._users(key, items):
+            for user in users:
+                yield self._finding(kind, key, message, common(blocks, user.blocks), user.state)
+        else:
+            yield self._finding(kind, key, message, blocks, self._documents.get(key.document))
+
+    def _finding(self, kind: str, key: Key, message: str, blocks: range, state: DocumentState | None) -> Finding:
+        """In the words of a user: document, layer, block, tokens."""
+        name, size = None if state is None else state.name, self._header.spec.block_size
+        place = f"document {name!r}, layer {key.layer}, {key.table.name.lower()} of block {blocks.start}"
         return Finding(
             kind=kind,
             message=f"{place}: {message}",
             document=name,
-            layer=None if key.table == Table.TOKENS else key.layer,
-            block=first,
-            tokens=(first * size, (last + 1) * size - 1),
+            layer=None if key.table in (Table.TOKENS, Table.HISTORY) else key.layer,
+            block=blocks.start,
+            tokens=(blocks.start * size, blocks.stop * size - 1),
         )
+
+    def _histories(self) -> Iterator[Finding]:
+        """Compute the hashes of all documents again, those of shared blocks once."""
+        checked: dict[int, list[range]] = {}
+        for number, state in self._documents.items():
+            if state.digest is None:
+                continue
+            places, complete = Places(number, state), state.complete(self._header.spec.block_size)
+            for owner, blocks in places.pieces(complete):
+                for gap in lacking(blocks, checked.get(owner, [])):
+                    for start in range(gap.start, gap.stop, HASHES_PER_RUN):
+                        yield from self._history(state, places, range(start, min(start + HASHES_PER_RUN, gap.stop)))
+                checked.setdefault(owner, []).append(blocks)
+            yield from self._digest(state, places, complete)
+
+    def _history(self, state: DocumentState, places: Places, blocks: range) -> Iterator[Finding]:
+        spec, history = self._header.spec, history_runs(self._store)
+        layout = token_layout(spec.block_size)
+        ids = Rows(len(blocks), [layout])
+        try:
+            self._store.read([places.tokens(block) for block in blocks], [layout], ids.out)
+            known = blocks.start > state.first or not blocks.start
+            start = digest_at(history, places, state, blocks.start, spec.fingerprint) if known else None
+            wrong = list(
+                broken(history, places, blocks, ids.tensors()[0], None if start is None else bytes.fromhex(start))
+            )
+        except (DamagedError, NotFound):
+            return  # found already, as damaged or missing
+        for block in wrong:
+            message = "the token ids, or the hash, are not those that the history of the document has here"
+            yield from self._named("mismatch", Key(Table.TOKENS, places.owner(block), 0, block), message)
+
+    def _digest(self, state: DocumentState, places: Places, complete: range) -> Iterator[Finding]:
+        """Compare the digest in the entry with the last hash that is stored."""
+        if not complete and state.first:
+            return
+        try:
+            found = digest_at(history_runs(self._store), places, state, complete.stop, self._header.spec.fingerprint)
+        except DamagedError:
+            return
+        if found != state.digest:
+            message = f"the digest of document {state.name!r} is {state.digest}, that of its tokens {found}"
+            yield Finding(kind="mismatch", message=message, document=state.name)
+
+
+def _items_of(blocks: range, length: int) -> range:
+    """The items of ``length`` blocks that hold ``blocks``."""
+    return range(blocks.start // length, -(-blocks.stop // length)) if blocks else range(0)
 
 
 def _differs(found: list[Layout], expected: list[Layout]) -> str | None:
@@ -224,5 +323,5 @@ def _words(layouts: list[Layout]) -> str:
 
 
 def _items(table: Table, items: range, what: str) -> str:
-    noun = "runs" if table == Table.LANDMARKS else "blocks"
+    noun = "runs" if table in (Table.LANDMARKS, Table.HISTORY) else "blocks"
     return f"{noun} {items.start} to {items.stop - 1} are {what}"

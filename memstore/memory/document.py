@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
-from memstore.memory.append import Append, Tokens, as_tokens, delete_blocks
+from memstore.memory.append import Append, Tokens, as_tokens
 from memstore.memory.handle import Handle
 from memstore.memory.layouts import token_layout
+from memstore.memory.places import Places
 from memstore.memory.shared import Shared, next_document_record
-from memstore.memory.state import NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.sharing import forking, truncation
+from memstore.memory.state import NEXT_DOCUMENT, DocumentState
 from memstore.memory.tensors import Rows, from_record
 from memstore.memory.view import LayerView
 from memstore.store.contract import Batch
+
+if TYPE_CHECKING:
+    from memstore.memory.memory import Memory
 
 
 class Document:
@@ -25,9 +31,10 @@ class Document:
     One thread may append while others search and gather. Raises ``NotFound`` once the document was forgotten.
     """
 
-    def __init__(self, shared: Shared, name: str, find: Callable[[str], int | None]) -> None:
+    def __init__(self, shared: Shared, name: str, find: Callable[[str], int | None], memory: Memory) -> None:
         self.name = name
         self._shared = shared
+        self._memory = memory
         self._handle = Handle(shared, name, find)
         self._views: dict[int, LayerView] = {}
         self._lock = threading.RLock()
@@ -44,6 +51,11 @@ class Document:
     def __bool__(self) -> bool:
         # A document without tokens is a document all the same.
         return True
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that it is in."""
+        return self._memory
 
     @property
     def id(self) -> int | None:
@@ -66,14 +78,30 @@ class Document:
         """Live blocks that are full: those that can be found."""
         return self._handle.current().complete(self._shared.spec.block_size)
 
-    def append(self, tokens: Tokens) -> Append:
+    @property
+    def digest(self) -> str | None:
+        """Hash of the model, ``reading``, and the tokens of all complete blocks, in hexadecimal digits.
+
+        Documents with the same digest have the same complete blocks. None where nothing was read yet, and for a
+        document begun by a version of memstore that kept no digests.
+        """
+        return self._handle.current().digest
+
+    @property
+    def reading(self) -> dict[str, Any] | None:
+        """What was given to the first ``append``: how the states were computed."""
+        return self._handle.current().reading
+
+    def append(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> Append:
         """Add ``tokens [t]`` and their states, in one transaction when the body of ``with`` is left.
 
         See ``Append``. An exception in the body writes nothing. Without tokens there is nothing to put or to write.
+        ``reading`` is whatever the states depend on beside the model and the tokens, such as options, as a JSON object;
+        it is kept with the document, and another one later is refused: see ``reuse``.
         Raises ``InvalidArgument``, ``ReadOnlyMemory``, and on leaving also ``StoreFull`` and ``DamagedError``.
         """
         self._check_writable()
-        return Append(self._shared, self._handle.current(), as_tokens(tokens), self._commit)
+        return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
 
     def tokens(self, block: int | None = None) -> Tensor:
         """Token ids ``[n]`` int64 of one block, or of all live blocks. Raises ``NotFound``, ``DamagedError``."""
@@ -115,19 +143,84 @@ class Document:
                 raise InvalidArgument(f"n_blocks must be from 0 to {before.blocks}, not {n_blocks}.")
             if n_blocks == before.blocks or self._handle.id is None:
                 return
-            after = before.cut(n_blocks, self._shared.spec.block_size)
-            self._shared.store.write(self._truncation(Address(self._handle.id), after, before.first))
+            fresh = self._shared.next_document()
+            batch, after = truncation(self._shared, self._handle.id, before, n_blocks, fresh)
+            if after.home == fresh:
+                batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
+            self._shared.store.write(batch)
         for view in self.views():
             if view.index:
                 view.index.cut(before, after)
 
-    def _truncation(self, address: Address, after: DocumentState, first_live: int) -> Batch:
-        batch = Batch()
-        delete_blocks(batch, address, self._shared.spec.layers, after.blocks)
-        for layer in self._shared.spec.index_layers:
-            self._shared.runs(address.id, layer).cut(batch, after.blocks, first_live)
-        batch.put(address.entry, after.to_record())
-        return batch
+    def fork(self, name: str, n_blocks: int | None = None) -> Document:
+        """A new document ``name`` that begins with what this one holds now, or with its blocks below ``n_blocks``.
+
+        Whole blocks are shared, only an incomplete last one is copied, so a fork takes the same short time at any size.
+        From then on the two are independent: appending to, truncating or forgetting one leaves the other as it is.
+        Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            state, child = self._handle.current(), self._memory.document(name)
+            blocks = state.blocks if n_blocks is None else n_blocks
+            if not 0 <= blocks <= state.blocks:
+                raise InvalidArgument(f"n_blocks must be from 0 to {state.blocks}, not {n_blocks}.")
+            if child.id is not None:
+                raise InvalidArgument(f"there is a document {name!r} already; choose another name, or forget it first.")
+            number = self._shared.next_document()
+            parent = Places(number if self._handle.id is None else self._handle.id, state)
+            batch = forking(self._shared, parent, state, name, blocks, number)
+            batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
+            self._shared.store.write(batch)
+        return child
+
+    def copy_to(self, memory: Memory, name: str) -> Document:
+        """Copy this document to ``memory``, in transactions of bounded size; everything is verified on the way.
+
+        A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as
+        a router, are copied too. Raises ``ForeignMemory`` where the memories were made for different models, layouts or
+        routers, ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and
+        ``DamagedError``.
+        """
+        from memstore.memory.copy import copy_document
+
+        return copy_document(self, memory, name, lambda _: None)
+
+    def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
+        """Store a new document that has nothing in it yet, of which blocks below ``first`` have left already.
+
+        Raises ``InvalidArgument`` where it is stored already, and ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            if self.id is not None:
+                raise InvalidArgument(f"document {self.name!r} is stored already.")
+            number, kept = self._shared.next_document(), None if reading is None else dict(reading)
+            tokens = first * self._shared.spec.block_size
+            state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)
+            batch = Batch()
+            batch.put(Places(number, state).entry, state.to_record())
+            batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
+            self._shared.store.write(batch)
+
+    def located(self) -> tuple[DocumentState, Places | None]:
+        """Its entry, and where its blocks lie; None before its first append."""
+        state = self._handle.current()
+        return state, None if self._handle.id is None else Places(self._handle.id, state)
+
+    def reuse(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None, step: int = 1) -> int:
+        """Let a new document begin with the blocks of ``tokens [t]`` that the memory holds already, under any name.
+
+        It becomes a fork of the document that ``Memory.known`` finds, at a multiple of ``step`` blocks. Returns the
+        number of tokens that it has now and that need not be read; 0 where nothing is known, and for a document that
+        is not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            found = None if self.id is not None else self._memory.known(tokens, reading=reading)
+            if found is None or not (blocks := found[1] // step * step):
+                return 0
+            return len(found[0].fork(self.name, blocks))
 
     def _commit(self, append: Append) -> None:
         with self._shared.writing:
@@ -153,11 +246,11 @@ class Document:
         full = range(blocks.start, min(blocks.stop, state.tokens // size))
         layout = token_layout(size)
         rows = Rows(len(full), [layout])
-        address = Address(self._handle.id)
-        self._shared.store.read([address.tokens(block) for block in full], [layout], rows.out)
+        places = Places(self._handle.id, state)
+        self._shared.store.read([places.tokens(block) for block in full], [layout], rows.out)
         parts = [rows.tensors()[0].flatten()]
         if full.stop < blocks.stop:
-            records = self._shared.store.get(address.tokens(full.stop))
+            records = self._shared.store.get(places.tokens(full.stop))
             if records is None:
                 raise NotFound(f"document {self.name!r}: the tokens of block {full.stop} are gone; run verify.")
             parts.append(from_record(records[0])[: state.tokens - full.stop * size])

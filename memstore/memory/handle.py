@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memstore.errors import NotFound
+from memstore.memory.places import Places
 from memstore.memory.shared import Shared
-from memstore.memory.state import Address, DocumentState
+from memstore.memory.state import DocumentState
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class Handle:
         self._seen: _Seen | None = None
 
     @property
-    def address(self) -> Address:
+    def places(self) -> Places:
         """Where its values lie; only for a document that has some."""
+        state = self.current()
         assert self.id is not None
-        return Address(self.id)
+        return Places(self.id, state)
 
     def current(self) -> DocumentState:
         """The state at the last commit of whoever; reads the store only if something was committed since.

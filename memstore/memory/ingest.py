@@ -11,14 +11,16 @@ import torch
 
 
 @contextmanager
-def progress_bar(name: str, done: int, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar, which is told how many tokens more have been read. ``total``: None if nobody knows."""
+def progress_bar(
+    name: str, done: int, total: int | None, show: bool, verb: str = "reading"
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar, which is told how many tokens more are done. ``total``: None if nobody knows."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     of = "" if total is None else f" of {total:,}"
     columns = (
-        TextColumn("reading {task.description}"),
+        TextColumn(f"{verb} {{task.description}}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.completed:,.0f}{task.fields[of]} tokens, {task.fields[speed]:,.0f} tokens/s"),

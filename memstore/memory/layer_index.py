@@ -72,8 +72,8 @@ class LayerIndex:
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index
-        runs = self._handle.shared.runs(self._handle.address.id, self._layer)
-        for blocks, keys in runs.read(range(self._held.stop, complete.stop)):
+        runs = self._handle.shared.runs(self._layer)
+        for blocks, keys in runs.read(self._handle.places, range(self._held.stop, complete.stop)):
             self._index.add(torch.arange(blocks.start, blocks.stop), keys)
             self._held = range(self._held.start, blocks.stop)
         return self._index

@@ -13,13 +13,17 @@ from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import verify
+from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.audit import Finding
 from memstore.memory.blocks import BlockReader
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
+from memstore.memory.history import beginning, chain, known_prefix
 from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
+from memstore.memory.places import Places, count
 from memstore.memory.shared import Shared, not_found
+from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import Mode, Opened, on_disk, open_store
 
@@ -114,13 +118,17 @@ class Memory:
         return self._document(name)
 
     def forget(self, name: str) -> None:
-        """Delete a document and everything of it, in one transaction. Raises ``NotFound``, ``ReadOnlyMemory``."""
+        """Delete a document and everything of it that no fork uses, in one transaction.
+
+        Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
+        """
         self._check_writable()
         with self._shared.writing:
             number = self._find(name)
-            if number is None:
+            state = None if number is None else self._shared.state(number)
+            if number is None or state is None:
                 raise self._no_document(name)
-            self._shared.store.delete(number)
+            self._shared.store.write(forgetting(self._shared, number, state))
         with self._lock:
             self._documents.pop(name, None)
 
@@ -128,6 +136,19 @@ class Memory:
         """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""
         for layer, wanted in blocks.items():
             self.document(document).layer(layer).prefetch(wanted)
+    def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
+        """The document that holds most first blocks of ``tokens [t]``, and how many; None if there is none.
+
+        Found by the hashes of histories: the document was computed with the same ``reading``, and its first blocks
+        hold these tokens. A document whose first blocks have left is not looked at. Raises ``InvalidArgument``.
+        """
+        ids, size = as_tokens(tokens), self.spec.block_size
+        full = len(ids) // size
+        hashes = chain(beginning(self.spec.fingerprint, reading), ids[: full * size].view(full, size))
+        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
+        candidates = [(state, Places(number, state)) for number, state in states if state is not None]
+        found = known_prefix(candidates, self._shared.history, hashes, size)
+        return None if found is None else (self._document(found[0]), found[1])
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
@@ -147,6 +168,15 @@ class Memory:
         """What ``put_info`` stored, or None."""
         return self._named.get_info(name)
 
+    def share_facts(self, other: Memory) -> None:
+        """Give another memory the named arrays and facts of this one that it lacks.
+
+        Raises ``ForeignMemory`` where it has other arrays under a name: states go with the arrays of their memory, such
+        as its router.
+        """
+        other._check_writable()
+        self._named.share(other._named)
+
     def verify(self) -> list[Finding]:
         """Read and check every stored value, and whether all of them fit together. Nothing is changed.
 
@@ -158,12 +188,16 @@ class Memory:
         return verify.check(self._shared.store)
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages."""
-        states = [self._shared.state(number) for number in self._shared.documents()]
-        live = [(state, len(state.live())) for state in states if state is not None]
-        tokens = sum(state.tokens - state.first * self.spec.block_size for state, blocks in live if blocks)
-        blocks = sum(count for _, count in live)
-        incomplete = sum(1 for state, count in live if count and state.tokens % self.spec.block_size)
+        """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.
+
+        Blocks that documents share count for each of them, and once in ``bytes``.
+        """
+        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
+        live = [(state, Places(number, state).pieces(state.live())) for number, state in states if state is not None]
+        tokens = sum(state.tokens - state.first * self.spec.block_size for state, pieces in live if pieces)
+        blocks = sum(len(state.live()) for state, _ in live)
+        stored = count(piece for _, pieces in live for piece in pieces)
+        incomplete = sum(1 for state, pieces in live if pieces and state.tokens % self.spec.block_size)
         disk = self._shared.store.size_bytes()
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]
@@ -172,7 +206,7 @@ class Memory:
             "documents": len(live),
             "tokens": tokens,
             "blocks": blocks,
-            "bytes": self._bytes(tokens, blocks, incomplete),
+            "bytes": self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete),
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
             "index_bytes": sum(view.nbytes for view in views),
@@ -201,7 +235,7 @@ class Memory:
     def _document(self, name: str) -> Document:
         with self._lock:
             if name not in self._documents:
-                self._documents[name] = Document(self._shared, name, self._find)
+                self._documents[name] = Document(self._shared, name, self._find, self)
             return self._documents[name]
 
     def _find(self, name: str) -> int | None:

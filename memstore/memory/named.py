@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from memstore.errors import InvalidArgument
+from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory.shared import Shared
 from memstore.memory.state import FIRST_NAMED, LAST_ITEM
 from memstore.memory.tensors import from_record, to_record
-from memstore.store.contract import Batch, Key, Record, Table
+from memstore.store.contract import Batch, Key, Layout, Record, Table
 
 
 class Named:
@@ -46,6 +46,22 @@ class Named:
         found = self._find("info", name)
         return None if found is None else found[1][0].to_json()["value"]
 
+    def share(self, other: Named) -> None:
+        """Give another memory what it lacks of all this. Raises ``ForeignMemory`` where it has other arrays."""
+        for key in self._keys():
+            records = self._shared.store.get(key)
+            if records is None:
+                continue
+            head = records[0].to_json()
+            there = other._find(head["kind"], head["name"])
+            if there is None:
+                other._put(head["kind"], head["name"], head, list(records[1:]))
+            elif head["kind"] == "arrays" and _contents(there[1]) != _contents(records):
+                raise ForeignMemory(
+                    f"memory {other._shared.url} has other arrays under the name {head['name']!r} than "
+                    f"{self._shared.url}, so their states do not go together. Copy to a new memory."
+                )
+
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         with self._shared.writing:
             found = self._find(kind, name)
@@ -70,3 +86,7 @@ class Named:
 
     def _keys(self) -> list[Key]:
         return self._shared.store.keys(FIRST_NAMED, Key(Table.META, item=LAST_ITEM))
+
+
+def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
+    return [(record.layout, record.payload.tobytes()) for record in records]

@@ -1,8 +1,11 @@
-"""Landmarks in the store: runs of consecutive blocks, of which only the last one is ever rewritten."""
+"""Rows in the store: one short row per block, in runs of consecutive blocks, of which only the last is ever rewritten.
+
+Landmarks are stored like this, and the hashes of a document's history.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,84 +13,115 @@ from torch import Tensor
 from memstore.errors import DamagedError
 from memstore.memory.landmarks import decode, encode
 from memstore.memory.layouts import run_layout
+from memstore.memory.places import Places
 from memstore.memory.spec import MemorySpec
-from memstore.memory.state import LAST_ITEM, Address
 from memstore.memory.tensors import TORCH_DTYPES, from_record, to_record
-from memstore.store.contract import Batch, BlockStore, Key
+from memstore.store.contract import Batch, BlockStore, Key, Layout, Table
 
 
-class LandmarkRuns:
-    """Landmarks of one layer of one document: run ``r`` holds blocks ``r * length`` up to its last one.
+class Runs:
+    """Rows of one table and layer: run ``r`` of an owner holds blocks ``r * length`` up to the last one in use.
 
-    A run always starts at its first block, also where that block has left the memory: a row that was never written
-    is zeros, and no live block ever reads it.
+    A run always starts at its first block, also where that block has left the memory or lies under another owner: a
+    row that was never written is zeros, and no live block ever reads it.
     """
 
-    def __init__(self, store: BlockStore, spec: MemorySpec, address: Address, layer: int, length: int) -> None:
+    def __init__(
+        self, store: BlockStore, table: Table, layer: int, length: int, layout: Callable[[int], Layout]
+    ) -> None:
+        """``layout(n)`` is that of ``n`` rows."""
         self._store = store
-        self._spec = spec
-        self._address = address
+        self._table = table
         self._layer = layer
         self._length = length
+        self._layout = layout
 
-    def read(self, blocks: range) -> Iterator[tuple[range, Tensor]]:
-        """Pieces of ``blocks`` with their landmarks ``[n, G, P, D]`` float32. Raises ``DamagedError``."""
-        for run in range(blocks.start // self._length, -(-blocks.stop // self._length)):
-            start = run * self._length
-            piece = range(max(start, blocks.start), min(start + self._length, blocks.stop))
-            stored = self._stored(run, piece.stop - start)[piece.start - start :]
-            yield piece, decode(stored, self._spec.key_dtype)
+    def read(self, places: Places, blocks: range) -> Iterator[tuple[range, Tensor]]:
+        """Pieces of ``blocks`` with their rows ``[n, ...]``. Raises ``DamagedError``."""
+        for owner, part in places.pieces(blocks):
+            for run in range(part.start // self._length, -(-part.stop // self._length)):
+                start = run * self._length
+                piece = range(max(start, part.start), min(start + self._length, part.stop))
+                yield piece, self._stored(self._key(owner, run), piece.stop - start)[piece.start - start :]
 
-    def write(self, batch: Batch, first_block: int, landmarks: Tensor, first_live: int) -> None:
-        """Put ``landmarks [n, G, P, D]`` of blocks ``first_block ...``, and whatever shares a run with them.
+    def write(self, batch: Batch, places: Places, first_block: int, rows: Tensor, first_live: int) -> None:
+        """Put ``rows [n, ...]`` of blocks ``first_block ...``, which lie at home, and what shares a run with them.
 
         Runs whose blocks are all before ``first_live`` are left out. Raises ``DamagedError``.
         """
-        rows = encode(landmarks, self._spec.key_dtype)
         run, offset = divmod(first_block, self._length)
         if offset:
-            rows = torch.cat([self._head(run, offset, first_live), rows])
+            head = self._head(self._key(places.home, run), offset, max(first_live, places.start))
+            rows = torch.cat([head, rows])
         for start in range(0, len(rows), self._length):
             number = run + start // self._length
             if (number + 1) * self._length > first_live:
-                batch.put(self._key(number), to_record(rows[start : start + self._length]))
+                batch.put(self._key(places.home, number), to_record(rows[start : start + self._length]))
 
-    def cut(self, batch: Batch, blocks: int, first_live: int) -> None:
-        """Drop everything from block ``blocks`` on. Raises ``DamagedError``."""
-        run, rows = divmod(blocks, self._length)
-        if rows and blocks > first_live:
-            batch.put(self._key(run), to_record(self._stored(run, rows)))
-            run += 1
-        batch.delete(self._key(run), self._last())
+    def release(self, batch: Batch, owner: int, gap: range, used: Sequence[range]) -> None:
+        """Delete what nobody uses any more: rows of ``gap``, next to those that are ``used``. Raises ``DamagedError``.
 
-    def leave(self, batch: Batch, before: range) -> None:
-        """Delete the runs of which every block is below ``before.stop``, from that of ``before.start`` on."""
-        first, stop = before.start // self._length, before.stop // self._length
-        if stop > first:
-            batch.delete(self._key(first), self._key(stop - 1))
+        A run that is used loses the rows behind the last one in use; those before it stay.
+        """
+        first, last = gap.start // self._length, (gap.stop - 1) // self._length
+        if stop := self._stop(first, used):
+            if stop <= gap.start:
+                self._shorten(batch, self._key(owner, first), stop - first * self._length)
+            first += 1
+        if last >= first and self._stop(last, used):
+            last -= 1
+        if last >= first:
+            batch.delete(self._key(owner, first), self._key(owner, last))
 
-    def _head(self, run: int, rows: int, first_live: int) -> Tensor:
-        """The first ``rows`` of a run, as stored; zeros where all of them have left the memory."""
-        if run * self._length + rows <= first_live:
-            layout = run_layout(self._spec, rows)
-            return torch.zeros(layout.shape, dtype=TORCH_DTYPES[layout.dtype])
-        return self._stored(run, rows)
+    def _stop(self, run: int, used: Sequence[range]) -> int:
+        """One more than the last block of a run that is in use; 0 where none is."""
+        start, stop = run * self._length, (run + 1) * self._length
+        return max((min(part.stop, stop) for part in used if part.start < stop and part.stop > start), default=0)
 
-    def _stored(self, run: int, rows: int) -> Tensor:
-        records = self._store.get(self._key(run))
-        expected = run_layout(self._spec, rows)
+    def _shorten(self, batch: Batch, key: Key, rows: int) -> None:
+        records = self._store.get(key)
+        if records is not None and records[0].layout.shape[0] > rows:
+            batch.put(key, to_record(self._stored(key, rows)))
+
+    def _head(self, key: Key, rows: int, first: int) -> Tensor:
+        """The first ``rows`` of a run as stored; zeros for those before block ``first`` that are not there."""
+        if key.item * self._length + rows > first:
+            return self._stored(key, rows)
+        records = self._store.get(key)
+        there = 0 if records is None else min(rows, records[0].layout.shape[0])
+        layout = self._layout(rows - there)
+        zeros = torch.zeros(layout.shape, dtype=TORCH_DTYPES[layout.dtype])
+        return torch.cat([self._stored(key, there), zeros]) if there else zeros
+
+    def _stored(self, key: Key, rows: int) -> Tensor:
+        records = self._store.get(key)
+        expected = self._layout(rows)
         layouts = [record.layout for record in records or ()]
         good = len(layouts) == 1 and layouts[0].dtype == expected.dtype and layouts[0].shape[1:] == expected.shape[1:]
         if not records or not good or layouts[0].shape[0] < rows:
             found = f"{layouts} lies there" if layouts else "there is nothing"
             raise DamagedError(
-                f"landmarks of document {self._address.id}, layer {self._layer}, run {run}: "
+                f"{self._table.name.lower()} of document {key.document}, layer {self._layer}, run {key.item}: "
                 f"expected {expected}, {found}; run verify"
             )
         return from_record(records[0])[:rows]
 
-    def _key(self, run: int) -> Key:
-        return self._address.run(self._layer, run)
+    def _key(self, owner: int, run: int) -> Key:
+        return Key(self._table, owner, self._layer, run)
 
-    def _last(self) -> Key:
-        return self._key(LAST_ITEM)
+
+class LandmarkRuns(Runs):
+    """The landmarks of one layer."""
+
+    def __init__(self, store: BlockStore, spec: MemorySpec, layer: int, length: int) -> None:
+        super().__init__(store, Table.LANDMARKS, layer, length, lambda rows: run_layout(spec, rows))
+        self._key_dtype = spec.key_dtype
+
+    def read(self, places: Places, blocks: range) -> Iterator[tuple[range, Tensor]]:
+        """Pieces of ``blocks`` with their landmarks ``[n, G, P, D]`` float32. Raises ``DamagedError``."""
+        for piece, rows in super().read(places, blocks):
+            yield piece, decode(rows, self._key_dtype)
+
+    def write(self, batch: Batch, places: Places, first_block: int, rows: Tensor, first_live: int) -> None:
+        """Put landmarks ``rows [n, G, P, D]``; see ``Runs.write``."""
+        super().write(batch, places, first_block, encode(rows, self._key_dtype), first_live)

@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 from memstore.errors import InvalidArgument, NotFound
 from memstore.index import VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
+from memstore.memory.history import history_runs
 from memstore.memory.landmarks import index_dtype
 from memstore.memory.layouts import block_layouts
-from memstore.memory.runs import LandmarkRuns
+from memstore.memory.runs import LandmarkRuns, Runs
 from memstore.memory.spec import MemorySpec
 from memstore.memory.state import LAST_DOCUMENT, NEXT_DOCUMENT, Address, DocumentState
 from memstore.store.contract import BlockStore, Layout, Record
@@ -46,9 +47,14 @@ class Shared:
         """Layout of each field of a block, in the order of the records."""
         return block_layouts(self.spec)
 
-    def runs(self, document: int, layer: int) -> LandmarkRuns:
-        """The stored landmarks of one layer of a document."""
-        return LandmarkRuns(self.store, self.spec, Address(document), layer, self.run_length)
+    def runs(self, layer: int) -> LandmarkRuns:
+        """The stored landmarks of one layer."""
+        return LandmarkRuns(self.store, self.spec, layer, self.run_length)
+
+    @property
+    def history(self) -> Runs:
+        """The stored hashes of the histories of documents."""
+        return history_runs(self.store)
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from memstore.errors import ForeignMemory
 from memstore.store.contract import Key, Record, Table
@@ -16,6 +17,8 @@ NEXT_DOCUMENT = Key(Table.META, item=1)
 """JSON ``{"next_document": n}``: numbers of documents are never used twice."""
 FIRST_NAMED = Key(Table.META, item=16)
 """From here on: arrays and facts under names, see ``named.py``."""
+
+_ALWAYS = ("name", "tokens", "blocks", "first", "edits", "state")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,14 @@ class DocumentState:
     """Number of truncations. While it stays the same, complete blocks never change."""
     state: str = "live"
     """Room for other states in later versions."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """``(owner, start, stop)``: blocks that lie under the number of another document, ascending from block 0 on."""
+    home: int | None = None
+    """The number under which the blocks after the spans lie; None: the document's own."""
+    digest: str | None = None
+    """Hash of the history of all complete blocks, see ``history.py``; None where it was never computed."""
+    reading: dict[str, Any] | None = None
+    """What the states depend on beside fingerprint and tokens, in the words of whoever computed them."""
 
     def live(self) -> range:
         """All live blocks."""
@@ -52,11 +63,15 @@ class DocumentState:
     def cut(self, blocks: int, block_size: int) -> DocumentState:
         """After a truncation to ``blocks``."""
         tokens = min(self.tokens, blocks * block_size)
-        return replace(self, tokens=tokens, blocks=blocks, first=min(self.first, blocks), edits=self.edits + 1)
+        spans = tuple((owner, start, min(stop, blocks)) for owner, start, stop in self.spans if start < blocks)
+        first = min(self.first, blocks)
+        return replace(self, tokens=tokens, blocks=blocks, first=first, edits=self.edits + 1, spans=spans)
 
     def to_record(self) -> Record:
-        """As stored."""
-        return Record.from_json(asdict(self))
+        """As stored: what not every document has is left out, so that plain entries stay as they always were."""
+        plain = asdict(DocumentState(name=self.name))
+        values = asdict(self)
+        return Record.from_json({key: values[key] for key in values if key in _ALWAYS or values[key] != plain[key]})
 
     @classmethod
     def from_record(cls, record: Record) -> DocumentState:
@@ -66,12 +81,13 @@ class DocumentState:
             raise ForeignMemory(
                 f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
             )
-        return cls(**values)
+        spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
+        return cls(**values, spans=spans)
 
 
 @dataclass(frozen=True)
 class Address:
-    """Keys of the values of document number ``id``."""
+    """Keys of the values that lie under number ``id``, which is a document's or the home that a document moved to."""
 
     id: int
 

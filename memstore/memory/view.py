@@ -11,6 +11,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
+from memstore.memory.places import Places
 from memstore.memory.state import DocumentState
 from memstore.store.tiered import UNKEPT, Name
 
@@ -122,8 +123,8 @@ class LayerView:
             raise self._blame_landmarks(blocks, error) from error
 
     def _read_landmarks(self, blocks: range) -> Tensor:
-        runs = self._shared.runs(self._handle.address.id, self._layer)
-        return torch.cat([keys for _, keys in runs.read(blocks)])
+        runs = self._shared.runs(self._layer)
+        return torch.cat([keys for _, keys in runs.read(self._handle.places, blocks)])
 
     def _searchable(self) -> LayerIndex:
         if self.index is None:
@@ -132,9 +133,12 @@ class LayerView:
         return self.index
 
     def _names(self, blocks: Sequence[int], state: DocumentState) -> list[Name]:
-        document, complete = self._handle.address.id, state.complete(self._shared.spec.block_size)
+        number = self._handle.id
+        assert number is not None
+        places, complete = Places(number, state), state.complete(self._shared.spec.block_size)
         return [
-            Name(document, state.edits if block < complete.stop else UNKEPT, self._layer, block) for block in blocks
+            Name(number, state.edits if block < complete.stop else UNKEPT, self._layer, block, places.owner(block))
+            for block in blocks
         ]
 
     def _unedited(self, state: DocumentState) -> Callable[[], bool]:

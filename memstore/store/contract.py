@@ -34,13 +34,14 @@ ITEM_BYTES = {
 
 
 class Table(IntEnum):
-    """The five tables of a memory."""
+    """The six tables of a memory."""
 
     META = 0
     DOCUMENTS = 1
     TOKENS = 2
     BLOCKS = 3
     LANDMARKS = 4
+    HISTORY = 5
 
 
 class Key(NamedTuple):

@@ -41,11 +41,13 @@ class Name(NamedTuple):
     """Number of truncations of the document: while it is the same, complete blocks never change. Or ``UNKEPT``."""
     layer: int
     block: int
+    owner: int
+    """The number under which it lies: that of another document, where it is shared."""
 
     @property
     def key(self) -> Key:
         """Where it is in the store."""
-        return Key(Table.BLOCKS, self.document, self.layer, self.block)
+        return Key(Table.BLOCKS, self.owner, self.layer, self.block)
 
 
 @dataclass

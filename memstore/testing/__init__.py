@@ -1,1 +1,4 @@
-"""Conformance suites for back ends; import them from their modules, which need pytest: ``memstore.testing.stores``."""
+"""Conformance suites for back ends; import them from their modules, which need pytest and hypothesis.
+
+``memstore.testing.stores``, ``memstore.testing.indexes``, and ``memstore.testing.memories`` for whole memories.
+"""

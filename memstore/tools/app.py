@@ -15,6 +15,7 @@ import typer
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.tools.ask import ask
+from memstore.tools.copy import copy
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.ls import ls
@@ -82,7 +83,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for function in (read, ask, ls, show, verify, stats, demo):
+for function in (read, ask, ls, show, verify, stats, copy, demo):
     app.command()(verb(function))
 
 

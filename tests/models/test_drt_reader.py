@@ -441,3 +441,15 @@ def test_another_codec_than_the_memorys_is_refused(tmp_path: Path) -> None:
     Reader(model, tmp_path / "m", codec="int8").close()
     with pytest.raises(ForeignMemory, match="codec: int4 here, int8 in the memory"):
         Reader(model, tmp_path / "m", codec="int4")
+
+
+def test_a_text_that_the_memory_holds_is_not_read_again(tmp_path: Path) -> None:
+    model, text = make(state_dtype="float32"), tokens(400)[0]
+    with memstore.open(tmp_path / "m", spec=memory_spec(model)) as memory:
+        Reader(model, memory, "one").read(text[:300])
+        reader = Reader(model, memory, "two")
+        result = reader.read(text[:390])
+        size = memory.spec.block_size
+        assert (result.reused, result.new) == (300 // size * size, 390 - 300 // size * size)
+        close(asked(model, reader, text[390:]), logits(model, text[None])[0, 390:])
+        assert memory.verify() == []

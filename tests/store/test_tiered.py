@@ -67,7 +67,7 @@ def make_tiers(store: WatchedStore) -> Iterator[Callable[..., Tiers]]:
 
 
 def names(*blocks: int, edits: int = 0) -> list[Name]:
-    return [Name(1, edits, 0, block) for block in blocks]
+    return [Name(1, edits, 0, block, 1) for block in blocks]
 
 
 def yes() -> bool:

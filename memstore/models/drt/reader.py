@@ -58,7 +58,7 @@ class ReadResult:
     new: int
     """Tokens read by this call."""
     reused: int
-    """Tokens that were there already."""
+    """Tokens that were there already, in this document or in others that begin with the same text."""
     seconds: float
 
     @property
@@ -176,8 +176,12 @@ class Reader:
 
         ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Where they
         end before the document does, they are compared and it stays as it is. Raises ``InvalidArgument`` where
-        the document holds another text.
+        the document holds another text. A new document shares the blocks of another one of this memory that begins with
+        the same text (as far as it is not an iterator), which then need not be read.
         """
+        if _is_flat(tokens) and self.memory.mode != "r":
+            (flat,) = _pieces(tokens)
+            self.document.reuse(flat)
         stored = len(self.document)
         seen = 0
 

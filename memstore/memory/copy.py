@@ -1,0 +1,160 @@
+"""Copying documents and whole memories, between any two stores.
+
+What is copied is read with all its checks and appended to the target in transactions of bounded size. So if it stops
+in the middle, the target holds a beginning of the document that is sound in itself, and the next copy goes on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from memstore.errors import DamagedError, InvalidArgument
+from memstore.memory.ingest import progress_bar
+from memstore.memory.layouts import block_layouts
+from memstore.memory.memory import Memory, check_same, open_memory
+from memstore.memory.places import common
+from memstore.memory.urls import is_path
+
+if TYPE_CHECKING:
+    from memstore.memory.document import Document
+
+TRANSACTION_BYTES = 64 << 20
+"""States that are copied in one transaction; at least one block of all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyResult:
+    """What ``copy_memory`` did."""
+
+    documents: int
+    """Documents of the source, all of which the target has now."""
+    tokens: int
+    """Tokens in them."""
+    copied_tokens: int
+    """Tokens that were copied; the others were there, or are shared with a document that a fork was made of."""
+
+
+def copy_document(source: Document, memory: Memory, name: str, advance: Callable[[int], None]) -> Document:
+    """See ``Document.copy_to``; ``advance`` is told how many tokens more have been copied."""
+    if source.memory is memory and source.name == name:
+        raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
+    check_same(memory.spec, source.memory)
+    source.memory.share_facts(memory)
+    target = memory.document(name)
+    if target.id is None:
+        target.begin(source.blocks.start, source.reading)
+    _check_beginning(source, target)
+    size = memory.spec.block_size
+    step = max(1, TRANSACTION_BYTES // (memory.spec.layers * sum(lay.nbytes for lay in block_layouts(memory.spec))))
+    while (done := len(target)) < len(source):
+        blocks = range(done // size, min(done // size + step, source.n_blocks))
+        _copy_blocks(source, target, blocks, done)
+        advance(len(target) - done)
+    _check_digests(source, target)
+    return target
+
+
+def copy_memory(source: str | Path, target: str | Path, *, progress: bool = False) -> CopyResult:
+    """Copy every document of the memory at ``source``, and what is stored beside them, into that at ``target``.
+
+    The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
+    again. Documents that share blocks share them in the target too. This is ``memstore.copy``.
+
+    Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
+    it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
+    whatever ``memstore.open`` raises.
+    """
+    if _place(source) == _place(target):
+        raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
+    with open_memory(source, mode="r") as old, open_memory(target, spec=old.spec) as new:
+        documents = old.documents()
+        old.share_facts(new)
+        total, done = sum(map(len, documents)), sum(_begun(document, new) for document in documents)
+        copied = 0
+
+        def count(tokens: int) -> None:
+            nonlocal copied
+            copied += tokens
+            advance(tokens)
+
+        with progress_bar(str(source), done, total, progress, verb="copying") as advance:
+            for at, document in enumerate(documents):
+                advance(_fork(document, documents[:at], new))
+                copy_document(document, new, document.name, count)
+    return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
+
+
+def _place(url: str | Path) -> str:
+    return str(Path(url).resolve()) if is_path(url) else str(url)
+
+
+def _begun(document: Document, memory: Memory) -> int:
+    return len(memory.document(document.name))
+
+
+def _check_beginning(source: Document, target: Document) -> None:
+    """Raise ``InvalidArgument`` unless the target holds a beginning of the source."""
+    same = target.reading == source.reading and target.blocks.start <= source.blocks.start
+    both = min(len(source), len(target))
+    first, size = source.blocks.start, source.memory.spec.block_size
+    if same and both > first * size:
+        ours, theirs = source.tokens(), target.tokens()[(first - target.blocks.start) * size :]
+        n = min(len(ours), len(theirs))
+        same = ours[:n].equal(theirs[:n])
+    if not same or len(target) > len(source) or len(target) < first * size:
+        raise InvalidArgument(
+            f"memory {target.memory.url} has a document {target.name!r} that is no beginning of document "
+            f"{source.name!r} of {source.memory.url}; copy it under another name, or forget that one first."
+        )
+
+
+def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -> None:
+    """Append what the source has in ``blocks`` to the target, which has ``done`` tokens."""
+    spec = source.memory.spec
+    live = common(blocks, source.blocks)
+    ids = torch.cat([source.tokens(block) for block in live])
+    with target.append(ids[done - live.start * spec.block_size :]) as batch:
+        for layer in range(spec.layers):
+            view = source.layer(layer)
+            marks = view.landmarks(live) if layer in spec.index_layers else None
+            batch.put(layer, landmarks=marks, **view.gather(live))
+
+
+def _check_digests(source: Document, target: Document) -> None:
+    """Raise ``DamagedError`` where the tokens that were copied are not those that the source once hashed."""
+    fingerprint, theirs = source.memory.spec.fingerprint, target.memory.spec.fingerprint
+    digests = {source.digest, target.digest} - {None}
+    if fingerprint == theirs and len(source) == len(target) and len(digests) > 1:
+        raise DamagedError(
+            f"the token ids of document {source.name!r} are not those that were read: its digest is {source.digest}, "
+            f"that of its copy {target.digest}. Run verify on {source.memory.url}, and forget the copy."
+        )
+
+
+def _fork(document: Document, others: list[Document], memory: Memory) -> int:
+    """Let the copy of ``document`` begin as a fork, if it shares blocks with one copied before; tokens it has then."""
+    if memory.document(document.name).id is not None:
+        return 0
+    shared = [(_shared_blocks(document, other), other.name) for other in others]
+    blocks, name = max(shared, default=(0, ""))
+    return len(memory.document(name).fork(document.name, blocks)) if blocks else 0
+
+
+def _shared_blocks(one: Document, other: Document) -> int:
+    """How many first blocks two documents have in common, as values; 0 where their first live blocks differ."""
+    (state, places), (also, elsewhere) = one.located(), other.located()
+    if places is None or elsewhere is None or state.first != also.first or state.reading != also.reading:
+        return 0
+    stop = 0
+    for mine, theirs in zip(places.pieces(range(state.blocks)), elsewhere.pieces(range(also.blocks)), strict=False):
+        if mine.owner != theirs.owner:
+            break
+        stop = min(mine.blocks.stop, theirs.blocks.stop)
+        if mine.blocks != theirs.blocks:
+            break
+    return stop

@@ -1,0 +1,117 @@
+"""The history of a document: a chain of hashes over its tokens, one for each complete block.
+
+The hash before the first block says which model computed the states, and how it read: ``h = H(fingerprint, reading)``.
+That of a block says everything up to its end: ``h[i] = H(h[i - 1], tokens of block i)``. So where the hashes of two
+blocks are equal, their whole histories are, and with them their states: blocks are found by hash and shared.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import DamagedError
+from memstore.memory.fingerprint import Fingerprint
+from memstore.memory.places import Places
+from memstore.memory.runs import Runs
+from memstore.memory.state import DocumentState
+from memstore.memory.tensors import byte_rows
+from memstore.store.contract import BlockStore, Layout, Table
+
+HASH_BYTES = 16
+HASHES_PER_RUN = 240
+"""So that a run, which every append rewrites, takes one page of 4 KiB."""
+
+
+def history_runs(store: BlockStore) -> Runs:
+    """The stored hashes: uint8 ``[n, HASH_BYTES]``."""
+    return Runs(store, Table.HISTORY, 0, HASHES_PER_RUN, lambda rows: Layout("uint8", (rows, HASH_BYTES)))
+
+
+def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> bytes:
+    """The hash before the first block."""
+    return _hash(json.dumps([fingerprint.to_dict(), reading], sort_keys=True).encode())
+
+
+def chain(start: bytes, tokens: Tensor) -> Tensor:
+    """Hashes uint8 ``[n, HASH_BYTES]`` of complete blocks ``tokens [n, S]`` int32 that come after hash ``start``."""
+    hashes = bytearray()
+    for row in byte_rows(tokens):
+        start = _hash(start + row.tobytes())
+        hashes += start
+    flat = torch.frombuffer(hashes, dtype=torch.uint8) if hashes else torch.empty(0, dtype=torch.uint8)
+    return flat.reshape(-1, HASH_BYTES)
+
+
+def digest_at(history: Runs, places: Places, state: DocumentState, block: int, fingerprint: Fingerprint) -> str | None:
+    """The digest of a document before ``block``; None where it has no digests. Raises ``DamagedError``."""
+    if state.digest is None:
+        return None
+    return (_row(history, places, block - 1) if block else beginning(fingerprint, state.reading)).hex()
+
+
+def agreeing(history: Runs, places: Places, state: DocumentState, hashes: Tensor, least: int, size: int) -> int:
+    """How many first blocks have the history that ``hashes [n, HASH_BYTES]`` say, if more than ``least``; else 0.
+
+    ``size`` is the number of tokens in a block. Raises ``DamagedError``.
+    """
+    if state.digest is None or state.first:
+        return 0
+
+    def differs(block: int) -> bool:
+        return _row(history, places, block) != _bytes(hashes[block])
+
+    most = min(len(hashes), state.tokens // size)
+    if least >= most or differs(least):  # most documents have nothing in common with the text: one look at each
+        return 0
+    return bisect_left(range(most), True, least, most, key=differs)
+
+
+def broken(
+    history: Runs, places: Places, blocks: range, tokens: Iterable[Tensor], start: bytes | None
+) -> Iterator[int]:
+    """The ``blocks`` of which the stored hash does not follow from the one before it and ``tokens [S]`` int32.
+
+    ``start`` is the hash before the first of them; None, where it is not known, passes the first block.
+    Raises ``DamagedError``.
+    """
+    rows = torch.cat([rows for _, rows in history.read(places, blocks)]) if blocks else torch.empty(0)
+    for block, row, ids in zip(blocks, rows, tokens, strict=True):
+        stored = _bytes(row)
+        if start is not None and _hash(start + byte_rows(ids[None])[0].tobytes()) != stored:
+            yield block
+        start = stored
+
+
+def known_prefix(
+    candidates: Iterable[tuple[DocumentState, Places]], history: Runs, hashes: Tensor, size: int
+) -> tuple[str, int] | None:
+    """The document, by name, that has most blocks of the history ``hashes``, and how many; None if none has any."""
+    found: tuple[str, int] | None = None
+    for state, places in candidates:
+        try:
+            count = agreeing(history, places, state, hashes, found[1] if found else 0, size)
+        except DamagedError:
+            continue  # verify names it; here it only means that nothing of this document is used
+        if count:
+            found = state.name, count
+    return found
+
+
+def _row(history: Runs, places: Places, block: int) -> bytes:
+    ((_, row),) = history.read(places, range(block, block + 1))
+    return _bytes(row)
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.numpy().tobytes()
+
+
+def _hash(content: bytes) -> bytes:
+    return blake2b(content, digest_size=HASH_BYTES).digest()

@@ -1,0 +1,93 @@
+"""Where the values of a document lie: which of its blocks are stored under which number.
+
+A document writes under a number of its own, its *home*. A fork shares blocks that another document wrote, so its first
+blocks lie under the numbers of others, which its entry lists as *spans*. Nothing is counted: what is in use follows
+from the entries of all documents, read when something is to be deleted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from memstore.memory.state import LAST_ITEM, Address, DocumentState
+from memstore.store.contract import Key
+
+
+class Piece(NamedTuple):
+    """Consecutive blocks that lie under one number."""
+
+    owner: int
+    blocks: range
+
+
+class Places:
+    """Where the blocks of document ``number`` lie, as its entry has it."""
+
+    def __init__(self, number: int, state: DocumentState) -> None:
+        self.home = number if state.home is None else state.home
+        """The number under which new blocks are written."""
+        self.entry = Address(number).entry
+        """Key of the DOCUMENTS entry."""
+        self._spans = [Piece(owner, range(start, stop)) for owner, start, stop in state.spans]
+        self._stops = [span.blocks.stop for span in self._spans]
+        self.start = self._stops[-1] if self._stops else 0
+        """The first block that lies at home, whether it exists or not."""
+
+    def owner(self, block: int) -> int:
+        """The number under which a block lies."""
+        at = bisect_right(self._stops, block)
+        return self.home if at == len(self._stops) else self._spans[at].owner
+
+    def pieces(self, blocks: range) -> list[Piece]:
+        """``blocks`` in order, cut where the owner changes."""
+        everything = [*self._spans, Piece(self.home, range(self.start, LAST_ITEM))]
+        parts = [Piece(owner, common(span, blocks)) for owner, span in everything]
+        return [part for part in parts if part.blocks]
+
+    def below(self, stop: int) -> tuple[tuple[int, int, int], ...]:
+        """The spans of a document that shares all blocks below ``stop``."""
+        return tuple((owner, blocks.start, blocks.stop) for owner, blocks in self.pieces(range(stop)))
+
+    def tokens(self, block: int) -> Key:
+        """Key of the token ids of a block."""
+        return Address(self.owner(block)).tokens(block)
+
+    def block(self, layer: int, block: int) -> Key:
+        """Key of the states of a block."""
+        return Address(self.owner(block)).block(layer, block)
+
+
+def common(one: range, other: range) -> range:
+    """What two ranges of step 1 have in common."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def lacking(expected: range, there: Iterable[range]) -> list[range]:
+    """What is in ``expected`` and in none of ``there``."""
+    gaps, start = [], expected.start
+    for part in sorted(there, key=lambda part: part.start):
+        gaps.append(range(start, min(part.start, expected.stop)))
+        start = max(start, part.stop)
+    gaps.append(range(start, expected.stop))
+    return [gap for gap in gaps if gap]
+
+
+def count(pieces: Iterable[Piece]) -> int:
+    """How many different blocks there are in ``pieces``."""
+    total = 0
+    for ranges in by_owner(pieces).values():
+        done: list[range] = []
+        for blocks in ranges:
+            total += sum(map(len, lacking(blocks, done)))
+            done.append(blocks)
+    return total
+
+
+def by_owner(pieces: Iterable[Piece]) -> dict[int, list[range]]:
+    """The blocks of each owner; they may overlap."""
+    used: dict[int, list[range]] = {}
+    for owner, blocks in pieces:
+        used.setdefault(owner, []).append(blocks)
+    return used

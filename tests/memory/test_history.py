@@ -1,0 +1,174 @@
+"""Histories: what was read before is found by hashes, shared instead of read, and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from memstore.errors import InvalidArgument
+from memstore.memory import Memory
+from memstore.memory.history import HASHES_PER_RUN
+from memstore.memory.layouts import token_layout
+from memstore.memory.state import Address
+from memstore.memory.tensors import to_record
+from memstore.store import Batch, Key, Record, Table
+from tests.memory.conftest import MakeMemory
+from tests.memory.helpers import LAYERS, S, append, check_content, in_blocks, landmarks, random_tokens, states
+
+TEXT = random_tokens(10 * S)
+
+
+def append_as(memory: Memory, name: str, tokens: torch.Tensor, reading: dict[str, int]) -> None:
+    """Like ``append`` to a new document, saying how it was read."""
+    blocks = in_blocks(tokens)
+    with memory.document(name).append(tokens, reading=reading) as batch:
+        for layer in range(LAYERS):
+            marks = landmarks(blocks, layer) if layer in (0, 2) else None
+            batch.put(layer, landmarks=marks, **states(blocks, layer))
+
+
+def by_hand(memory: Memory, tokens: torch.Tensor) -> str:
+    digest = hashlib.blake2b(
+        json.dumps([memory.spec.fingerprint.to_dict(), None], sort_keys=True).encode(), digest_size=16
+    ).digest()
+    for block in tokens[: len(tokens) // S * S].reshape(-1, S):
+        digest = hashlib.blake2b(digest + block.int().numpy().tobytes(), digest_size=16).digest()
+    return digest.hex()
+
+
+def test_the_digest_follows_from_the_tokens_however_they_came(memory: Memory) -> None:
+    document = memory.document("text")
+    assert document.digest is None
+    for start in range(0, 39, 3):
+        append(document, TEXT[start : start + 3])
+        assert document.digest == by_hand(memory, TEXT[: start + 3])
+    document.truncate(4)
+    assert document.digest == by_hand(memory, TEXT[: 4 * S])
+    assert document.fork("fork", 2).digest == by_hand(memory, TEXT[: 2 * S])
+    document.truncate(0)
+    append(document, TEXT[5:30])
+    assert document.digest == by_hand(memory, TEXT[5:30])
+    assert memory.verify() == []
+
+
+def test_many_runs_of_hashes(memory: Memory) -> None:
+    text = random_tokens((2 * HASHES_PER_RUN + 7) * S)
+    append(memory.document("long"), text[: (HASHES_PER_RUN - 1) * S + 1])
+    append(memory.document("long"), text[(HASHES_PER_RUN - 1) * S + 1 :])
+    fork = memory.document("long").fork("fork", HASHES_PER_RUN + 3)
+    append(fork, TEXT)
+    assert memory.verify() == []
+    assert fork.digest == by_hand(memory, torch.cat([text[: (HASHES_PER_RUN + 3) * S], TEXT]))
+    assert memory.known(text)[1] == 2 * HASHES_PER_RUN + 7  # type: ignore[index]
+    memory.document("long").truncate(HASHES_PER_RUN)
+    memory.forget("long")
+    assert memory.known(text)[1] == HASHES_PER_RUN + 3  # type: ignore[index]
+    assert memory.verify() == []
+
+
+def test_the_longest_known_beginning_is_found(memory: Memory) -> None:
+    append(memory.document("other"), TEXT[3:])
+    append(memory.document("short"), TEXT[: 3 * S + 1])
+    append(memory.document("long"), torch.cat([TEXT[: 6 * S + 1], TEXT[: 2 * S]]))
+    for length, expected in ((len(TEXT), 6), (6 * S - 1, 5), (2 * S, 2)):
+        found = memory.known(TEXT[:length])
+        assert found is not None
+        assert found[1] == expected
+    assert memory.known(TEXT[: S - 1]) is None
+    assert memory.known(TEXT[1:]) is None
+
+
+def test_a_new_document_reuses_what_is_known_and_goes_on(memory: Memory) -> None:
+    append(memory.document("one"), TEXT[: 6 * S + 1])
+    two = memory.document("two")
+    assert two.reuse(TEXT) == 6 * S
+    check_content(two, TEXT[: 6 * S])
+    append(two, TEXT[6 * S :])
+    check_content(two, TEXT)
+    assert two.reuse(TEXT) == 0
+    assert memory.document("three").reuse(TEXT, step=4) == 8 * S
+    assert memory.document("four").reuse(random_tokens(40, seed=3)) == 0
+    assert len(memory.document("four")) == 0
+    assert memory.verify() == []
+
+
+def test_states_that_were_read_in_another_way_are_not_reused(memory: Memory) -> None:
+    append_as(memory, "wide", TEXT, {"window": 8})
+    assert memory.document("wide").reading == {"window": 8}
+    assert memory.document("plain").reuse(TEXT) == 0
+    assert memory.document("narrow").reuse(TEXT, reading={"window": 4}) == 0
+    fork = memory.document("same")
+    assert fork.reuse(TEXT, reading={"window": 8}) == len(TEXT)
+    assert fork.reading == {"window": 8}
+    with pytest.raises(InvalidArgument, match=r"begun with reading=\{'window': 8\}, not \{'window': 4\}"):
+        fork.append(TEXT, reading={"window": 4})
+    with pytest.raises(InvalidArgument, match="JSON"):
+        memory.document("bad").append(TEXT, reading={"window": object()})
+    assert memory.verify() == []
+
+
+def test_a_document_whose_first_blocks_have_left_is_not_reused(make_memory: MakeMemory) -> None:
+    memory = make_memory(capacity=3)
+    append(memory.document("one"), TEXT[: 3 * S])
+    assert memory.document("two").reuse(TEXT) == 3 * S
+    append(memory.document("two"), TEXT[3 * S :])
+    append(memory.document("one"), TEXT[:5])
+    assert memory.known(TEXT) is None
+    assert memory.verify() == []
+
+
+def test_a_document_begun_without_digests_goes_on_without(memory: Memory) -> None:
+    """As memories were written before there were histories."""
+    document = memory.document("old")
+    append(document, TEXT[: 5 * S])
+    _, places = document.located()
+    assert places is not None
+    old = {"name": "old", "tokens": 5 * S, "blocks": 5, "first": 0, "edits": 0, "state": "live"}
+    batch = Batch()
+    batch.put(places.entry, Record.from_json(old))
+    batch.delete(Key(Table.HISTORY, document.id or 0), Key(Table.HISTORY, document.id or 0, 0, 99))
+    memory._shared.store.write(batch)
+    append(document, TEXT[5 * S :])
+    check_content(document, TEXT)
+    assert document.digest is None
+    assert memory.known(TEXT) is None
+    document.truncate(2)
+    assert memory.verify() == []
+    document.truncate(0)
+    append(document, TEXT)
+    assert memory.known(TEXT) == (document, 10)
+    assert memory.verify() == []
+
+
+def test_tokens_that_were_exchanged_are_found_by_the_history(memory: Memory) -> None:
+    document = memory.document("text")
+    append(document, TEXT)
+    document.fork("fork", 7)
+    batch = Batch()
+    for block, other in ((3, TEXT[:S]), (8, TEXT[S : 2 * S])):
+        record = to_record(other.int())
+        assert record.layout == token_layout(S)
+        batch.put(Address(document.id or 0).tokens(block), record)
+    memory._shared.store.write(batch)
+    findings = memory.verify()
+    assert {(f.kind, f.document, f.block, f.tokens) for f in findings} == {
+        ("mismatch", "text", 3, (12, 15)),
+        ("mismatch", "fork", 3, (12, 15)),
+        ("mismatch", "text", 8, (32, 35)),
+    }
+    assert "history of the document" in findings[0].message
+
+
+def test_hashes_that_are_lost_are_missing_and_nothing_is_reused(memory: Memory) -> None:
+    document = memory.document("text")
+    append(document, TEXT)
+    batch = Batch()
+    batch.delete(Key(Table.HISTORY, document.id or 0))
+    memory._shared.store.write(batch)
+    (finding,) = memory.verify()
+    assert (finding.kind, finding.document) == ("missing", "text")
+    assert memory.known(TEXT) is None
+    check_content(document, TEXT)
