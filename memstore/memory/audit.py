@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.header import Header, read_header
-from memstore.memory.history import HASH_BYTES, HASHES_PER_RUN, broken, digest_at, history_runs
+from memstore.memory.history import HASH_BYTES, HASHES_PER_RUN, broken, hash_before, history_runs
 from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
 from memstore.memory.places import Places, common, lacking
 from memstore.memory.state import FIRST_NAMED, HEADER, NEXT_DOCUMENT, DocumentState
@@ -286,10 +286,8 @@ class Audit:
         try:
             self._store.read([places.tokens(block) for block in blocks], [layout], ids.out)
             known = blocks.start > state.first or not blocks.start
-            start = digest_at(history, places, state, blocks.start, spec.fingerprint) if known else None
-            wrong = list(
-                broken(history, places, blocks, ids.tensors()[0], None if start is None else bytes.fromhex(start))
-            )
+            start = hash_before(history, places, state, blocks.start, spec.fingerprint) if known else None
+            wrong = list(broken(history, places, blocks, ids.tensors()[0], start))
         except (DamagedError, NotFound):
             return  # found already, as damaged or missing
         for block in wrong:
@@ -301,7 +299,8 @@ class Audit:
         if not complete and state.first:
             return
         try:
-            found = digest_at(history_runs(self._store), places, state, complete.stop, self._header.spec.fingerprint)
+            history, fingerprint = history_runs(self._store), self._header.spec.fingerprint
+            found = hash_before(history, places, state, complete.stop, fingerprint).hex()
         except DamagedError:
             return
         if found != state.digest:

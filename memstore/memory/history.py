@@ -20,6 +20,7 @@ from memstore.errors import DamagedError
 from memstore.memory.fingerprint import Fingerprint
 from memstore.memory.places import Places
 from memstore.memory.runs import Runs
+from memstore.memory.spec import MemorySpec
 from memstore.memory.state import DocumentState
 from memstore.memory.tensors import byte_rows
 from memstore.store.contract import BlockStore, Layout, Table
@@ -49,11 +50,21 @@ def chain(start: bytes, tokens: Tensor) -> Tensor:
     return flat.reshape(-1, HASH_BYTES)
 
 
-def digest_at(history: Runs, places: Places, state: DocumentState, block: int, fingerprint: Fingerprint) -> str | None:
-    """The digest of a document before ``block``; None where it has no digests. Raises ``DamagedError``."""
-    if state.digest is None:
+def hash_before(history: Runs, places: Places, state: DocumentState, block: int, fingerprint: Fingerprint) -> bytes:
+    """The stored hash of everything before ``block``. Raises ``DamagedError``."""
+    return _row(history, places, block - 1) if block else beginning(fingerprint, state.reading)
+
+
+def digest_at(history: Runs, places: Places, state: DocumentState, block: int, spec: MemorySpec) -> str | None:
+    """The digest of a document that is cut before ``block``; None where it is not known any more.
+
+    Hashes of blocks that have left may be gone with them. Raises ``DamagedError``.
+    """
+    if state.digest is None or block == state.tokens // spec.block_size:
+        return state.digest
+    if 0 < block <= state.first:
         return None
-    return (_row(history, places, block - 1) if block else beginning(fingerprint, state.reading)).hex()
+    return hash_before(history, places, state, block, spec.fingerprint).hex()
 
 
 def agreeing(history: Runs, places: Places, state: DocumentState, hashes: Tensor, least: int, size: int) -> int:

@@ -56,7 +56,7 @@ def truncation(
     """
     batch, places = Batch(), Places(number, before)
     others = used_by_others(shared, number)
-    digest = digest_at(shared.history, places, before, blocks, shared.spec.fingerprint)
+    digest = digest_at(shared.history, places, before, blocks, shared.spec)
     after = replace(before.cut(blocks, shared.spec.block_size), digest=digest)
     if any(owner == places.home and used.stop > blocks for owner, used in others):
         after = replace(after, spans=places.below(blocks), home=fresh)
@@ -79,7 +79,7 @@ def forking(shared: Shared, parent: Places, state: DocumentState, name: str, blo
         blocks=blocks,
         first=min(state.first, blocks),
         spans=parent.below(whole),
-        digest=digest_at(shared.history, parent, state, whole, shared.spec.fingerprint),
+        digest=digest_at(shared.history, parent, state, whole, shared.spec),
         reading=state.reading,
     )
     batch, places = Batch(), Places(number, fork)

@@ -14,6 +14,7 @@ from memstore.memory import Document, Memory
 from memstore.memory.coding import as_stored
 from memstore.memory.spec import CODECS
 from memstore.store import Batch, Key, Table
+from memstore.store.tiered import UNKEPT, Name
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, D, G, S, landmarks, make_spec, random_tokens
 
@@ -125,16 +126,14 @@ def test_the_oldest_blocks_leave(make_memory: MakeMemory) -> None:
 
 def test_a_block_that_is_completed_while_it_is_read_is_found(make_memory: MakeMemory) -> None:
     """A reader may hold the entry of a moment ago: then the records say what the block has become."""
-    from memstore.memory.coding import read_blocks
-
     memory, states = make_memory(codec="int8"), states_of(2 * S)
     document = memory.document("a")
     append(document, S + 1, states)
     number = document.id
     assert number is not None
-    keys = [Key(Table.BLOCKS, number, 0, block) for block in (0, 1)]
+    names = [Name(number, edits, 0, block, number) for block, edits in ((0, 0), (1, UNKEPT))]
     append(document, S - 1, states)
-    found = read_blocks(memory._shared.store, memory.spec, keys, keys[1])
+    found = memory._shared.blocks.read(names, lambda: True)
     assert all(torch.equal(found[name], as_stored(memory.spec, states[0])[name]) for name in "kv")
 
 

@@ -13,7 +13,7 @@ from memstore.memory import Memory, copy
 from memstore.memory.state import Address
 from memstore.store import Batch
 from tests.memory.conftest import MakeMemory
-from tests.memory.helpers import S, append, check_content, make_fingerprint, make_spec, random_tokens
+from tests.memory.helpers import LAYERS, S, append, check_content, make_fingerprint, make_spec, random_tokens
 from tests.memory.test_forks import stored_blocks
 
 TEXT = random_tokens(10 * S)
@@ -22,7 +22,7 @@ TEXT = random_tokens(10 * S)
 @pytest.fixture(autouse=True)
 def small_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks each, so that a copy takes several."""
-    monkeypatch.setattr(copy, "TRANSACTION_BYTES", 3 * 3 * 2 * 96 * 2)
+    monkeypatch.setattr(copy, "TRANSACTION_BYTES", 3 * LAYERS * 2 * 96)
 
 
 @pytest.mark.parametrize("length", [0, 1, S, 7 * S + 3])

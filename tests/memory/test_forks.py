@@ -213,3 +213,15 @@ def test_damage_in_a_shared_block_is_told_for_every_document_that_uses_it(memory
         ("missing", "far", 1, 5, (20, 23)),
         ("missing", "parent", 1, 5, (20, 23)),
     ]
+
+
+def test_a_document_all_of_whose_blocks_have_left_can_be_forked(make_memory: MakeMemory) -> None:
+    memory = make_memory(capacity=3)
+    parent = written(memory, TEXT[: 5 * S + 1])
+    parent.truncate(3)
+    assert list(parent.blocks) == []
+    for name, blocks in (("whole", None), ("less", 2), ("nothing", 0)):
+        append(parent.fork(name, blocks), TEXT[:5])
+    for name, start in (("whole", 3), ("less", 2), ("nothing", 0)):
+        check_content(memory.document(name), torch.cat([TEXT[: start * S], TEXT[:5]]))
+    assert memory.verify() == []

@@ -42,7 +42,7 @@ TestInRam = InRam.TestCase
 TestInRamWithCapacity = InRamWithCapacity.TestCase
 TestOnDisk = OnDisk.TestCase
 TestOnDiskWithCapacity = OnDiskWithCapacity.TestCase
-for case, examples in ((TestInRam, 40), (TestInRamWithCapacity, 60), (TestOnDisk, 6), (TestOnDiskWithCapacity, 8)):
+for case, examples in ((TestInRam, 15), (TestInRamWithCapacity, 20), (TestOnDisk, 4), (TestOnDiskWithCapacity, 5)):
     case.settings = settings(
         max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
     )
