@@ -316,7 +316,7 @@ class ZarrStore(BlockStore):
     def size_bytes(self) -> int:
         """Bytes allocated on disk by the tail, and those of all shards that the manifest names."""
         with self._tail.snapshot() as snapshot:
-            sealed = snapshot.counters()["bytes"]
+            sealed = int(snapshot.counters()["bytes"])
         return self._tail.size_bytes() + sealed
 
     def version(self) -> int:
