@@ -21,7 +21,10 @@ STORE = MAX_DOCUMENT + 1
 """The document under whose number the manifest lies in the tail, out of reach of callers."""
 
 COUNTERS = Key(Table.META, STORE, 0, 1)
-"""JSON ``{"next_extent": n, "bytes": n}``: numbers of extents are never used twice; bytes of all shards named."""
+"""JSON ``{"next_extent": n, "bytes": n}``: numbers of extents are never used twice; bytes of all shards named.
+
+With ``"owner"``, a random name, where the shards do not lie beside the tail: they have an object of that name.
+"""
 
 
 class Series(NamedTuple):

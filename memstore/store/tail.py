@@ -98,12 +98,12 @@ class Snapshot:
         """Every layer of every document that has something sealed."""
         return self.series(Series(0, 0), Series(STORE, MAX_LAYER))
 
-    def counters(self) -> dict[str, int]:
-        """The next number of an extent, and the bytes of all shards."""
+    def counters(self) -> dict[str, Any]:
+        """The next number of an extent, the bytes of all shards, and the owner of shards that lie elsewhere."""
         raw = self._raw(COUNTERS)
         if raw is None:
             return {"next_extent": 1, "bytes": 0}
-        counters: dict[str, int] = decode_value(memoryview(raw), 0, COUNTERS)[0][0].to_json()
+        counters: dict[str, Any] = decode_value(memoryview(raw), 0, COUNTERS)[0][0].to_json()
         return counters
 
     def keys(self, first: Key, last: Key) -> list[Key]:

@@ -15,16 +15,17 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
 from memstore.store import manifest
 from memstore.store.checks import MAX_ITEM, check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned, Table
@@ -113,9 +114,7 @@ class ZarrStore(BlockStore):
         """
         folder = _check_folder(Path(path))
         tail = Tail.create(folder / TAIL_NAME, blocks_per_value=blocks_per_value, batch=batch)
-        store = cls(folder, tail, _objects(folder, shards), shard_bytes)
-        store._clean()
-        return store
+        return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
     @classmethod
     def open(
@@ -126,15 +125,15 @@ class ZarrStore(BlockStore):
         shard_bytes: int | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Open an existing memory folder. Raises what ``LmdbStore.open`` raises."""
+        """Open an existing memory folder.
+
+        Raises what ``LmdbStore.open`` raises, and ``ForeignMemory`` for the shards of another memory.
+        """
         folder = Path(path)
         if not (folder / TAIL_NAME).is_dir():
             raise _no_memory(folder)
         tail = Tail.open(folder / TAIL_NAME, read_only=read_only)
-        store = cls(folder, tail, _objects(folder, shards), shard_bytes)
-        if not read_only:
-            store._clean()
-        return store
+        return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
     def write(self, batch: Batch) -> None:
         """Apply ``batch`` in one durable transaction, then seal what is due.
@@ -315,7 +314,7 @@ class ZarrStore(BlockStore):
     def size_bytes(self) -> int:
         """Bytes allocated on disk by the tail, and those of all shards that the manifest names."""
         with self._tail.snapshot() as snapshot:
-            sealed = snapshot.counters()["bytes"]
+            sealed = int(snapshot.counters()["bytes"])
         return self._tail.size_bytes() + sealed
 
     def version(self) -> int:
@@ -469,13 +468,47 @@ class ZarrStore(BlockStore):
             values = array_json(layout, extent.blocks(), extent.shard_blocks, extent.facts(record))
             self._objects.put(f"{extent.folder}/{record}/zarr.json", [values], durable=False)
 
+    def _started(self) -> Self:
+        """The store, once its shards are known to be its own."""
+        try:
+            self._check_owner()
+        except BaseException:
+            self.close()
+            raise
+        if not self.read_only:
+            self._clean()
+        return self
+
+    def _check_owner(self) -> None:
+        """Raise ``ForeignMemory`` unless the shards are those of this memory: others must not be touched."""
+        with self._tail.snapshot() as snapshot:
+            counters = snapshot.counters()
+        owner = counters.get("owner")
+        if isinstance(self._objects, FileObjects):
+            if owner:
+                raise ForeignMemory(f"the shards of memory {self.path} do not lie in it; open it with shards=...")
+            return
+        if owner is None and counters["next_extent"] == 1 and not self.read_only:
+            self._claim(counters)
+        elif owner is None or self._objects.read([Piece(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]:
+            raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
+
+    def _claim(self, counters: dict[str, Any]) -> None:
+        """Make shards that lie elsewhere this memory's own, before the first of them is written."""
+        if next(self._objects.names("blocks"), None):
+            raise ForeignMemory("the shards that were given belong to another memory; choose an empty place")
+        counters["owner"] = uuid.uuid4().hex
+        self._objects.put(f"owner.{counters['owner']}", [b"\n"])
+        self._tail.commit([], [(COUNTERS, (Record.from_json(counters),))])
+
     def _clean(self) -> None:
         """Delete what an interrupted process left, which is what the manifest does not name; make what it lacks."""
         try:
             named = self._named()
-        except DamagedError:
-            return  # what cannot be told from garbage stays
-        names = set(self._objects.names("blocks"))
+            names = set(self._objects.names("blocks"))
+        except (MemstoreError, OSError) as error:  # what cannot be told from garbage stays
+            logger.warning("memory %s was not cleaned of what an interruption may have left: %s", self.path, error)
+            return
         if "blocks/zarr.json" not in names:
             for path in ("zarr.json", "blocks/zarr.json"):
                 self._try(partial(self._objects.put, path, [group_json()], durable=False), path)

@@ -240,6 +240,27 @@ def test_other_stores_of_the_zarr_library(tmp_path: Path, kind: str) -> None:
     store.close()
 
 
+def test_shards_of_another_memory_are_not_touched(tmp_path: Path) -> None:
+    mine, other = MemoryStore(), MemoryStore()
+    for name, shards in (("mine", mine), ("other", other), ("local", None)):
+        store = open_zarr(tmp_path / name, shards=shards)
+        put_blocks(store, range(20))
+        store.close()
+    before = dict(other._store_dict)
+    for name, shards, read_only in (("mine", other, False), ("mine", other, True), ("local", other, False)):
+        with pytest.raises(ForeignMemory, match="are not those of memory"):
+            open_zarr(tmp_path / name, shards=shards, read_only=read_only)
+    with pytest.raises(ForeignMemory, match="choose an empty place"):
+        open_zarr(tmp_path / "new", shards=other)
+    with pytest.raises(ForeignMemory, match="open it with shards="):
+        open_zarr(tmp_path / "mine")
+    assert dict(other._store_dict) == before
+    for name, shards in (("mine", mine), ("other", other), ("local", None)):
+        store = open_zarr(tmp_path / name, shards=shards)
+        check_blocks(store, range(20))
+        store.close()
+
+
 WRITE = """
 import sys
 from memstore.store import Batch, ZarrStore
@@ -261,7 +282,7 @@ def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     path, moments = tmp_path / "m", random.Random(0)
     open_zarr(path).close()
     number = 0
-    for _ in range(10):
+    for _ in range(6):
         command = [sys.executable, "-c", WRITE, str(path), str(number)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
