@@ -267,7 +267,8 @@ class Call:
         for document, blocks in self._located(chosen)[1]:
             sound = set(document.layer(plan.index).sound(blocks))
             lost += [block not in sound for block in blocks]
-        return chosen.numbers.unique()[torch.tensor(lost)]
+        numbers: Tensor = chosen.numbers.unique()
+        return numbers[torch.tensor(lost)]
 
     def _gathered(self, plan: LayerPlan, chosen: Chosen) -> States:
         """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
