@@ -21,8 +21,10 @@ def stats(memory: MemoryUrl) -> Report:
         numbers = opened.stats()
 
     def text(page: Page) -> None:
-        facts = dict(flattened(numbers))
-        del facts["index bytes"]  # always 0 here: an index is built at the first search
+        # Always 0 here: an index is built at the first search, and tiers count what this process has read.
+        facts = dict(
+            flattened({name: value for name, value in numbers.items() if name not in ("index_bytes", "tiers")})
+        )
         page.facts(facts)
 
     return Report(data=numbers, text=text)
