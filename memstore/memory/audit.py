@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from memstore.errors import DamagedError, MemstoreError
 from memstore.memory.header import Header, read_header
+from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import block_layouts, run_layout, token_layout
-from memstore.memory.state import FIRST_NAMED, HEADER, NEXT_DOCUMENT, DocumentState
+from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, NEXT_DOCUMENT, DocumentState
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
 
@@ -138,6 +139,9 @@ class Audit:
             return None
         if key == NEXT_DOCUMENT:
             return None if isinstance(head["next_document"], int) else "the number of the next document is not a number"
+        if key == KEEPING:
+            Keeping.from_json(head)
+            return None
         if key.item < FIRST_NAMED.item or key.document or key.layer:
             return "nothing of a memory belongs here"
         expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,22 +15,33 @@ from memstore.memory import verify
 from memstore.memory.audit import Finding
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
+from memstore.memory.keeper import Keeper, forgetting
+from memstore.memory.keeping import WhenFull
 from memstore.memory.layouts import run_layout
 from memstore.memory.named import Named
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import Mode, Opened, is_path, open_store
-from memstore.store.contract import BlockStore
+from memstore.store.contract import BlockStore, Compacted, Progress
 
 LONGEST_NAME = 511  # bytes
 
 
-def open_memory(url: str | Path, *, spec: MemorySpec | None = None, mode: Mode = "a", index: str = "exact") -> Memory:
+def open_memory(
+    url: str | Path,
+    *,
+    spec: MemorySpec | None = None,
+    mode: Mode = "a",
+    index: str = "exact",
+    max_bytes: int | None = None,
+    when_full: WhenFull | None = None,
+) -> Memory:
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
     ``url`` is a path, ``ram:`` (gone when closed) or ``ram:NAME`` (one memory per name, until the process ends).
     ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
     ``index`` is the kind of vector index, see ``memstore.index.open_index``.
+    ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.
 
     Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (another model or layout than ``spec`` says, or a newer
     format), ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or ``DamagedError``.
@@ -40,7 +52,11 @@ def open_memory(url: str | Path, *, spec: MemorySpec | None = None, mode: Mode =
         shared.new_index()  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
-        return Memory(shared, opened)
+        memory = Memory(shared, opened)
+        if max_bytes is not None or when_full is not None:
+            rules = shared.keeper.rules()
+            memory.limit(rules.max_bytes if max_bytes is None else max_bytes, when_full or rules.when_full)
+        return memory
     except BaseException:
         _close(opened)
         raise
@@ -104,9 +120,43 @@ class Memory:
             number = self._find(name)
             if number is None:
                 raise self._no_document(name)
-            self._shared.store.delete(number)
+            self._shared.store.write(forgetting(number))
         with self._lock:
             self._documents.pop(name, None)
+
+    def limit(self, max_bytes: int | None, when_full: WhenFull | None = None) -> None:
+        """Set the most that the values may take, in bytes as ``stats`` tells them in ``used_bytes``; None: no limit.
+
+        It is stored with the memory and holds for every append of every writer. ``when_full`` says what an append does
+        that there is no room for: "refuse" raises ``StoreFull``; "evict-oldest-document" and "evict-least-read" forget
+        whole documents in the same transaction, the first made or the least gathered from first, never pinned ones nor
+        the one that is appended to, and log it. None leaves it as it is. What is stored already stays until the next
+        append. Raises ``InvalidArgument``, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            self._shared.keeper.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
+
+    def expire(self) -> list[str]:
+        """Forget every document whose time to live is over and that is not pinned, in one transaction; their names.
+
+        Appends do so by themselves, but only while the clock is plausible: not behind the last append, nor more than 30
+        days ahead of it. This call trusts the clock. Raises ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            return self._shared.keeper.expire()
+
+    def compact(self, progress: Progress | None = None) -> Compacted:
+        """Erase from the file what was forgotten, truncated or has left, and give its space back to the disk.
+
+        Works in place, beside readers; appends wait. ``progress`` is told how many bytes of how many are done. Returns
+        the bytes taken before and after. Raises ``MemoryInUse`` where somebody goes on reading what is to be erased,
+        ``DamagedError`` where the file is not understood in every detail, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            return self._shared.store.compact(progress)
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
@@ -153,12 +203,26 @@ class Memory:
             "bytes": self._bytes(tokens, blocks),
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
+            "used_bytes": self._shared.store.used_bytes(),
             "index_bytes": sum(view.nbytes for view in views),
+            "rules": self._rules(),
         }
 
     def close(self) -> None:
         """Release the store. Closing twice is allowed."""
         _close(self._opened)
+
+    def _rules(self) -> dict[str, Any]:
+        rules, names = self._shared.keeper.rules(), self._known()
+        until = {names[n]: datetime.fromtimestamp(when, UTC) for n, when in rules.expires.items() if n in names}
+        return {
+            "max_bytes": rules.max_bytes,
+            "when_full": rules.when_full,
+            "pinned": [name for number, name in names.items() if number in rules.pinned],
+            "expires": {name: when.isoformat(timespec="seconds") for name, when in until.items()},
+            "evicted": self._shared.keeper.evicted,
+            "expired": self._shared.keeper.expired,
+        }
 
     def _bytes(self, tokens: int, blocks: int) -> dict[str, int]:
         spec = self.spec
@@ -174,7 +238,8 @@ class Memory:
 
     def _document(self, name: str) -> Document:
         with self._lock:
-            if name not in self._documents:
+            known = self._documents.get(name)
+            if known is None or known.gone:
                 self._documents[name] = Document(self._shared, name, self._find)
             return self._documents[name]
 
@@ -211,7 +276,7 @@ def _check_name(name: object) -> None:
 
 def _open_shared(store: BlockStore, url: str, mode: str, index: str) -> Shared:
     header = read_header(store, url)
-    return Shared(store, header.spec, url, mode, index, header.blocks_per_run)
+    return Shared(store, header.spec, url, mode, index, header.blocks_per_run, Keeper(store, url))
 
 
 def check_same(spec: MemorySpec, memory: Shared | Memory) -> None:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import InvalidArgument, NotFound
 from memstore.index import VectorIndex, open_index
+from memstore.memory.keeper import Keeper
 from memstore.memory.landmarks import index_dtype
 from memstore.memory.layouts import block_layouts
 from memstore.memory.runs import LandmarkRuns
@@ -31,6 +32,8 @@ class Shared:
     """Kind of the vector indexes."""
     run_length: int
     """Blocks whose landmarks are stored together."""
+    keeper: Keeper
+    """Commits appends as the memory's rules want it."""
 
     @property
     def writing(self) -> threading.RLock:

@@ -78,6 +78,7 @@ class LayerView:
             self._shared.store.read(keys, self._shared.block_layouts, rows.out)
         except (DamagedError, NotFound) as error:
             raise self._blame(ids, error) from error
+        self._shared.keeper.count(self._handle.address.id, len(ids))
         return dict(zip(self._shared.spec.fields, rows.tensors(), strict=True))
 
     def landmarks(self, blocks: range) -> Tensor:

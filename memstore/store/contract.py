@@ -187,9 +187,9 @@ class BlockStore(ABC):
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
         """Apply ``batch``, after as many of ``evictions``, in order, as keep ``used_bytes`` within ``max_bytes``.
 
-        Returns how many that were. Raises ``StoreFull`` where all of them are not enough, and like ``write``; nothing of
-        ``batch`` is visible then. A store that can do it does everything in one transaction; this one evicts first, and
-        goes by the payloads.
+        Returns how many that were. Raises ``StoreFull`` where all of them are not enough, and what ``write`` raises;
+        nothing of ``batch`` is visible then. A store that can do it does everything in one transaction; this one evicts
+        first, and goes by the payloads.
         """
         needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
         if needed > max_bytes:
@@ -205,7 +205,7 @@ class BlockStore(ABC):
         self.write(batch)
         return evicted
 
-    def compact(self, progress: Progress | None = None) -> Compacted:
+    def compact(self, progress: Progress | None = None) -> Compacted:  # noqa: ARG002 - for stores that need it
         """Erase what deleted values have left, and give its space back. Readers may go on; writers wait.
 
         Raises ``ReadOnlyMemory``, ``MemoryInUse`` where somebody still reads what is to be erased, and ``DamagedError``
@@ -226,6 +226,6 @@ class BlockStore(ABC):
 def beyond_limit(max_bytes: int, needed: int) -> StoreFull:
     """The error for a batch that a limit has no room for."""
     return StoreFull(
-        f"the memory's limit of {max_bytes:,} bytes has no room for this batch, with it there would be {needed:,}; nothing "
-        "of it was stored, what was committed before stands. Forget documents, or raise the limit"
+        f"the memory's limit of {max_bytes:,} bytes has no room for this batch: with it there would be {needed:,}; "
+        "nothing of it was stored, what was committed before stands. Forget documents, or raise the limit"
     )

@@ -402,8 +402,8 @@ class LmdbStore(BlockStore):
         while late := self._readers_before(oldest):
             if time.monotonic() > until:
                 raise MemoryInUse(
-                    f"nothing was erased: process {late[0]} has been reading an older state of memory {self.path} for more "
-                    f"than {READER_PATIENCE:g} seconds; let it finish, then compact again"
+                    f"nothing was erased: process {late[0]} has been reading an older state of memory {self.path} for "
+                    f"more than {READER_PATIENCE:g} seconds; let it finish, then compact again"
                 )
             time.sleep(0.01)
             self._env.reader_check()
@@ -425,8 +425,8 @@ class LmdbStore(BlockStore):
             if isinstance(error, DamagedError):
                 raise
             raise DamagedError(
-                f"memory {self.path} could not be compacted ({error.strerror}); what is stored is whole, but bytes of what "
-                "was deleted are still in the file. Check the disk, then compact again"
+                f"memory {self.path} could not be compacted ({error.strerror}); what is stored is whole, but bytes of "
+                "what was deleted are still in the file. Check the disk, then compact again"
             ) from error
 
     def _facts(self) -> Record:

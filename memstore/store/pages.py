@@ -1,14 +1,15 @@
 """The pages of an LMDB data file: which of them the last two commits use, and erasing all others in place.
 
 LMDB never gives a page back: what a deleted value leaves is listed as free, and its bytes stay until something is
-written over them. ``erase_unused`` takes them out of the file: free pages become holes, and what is left over on pages in
-use (the room between the nodes of a page, the end of a large value's last page) becomes zeros. No byte that a reader of
-one of the last two commits looks at is touched, so readers go on, and a process that dies half-way leaves a whole memory.
+written over them. ``erase_unused`` takes them out of the file: free pages become holes, and what is left over on pages
+in use (the room between the nodes of a page, the end of a large value's last page) becomes zeros. No byte that a reader
+of one of the last two commits looks at is touched, so readers go on, and a process that dies half-way leaves a whole
+memory.
 
 Nothing is erased unless everything is understood. The walk starts from both meta pages, goes down both trees of each
 (the tree of values and the list of free pages), and compares what it met with the counts that LMDB keeps itself: branch
-pages, leaf pages, overflow pages, values. A page that says another number or another kind than expected, that is used twice,
-or that is in use and listed as free is damage, and the file is left alone.
+pages, leaf pages, overflow pages, values. A page that says another number or another kind than expected, that is used
+twice, or that is in use and listed as free is damage, and the file is left alone.
 
 A page, in the data format of LMDB 0.9 on a 64-bit little-endian machine (bytes, kind, meaning):
 
@@ -17,7 +18,7 @@ A page, in the data format of LMDB 0.9 on a 64-bit little-endian machine (bytes,
     node    0 u32 size of the value   4 u16 flags   6 u16 size of the key   8 key, then the value
             or, with flag 1, the u64 number of the first overflow page of the value
             in a branch page: 0 u48 number of the page below   6 u16 size of the key   8 key
-    meta   16 u32 magic   20 u32 version   40 free list, 88 values: two trees of 48 bytes   136 u64 last page   144 u64 commit
+    meta   16 u32 magic   20 u32 version   40 free list, 88 values: two trees   136 u64 last page   144 u64 commit
     tree    0 u32 -   4 u16 flags   6 u16 depth   8 u64 branch pages, leaf pages, overflow pages, values, root
 """
 
@@ -124,7 +125,7 @@ class Survey:
     def __init__(self, file: int, progress: Progress | None = None) -> None:
         """Walk the trees of an open data file. Raises ``DamagedError`` unless everything is as expected."""
         self._file = file
-        self._progress = progress or (lambda done, total: None)
+        self._progress = progress
         self.metas = read_metas(file)
         """The states at the last two commits, the older one first."""
         self.page_bytes = self.metas[0].page_bytes
@@ -245,14 +246,14 @@ class Survey:
             self._left_over(end, os.pread(self._file, rest, end))
 
     def _use(self, pages: range) -> bool:
-        """Note that pages are in use; False where that was known. Raises ``DamagedError`` for one that is used twice."""
+        """Note that pages are in use; False where that was known. Raises ``DamagedError`` for what is used twice."""
         if self.used[pages.start : pages.stop].any():
             if self._newest:
                 raise _damaged(f"pages {pages.start} to {pages.stop - 1} are used twice")
             return False
         self.used[pages.start : pages.stop] = True
         self._met += len(pages)
-        if self._met % _REPORT_EVERY < len(pages):
+        if self._progress and self._met % _REPORT_EVERY < len(pages):
             self._progress(self._met * self.page_bytes, self.pages * self.page_bytes)
         return True
 

@@ -1,8 +1,8 @@
 """Room on the disk: looked for before a commit, and kept for deleting.
 
 LMDB needs new pages also to delete: it never overwrites those of the last commit. On a disk that others have filled a
-memory could then not even be made smaller. So a file beside the data, ``reserve``, holds some space; it is given up for a
-batch that deletes, and taken back after it.
+memory could then not even be made smaller. So a file beside the data, ``reserve``, holds some space; it is given up for
+a batch that deletes, and taken back after it.
 """
 
 from __future__ import annotations

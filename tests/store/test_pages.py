@@ -1,4 +1,4 @@
-"""The walk over LMDB's pages counts what LMDB counts; erasing leaves nothing of what was deleted, and everything else."""
+"""The walk over LMDB's pages counts what LMDB counts; erasing takes all that was deleted, and nothing else."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_erasing_keeps_every_value_and_the_environment_goes_on(tmp_path: Path, f
     env.close()
 
 
-@pytest.mark.parametrize("place", [8, 10, 12, 16, 40 + 8, 88 + 8, 88 + 32, 88 + 40, 136])
+@pytest.mark.parametrize("place", [10, 16, 40 + 8, 88 + 6, 88 + 8, 88 + 32, 88 + 40, 40, 138])
 def test_a_meta_page_that_is_not_as_expected_is_refused(tmp_path: Path, place: int) -> None:
     env = lmdb.open(str(tmp_path), map_size=1 << 30)
     random_changes(env)
@@ -137,16 +137,9 @@ def test_a_meta_page_that_is_not_as_expected_is_refused(tmp_path: Path, place: i
         at = number * 4096 + place
         os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 8]), at)
     before = (tmp_path / "data.mdb").read_bytes()
-    if place in (12,):  # not used in a meta page
+    with pytest.raises(DamagedError, match="nothing was changed"):
         erase_unused(file)
-    else:
-        try:
-            erase_unused(file)
-        except DamagedError as error:
-            assert "nothing was changed" in str(error)
-            assert (tmp_path / "data.mdb").read_bytes() == before
-        else:
-            assert place in (8, 136)  # a page more is no harm
+    assert (tmp_path / "data.mdb").read_bytes() == before
     os.close(file)
 
 
