@@ -10,7 +10,7 @@ from memstore.errors import DamagedError, MemstoreError
 from memstore.memory.header import Header, read_header
 from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import block_layouts, run_layout, token_layout
-from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, NEXT_DOCUMENT, DocumentState
+from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, LAST_ITEM, NEXT_DOCUMENT, DocumentState
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
 
@@ -71,8 +71,14 @@ class Audit:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._header: Header = read_header(store, "this one")
-        self._documents: dict[int, DocumentState] = {}
+        self.documents: dict[int, DocumentState] = {}
+        """What the entries say that are sound, by the documents' numbers."""
+        self.numbers: set[int] = set()
+        """Numbers of documents that any value has."""
+        self.unknown: list[tuple[Key, Key]] = []
+        """First and last key of what nothing refers to."""
         self._seen: dict[tuple[Table, int, int], _Seen] = {}
+        self._damaged_entries: set[int] = set()
         self._layouts = block_layouts(self._header.spec)
         self._findings: list[Finding] = []
 
@@ -93,19 +99,26 @@ class Audit:
                 yield from self._value(scanned)
         except MemstoreError as error:
             yield Finding(kind="crash", message=f"the values cannot all be read: {error}")
-        for number, state in self._documents.items():
+        for number, state in self.documents.items():
             yield from self._document(number, state)
         for (table, number, layer), seen in self._seen.items():
-            if number not in self._documents:
+            if number not in self.documents:
                 message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {number})"
                 yield Finding(kind="unknown", message=message, layer=layer, block=seen.ranges[0].start)
+                if number not in self._damaged_entries:
+                    self.unknown.append((Key(table, number, layer), Key(table, number, layer, LAST_ITEM)))
+        yield from self._next_document()
 
     def _value(self, scanned: Scanned) -> Iterator[Finding]:
         key = scanned.key
+        if key.table != Table.META:
+            self.numbers.add(key.document)
         if key.table not in (Table.META, Table.DOCUMENTS):
             # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
             self._seen.setdefault((key.table, key.document, key.layer), _Seen()).add(key.item)
         if scanned.damage is not None:
+            if key.table == Table.DOCUMENTS:
+                self._damaged_entries.add(key.document)
             yield self._damaged(key, scanned.damage)
             return
         try:
@@ -113,18 +126,20 @@ class Audit:
         except (KeyError, TypeError, ValueError, MemstoreError) as error:
             problem = f"its content makes no sense ({error})"
         if problem:
+            if key.table == Table.DOCUMENTS:
+                self._damaged_entries.add(key.document)
             yield self._finding("mismatch", key, problem)
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         """What is wrong with a whole value, by itself and by the entry of its document."""
         layouts = [record.layout for record in records]
-        if key.table in (Table.TOKENS, Table.LANDMARKS) and key.document not in self._documents:
+        if key.table in (Table.TOKENS, Table.LANDMARKS) and key.document not in self.documents:
             return None  # how long it should be stands in the entry; that this is missing is a finding of its own
         match key.table:
             case Table.META:
                 return self._meta_problem(key, records)
             case Table.DOCUMENTS:
-                self._documents[key.document] = DocumentState.from_record(records[0])
+                self.documents[key.document] = DocumentState.from_record(records[0])
                 return None
             case Table.TOKENS:
                 return _differs(layouts, [token_layout(self._tokens_of(key))])
@@ -149,12 +164,12 @@ class Audit:
 
     def _tokens_of(self, key: Key) -> int:
         size = self._header.spec.block_size
-        state = self._documents.get(key.document)
+        state = self.documents.get(key.document)
         return size if state is None else max(0, min(size, state.tokens - key.item * size))
 
     def _rows_of(self, key: Key) -> int:
         length = self._header.blocks_per_run
-        state = self._documents.get(key.document)
+        state = self.documents.get(key.document)
         return length if state is None else max(0, min(length, state.blocks - key.item * length))
 
     def _document(self, number: int, state: DocumentState) -> Iterator[Finding]:
@@ -170,12 +185,12 @@ class Audit:
         runs = range(live.start // length, -(-live.stop // length)) if live else range(0)
         for layer in spec.index_layers:
             yield from self._compare(Table.LANDMARKS, number, layer, runs)
-        layers = {seen[2] for seen in self._seen if seen[:2] == (Table.BLOCKS, number)}
-        marked = {seen[2] for seen in self._seen if seen[:2] == (Table.LANDMARKS, number)}
-        for layer in sorted((layers - set(range(spec.layers))) | (marked - set(spec.index_layers))):
-            yield self._finding(
-                "unknown", Key(Table.BLOCKS, number, layer), f"layer {layer} has values it should not have"
-            )
+        for table, known in ((Table.BLOCKS, range(spec.layers)), (Table.LANDMARKS, spec.index_layers)):
+            there = {seen[2] for seen in self._seen if seen[:2] == (table, number)}
+            for layer in sorted(there - set(known)):
+                key = Key(table, number, layer)
+                self.unknown.append((key, key._replace(item=LAST_ITEM)))
+                yield self._finding("unknown", key, f"layer {layer} has values it should not have")
 
     def _compare(self, table: Table, number: int, layer: int, expected: range) -> Iterator[Finding]:
         seen = self._seen.get((table, number, layer), _Seen())
@@ -185,7 +200,21 @@ class Audit:
             )
         for extra in seen.outside(expected):
             key = Key(table, number, layer, extra.start)
+            self.unknown.append((key, key._replace(item=extra.stop - 1)))
             yield self._finding("unknown", key, _items(table, extra, "there, and no entry refers to them"), len(extra))
+
+    def _next_document(self) -> Iterator[Finding]:
+        """A new document must not get the number of another one."""
+        last = max(self.numbers, default=0)
+        try:
+            records = self._store.get(NEXT_DOCUMENT)
+            following = records[0].to_json()["next_document"] if records else 1
+            if last < following:
+                return
+        except (MemstoreError, LookupError, TypeError, ValueError):
+            return  # damaged, which is reported already
+        message = f"the next document would get number {following}, and there are documents up to number {last}"
+        yield Finding(kind="mismatch", message=message)
 
     def _damaged(self, key: Key, damage: DamagedError) -> Finding:
         return self._finding("damaged", key, str(damage))
@@ -196,7 +225,7 @@ class Audit:
             return Finding(kind=kind, message=message)
         if key.table in (Table.META, Table.DOCUMENTS):
             return Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
-        state = self._documents.get(key.document)
+        state = self.documents.get(key.document)
         name = None if state is None else state.name
         length = self._header.blocks_per_run if key.table == Table.LANDMARKS else 1
         first, last = key.item * length, (key.item + items) * length - 1

@@ -19,6 +19,7 @@ from memstore.memory.keeper import Keeper, forgetting
 from memstore.memory.keeping import WhenFull
 from memstore.memory.layouts import run_layout
 from memstore.memory.named import Named
+from memstore.memory.repair import Repair, Repaired
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import Mode, Opened, is_path, open_store
@@ -185,6 +186,18 @@ class Memory:
         if is_path(self.url):
             return verify.in_child(self.url)
         return verify.check(self._shared.store)
+
+    def repair(self, *, dry_run: bool = False) -> Repaired:
+        """Put right what ``verify`` finds, and verify again: what was done, document by document, and what is left.
+
+        A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
+        removed, a lost entry of a document is written again from its token ids. ``dry_run`` changes nothing and tells
+        what would be done first. Raises ``DamagedError`` where the tree around the values is damaged, so that nothing
+        can be changed in place, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run)
 
     def stats(self) -> dict[str, Any]:
         """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages."""

@@ -275,8 +275,7 @@ class LmdbStore(BlockStore):
     def _trim(self, txn: _Txn, run: Key, first: Key, last: Key) -> None:
         """Delete the items of one run that lie in the range."""
         if old := txn.get(_pack(run)):
-            gone = [entry.key.item for entry in self._entries(old, run) if first <= entry.key <= last]
-            self._replace(txn, run, runs.split(old, run, self._lengths[run.table], without=gone))
+            self._replace(txn, run, runs.outside(old, run, self._lengths[run.table], first, last))
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.

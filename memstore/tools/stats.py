@@ -22,6 +22,8 @@ def stats(memory: MemoryUrl) -> Report:
 
     def text(page: Page) -> None:
         facts = dict(flattened(numbers))
+        facts["rules pinned"] = ", ".join(numbers["rules"]["pinned"]) or None
+        del facts["rules evicted"], facts["rules expired"]  # since it was opened: always 0 here
         del facts["index bytes"]  # always 0 here: an index is built at the first search
         page.facts(facts)
 
