@@ -393,6 +393,8 @@ class LmdbStore(BlockStore):
                 self._erase(progress)
         except lmdb.Error as error:
             raise self._failure(error) from error
+        if self._reserve:
+            self._reserve.keep(self.used_bytes())
         return Compacted(before, self.size_bytes())
 
     def _wait_for_readers(self, oldest: int) -> None:

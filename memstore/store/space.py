@@ -13,6 +13,7 @@ from pathlib import Path
 
 RESERVE_NAME = "reserve"
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes
+_PAGE_BYTES = 4096
 _SHARE = 256  # of what the values take; a deleted page of 4 KiB is noted with 8 bytes
 
 
@@ -24,7 +25,7 @@ class Reserve:
         self._bytes = 0
 
     def keep(self, used_bytes: int) -> None:
-        """Make the file, or let it grow with what the values take. Where there is no room for it, it waits."""
+        """Make the file, or let it grow with what the values take; on a disk that is nearly full, as far as it goes."""
         wanted = min(max(_LEAST, used_bytes // _SHARE), _MOST)
         if wanted <= self._bytes:
             return
@@ -32,7 +33,7 @@ class Reserve:
             handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if os.fstat(handle).st_size < wanted:
-                    os.posix_fallocate(handle, 0, min(2 * wanted, _MOST) if self._bytes else wanted)
+                    _allocate(handle, min(2 * wanted, _MOST) if self._bytes else wanted)
                 self._bytes = os.fstat(handle).st_size
             finally:
                 os.close(handle)
@@ -45,6 +46,17 @@ class Reserve:
         except OSError:
             return False
         return True
+
+
+def _allocate(handle: int, nbytes: int) -> None:
+    """Give a file disk space, as much as there is of ``nbytes``."""
+    while nbytes >= _PAGE_BYTES:
+        try:
+            os.posix_fallocate(handle, 0, nbytes)
+        except OSError:
+            nbytes = nbytes * 7 // 8
+        else:
+            return
 
 
 def free_bytes(folder: Path) -> int:
