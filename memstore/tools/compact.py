@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import memstore
-from memstore.store.contract import Progress
 from memstore.tools.options import MemoryUrl
 from memstore.tools.output import Json, Report
+
+if TYPE_CHECKING:
+    from memstore.store.contract import Progress
 
 
 def compact(memory: MemoryUrl, *, json: Json = False) -> Report:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.memory.keeping import WhenFull
 from memstore.tools.options import MemoryUrl
 from memstore.tools.output import Page, Report
+
+if TYPE_CHECKING:
+    from memstore.memory.keeping import WhenFull
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
@@ -22,7 +24,10 @@ MaxBytes = Annotated[
 ]
 WhenFullOption = Annotated[
     str | None,
-    typer.Option(metavar="RULE", help="What an append does that finds no room: " + ", ".join(get_args(WhenFull)) + "."),
+    typer.Option(
+        metavar="RULE",
+        help="What an append does that finds no room: refuse, evict-oldest-document or evict-least-read.",
+    ),
 ]
 
 
@@ -64,6 +69,8 @@ def parse_size(text: str) -> int | None:
 
 
 def _rule(text: str) -> WhenFull:
+    from memstore.memory.keeping import WhenFull
+
     for rule in get_args(WhenFull):
         if text == rule:
             return rule  # type: ignore[no-any-return]  # one of the literals
