@@ -74,11 +74,15 @@ class LayerView:
         while True:
             state = self._check_live(ids)
             try:
-                return self._read(ids, state, device)
+                states = self._read(ids, state, device)
             except (DamagedError, NotFound) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:
                     raise self._blame(ids, error) from error
+                continue
+            if ids and self._handle.id is not None:
+                self._shared.keeper.count(self._handle.id, len(ids))
+            return states
 
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
         """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.

@@ -27,13 +27,20 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
+from memstore.store.space import RESERVE_NAME
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
 MAP_BYTES = 1 << 40
 """Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
 
-_OWN_NAMES = (DATA_NAME, LOCK_NAME, "writer.lock", "writer.json")  # and these with a suffix, while being made
+_OWN_NAMES = (
+    DATA_NAME,
+    LOCK_NAME,
+    "writer.lock",
+    "writer.json",
+    RESERVE_NAME,
+)  # and these with a suffix, while being made
 _FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
 _TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
