@@ -46,7 +46,7 @@ def read_blocks(store: BlockStore, spec: MemorySpec, keys: Sequence[Key], tail: 
 
     Raises ``NotFound`` or ``DamagedError``, which names the key.
     """
-    if spec.codec == "none" or tail not in keys:
+    if spec.codec == "none" or tail is None or tail not in keys:
         return _read_complete(store, spec, keys)
     last, others = _read_tail(store, spec, tail), [key for key in keys if key != tail]
     complete = _read_complete(store, spec, others)
