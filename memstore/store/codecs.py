@@ -1,9 +1,10 @@
 """Codecs: the states of a block in fewer bytes. Pure functions of tensors; ``docs/format.md`` has the formulas.
 
 The last two axes of a field are rows (tokens) and channels. What the numbers of a channel have in common over the rows
-of one block is stored once (for int4: over 32 rows or fewer): keys without positions have channels that lie far from zero and from each other, and a
-scale that channels share would spend most of its levels on that. So a codec stores two tensors for a field: codes of
-one or half a byte, and scales in bfloat16, whose exponents reach as far as those of float32.
+of one block (with int4, over 32 rows at most) is stored once: keys without positions have channels that lie far from
+zero and from each other, and a scale that channels share would spend most of its levels on that. So a codec stores two
+tensors for a field: codes of one or half a byte, and scales in bfloat16, whose exponents reach as far as those of
+float32.
 
 A number is decoded as ``code * step``, for int4 as ``low + code * step``, in float32 and rounded once to the type of
 the field. The product is exact, so every machine decodes to the same bits. Nothing finite becomes infinite, and zeros
@@ -63,7 +64,7 @@ class Plain(Codec):
 
 
 class _Scaled(Codec):
-    """Codes ``[n, *lead, rows, channels]``, and scales ``[n, count, *lead, groups, channels]`` in bfloat16: steps first.
+    """Codes ``[n, *lead, rows, channels]``, and bfloat16 scales ``[n, count, *lead, groups, channels]``, steps first.
 
     ``groups`` runs of as many rows have scales of their own; the last rows of the last one may be missing.
     """
