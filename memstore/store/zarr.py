@@ -163,6 +163,9 @@ class ZarrStore(BlockStore):
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
         """Apply ``batch``, after as many of ``evictions`` as are needed, each in a transaction. See ``BlockStore``."""
+        needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
+        if needed > max_bytes:
+            raise beyond_limit(max_bytes, needed)
         sealed, evicted, waiting = self._sealed_bytes(), 0, iter(evictions)
 
         def check(txn: Any) -> None:
