@@ -1,0 +1,69 @@
+"""Flip bits in the files of a memory: whoever reads then gets what was committed or an error of ours, nothing else.
+
+Each flip is made, read over by a child, and taken back. Half of them lie anywhere in the files; where the kind of store
+has pages that find the values, the other half lies in those.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+from tests.faults import lmdb_pages
+from tests.faults.damage import read_damaged
+from tests.faults.processes import run
+from tests.faults.world import SIZES, STORES, State, World, files_of
+
+STEPS = 60
+
+
+def flips(folder: Path, store: str, rounds: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Flip ``rounds`` bits, one at a time; counts, and what went wrong."""
+    rng, counts, failures = random.Random(seed), Counter[str](), list[str]()
+    for number, size in enumerate(SIZES):
+        world = World(seed, SIZES[size])
+        url = STORES[store](folder / size)
+        states = world.history(STEPS)
+        made = run(lambda _: _make(world, url, states))
+        assert made.code == 0, made.lines
+        for place in range(rounds // len(SIZES) + (number < rounds % len(SIZES))):
+            kind, file, offset = _place(url, store, rng, anywhere=place % 2 == 0)
+            bit = 1 << rng.randrange(8)
+            outcome = _flipped(world, url, states[-1], file, offset, bit)
+            counts["flips"] += 1
+            counts[f"{outcome} ({kind})"] += 1
+            if outcome.startswith(("wrong", "hung", "crashed", "not one of ours", "unnoticed")):
+                failures.append(f"{outcome}: {size}, {kind}, bit {bit} of byte {offset} in {file.name}")
+    return counts, failures
+
+
+def _make(world: World, url: str, states: list[State]) -> None:
+    with world.open(url) as memory:
+        for number in range(STEPS):
+            world.do(memory, number, states[number])
+
+
+def _place(url: str, store: str, rng: random.Random, *, anywhere: bool) -> tuple[str, Path, int]:
+    """What lies there, the file and the byte in it."""
+    files = list(files_of(url))
+    if store == "lmdb":
+        kinds = lmdb_pages.by_kind(files[0])
+        kind = rng.choice(sorted(kinds)) if not anywhere else None
+        places = kinds[kind] if kind else [range(files[0].stat().st_size)]
+        chosen = rng.choices(places, [len(place) for place in places])[0]
+        offset = rng.choice(chosen)
+        return lmdb_pages.kind_of(kinds, offset), files[0], offset
+    file = rng.choices(files, [file.stat().st_size for file in files])[0]
+    return file.suffix or file.name, file, rng.randrange(file.stat().st_size)
+
+
+def _flipped(world: World, url: str, state: State, file: Path, offset: int, bit: int) -> str:
+    with file.open("r+b") as data:
+        whole = os.pread(data.fileno(), 1, offset)
+        os.pwrite(data.fileno(), bytes([whole[0] ^ bit]), offset)
+        outcome = read_damaged(world, url, state)
+        os.pwrite(data.fileno(), whole, offset)
+    return outcome
+

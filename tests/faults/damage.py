@@ -1,0 +1,57 @@
+"""Reading a memory whose files are damaged: what came of it, in a few words."""
+
+from __future__ import annotations
+
+import signal
+
+import memstore
+from memstore.errors import MemstoreError
+from tests.faults.processes import Say, run
+from tests.faults.world import State, World, Wrong, check_all, sound
+
+FAILURES = ("wrong", "hung", "crashed", "not one of ours", "unnoticed")
+"""How an outcome begins that breaks a promise."""
+
+
+def read_damaged(world: World, url: str, state: State) -> str:
+    """Read everything in a child, then verify, in another one if the first is gone."""
+    reading = run(lambda say: _read(world, url, state, say))
+    if len(reading.lines) == 2:
+        outcome, findings = reading.lines
+    else:
+        checking = run(lambda say: say(_checked(url)))
+        outcome = f"crashed by {signal.Signals(-reading.code).name}" if reading.crashed else reading.last
+        outcome, findings = "hung" if reading.hung else outcome, checking.last or "ended by a signal"
+    noticed = findings != "clean"
+    match outcome.split(": ")[0]:
+        case "right":
+            return "right, found by verify" if noticed else "right"
+        case "refused":
+            return "refused" if noticed else "unnoticed by verify"
+        case "error":
+            return f"not one of ours: {outcome}"
+    return f"{outcome.split(': ')[0]}, {'' if noticed else 'not even '}found by verify"
+
+
+def _read(world: World, url: str, state: State, say: Say) -> None:
+    try:
+        with memstore.open(url, mode="r") as memory:
+            check_all(world, memory, state)
+    except MemstoreError as error:
+        say(f"refused: {_line(error)}")
+    except Wrong as error:
+        say(f"wrong: {_line(error)}")
+    else:
+        say("right")
+    say(_checked(url))
+
+
+def _checked(url: str) -> str:
+    try:
+        return _line("; ".join(sound(url)) or "clean")
+    except MemstoreError as error:
+        return _line(error)
+
+
+def _line(words: object) -> str:
+    return " ".join(str(words).split())
