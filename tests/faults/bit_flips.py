@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from pathlib import Path
 
 from tests.faults import lmdb_pages
-from tests.faults.damage import read_damaged
+from tests.faults.damage import read_damaged, report
+from tests.faults.outcome import Outcome
 from tests.faults.processes import run
 from tests.faults.world import SIZES, STORES, State, World, files_of
 
 STEPS = 60
 
 
-def flips(folder: Path, store: str, rounds: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Flip ``rounds`` bits, one at a time; counts, and what went wrong."""
-    rng, counts, failures = random.Random(seed), Counter[str](), list[str]()
+def flip_bits(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
+    """Flip ``rounds`` bits, one at a time."""
+    rng, outcome = random.Random(seed), Outcome()
     for number, size in enumerate(SIZES):
         world = World(seed, SIZES[size])
         url = STORES[store](folder / size)
@@ -31,12 +31,11 @@ def flips(folder: Path, store: str, rounds: int, seed: int) -> tuple[Counter[str
         for place in range(rounds // len(SIZES) + (number < rounds % len(SIZES))):
             kind, file, offset = _place(url, store, rng, anywhere=place % 2 == 0)
             bit = 1 << rng.randrange(8)
-            outcome = _flipped(world, url, states[-1], file, offset, bit)
-            counts["flips"] += 1
-            counts[f"{outcome} ({kind})"] += 1
-            if outcome.startswith(("wrong", "hung", "crashed", "not one of ours", "unnoticed")):
-                failures.append(f"{outcome}: {size}, {kind}, bit {bit} of byte {offset} in {file.name}")
-    return counts, failures
+            found = _flipped(world, url, states[-1], file, offset, bit)
+            outcome.counts["flips"] += 1
+            outcome.counts[f"{kind}: {found}"] += 1
+            report(outcome, found, f"{size}, {kind}, bit {bit} of byte {offset} in {file.name} (seed {seed})")
+    return outcome
 
 
 def _make(world: World, url: str, states: list[State]) -> None:
@@ -63,7 +62,7 @@ def _flipped(world: World, url: str, state: State, file: Path, offset: int, bit:
     with file.open("r+b") as data:
         whole = os.pread(data.fileno(), 1, offset)
         os.pwrite(data.fileno(), bytes([whole[0] ^ bit]), offset)
-        outcome = read_damaged(world, url, state)
+        found = read_damaged(world, url, state)
         os.pwrite(data.fileno(), whole, offset)
-    return outcome
+    return found
 

@@ -6,11 +6,16 @@ import signal
 
 import memstore
 from memstore.errors import MemstoreError
+from tests.faults.outcome import Outcome
 from tests.faults.processes import Say, run
 from tests.faults.world import State, World, Wrong, check_all, sound
 
-FAILURES = ("wrong", "hung", "crashed", "not one of ours", "unnoticed")
-"""How an outcome begins that breaks a promise."""
+def report(outcome: Outcome, found: str, where: str) -> None:
+    """File what ``read_damaged`` said under the promise that it breaks, if it breaks one."""
+    if found.startswith(("wrong", "unnoticed")):
+        outcome.wrong.append(f"{found}: {where}")
+    if found.startswith(("crashed", "hung", "not one of ours")):
+        outcome.crashes.append(f"{found}: {where}")
 
 
 def read_damaged(world: World, url: str, state: State) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import sys
 import traceback
@@ -61,14 +60,6 @@ class Child:
         while piece := os.read(self.pipe, 1 << 16):
             self._heard += piece
         return self.reap(os.waitpid(self.pid, 0)[1])
-
-    def hear(self, seconds: float) -> bool:
-        """Hear more for at most ``seconds``; False at its end."""
-        if not select.select([self.pipe], [], [], seconds)[0]:
-            return True
-        piece = os.read(self.pipe, 1 << 16)
-        self._heard += piece
-        return bool(piece)
 
     def reap(self, status: int) -> Ending:
         """The ending, once ``waitpid`` has told its status."""
@@ -143,28 +134,29 @@ _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 _libc.ptrace.restype = ctypes.c_long
 
 
-def let_parent_trace() -> None:
-    """In a child: stop here until the parent goes on with ``step_through``. Raises ``OSError`` where not permitted."""
-    if _libc.ptrace(_TRACE_ME, 0, None, None):
-        raise OSError(ctypes.get_errno(), "ptrace is not permitted")
-    os.kill(os.getpid(), signal.SIGSTOP)
+def may_trace() -> bool:
+    """Whether ptrace works here."""
+    return step_through(lambda say: say("a system call"), 1, 0).code == -signal.SIGKILL
 
 
-def step_through(child: Child, calls: int | None, instructions: int = 0) -> tuple[Ending, int]:
-    """Let the child pass ``calls`` starts and ends of system calls, then machine instructions, then kill it.
+def step_through(body: Callable[[Say], None], calls: int, instructions: int) -> Ending:
+    """Run ``body`` past that many starts and ends of system calls, then machine instructions, then kill it."""
 
-    Returns its ending and the calls it passed, which are fewer if it ended before. ``calls=None`` lets it end.
-    """
+    def traced(say: Say) -> None:
+        if not _libc.ptrace(_TRACE_ME, 0, None, None):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            body(say)
+
+    child = fork(traced)
     status = os.waitpid(child.pid, 0)[1]
-    passed, stepped = 0, 0
-    while os.WIFSTOPPED(status) and (calls is None or passed < calls or stepped < instructions):
-        stepping = calls is not None and passed >= calls
-        passed, stepped = passed + (not stepping), stepped + stepping
-        stopped_by = os.WSTOPSIG(status)
-        deliver = 0 if stopped_by in (signal.SIGTRAP, signal.SIGSTOP) else stopped_by
-        _libc.ptrace(_SINGLE_STEP if stepping else _SYSCALL, child.pid, None, deliver)
+    for step in range(calls + instructions):
+        if not os.WIFSTOPPED(status):
+            return child.reap(status)
+        arrived = os.WSTOPSIG(status)
+        deliver = 0 if arrived in (signal.SIGTRAP, signal.SIGSTOP) else arrived
+        _libc.ptrace(_SYSCALL if step < calls else _SINGLE_STEP, child.pid, None, deliver)
         status = os.waitpid(child.pid, 0)[1]
     if os.WIFSTOPPED(status):
         os.kill(child.pid, signal.SIGKILL)
         status = os.waitpid(child.pid, 0)[1]
-    return child.reap(status), passed
+    return child.reap(status)
