@@ -92,11 +92,16 @@ class LayerView:
         spec = self._shared.spec
         if not blocks:
             return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
-        try:
-            return self._read_landmarks(blocks)
-        except DamagedError as error:
-            self._check_live(blocks)  # they may have left in the meantime
-            raise self._blame_landmarks(blocks, error) from error
+        while True:
+            edits = self._handle.current().edits
+            try:
+                landmarks = self._read_landmarks(blocks)
+            except DamagedError as error:
+                self._check_live(blocks)  # they may have left in the meantime
+                raise self._blame_landmarks(blocks, error) from error
+            if self._handle.current().edits == edits:  # else the runs may be of different moments
+                return landmarks
+            self._check_live(blocks)
 
     def _read_landmarks(self, blocks: range) -> Tensor:
         runs = self._shared.runs(self._handle.address.id, self._layer)

@@ -32,6 +32,7 @@ S, G, KEY_DIM, LAYERS = 16, 2, 8, 2
 SIZES = {"packed": 8, "large": 160}
 """Head size: with the first some tens of blocks share a value of the store, with the second each has its own."""
 NAMES = ("moby-dick", "emma", "ulysses")
+QUERY = torch.arange(1.0, KEY_DIM + 1).reshape(1, 1, KEY_DIM)
 LONGEST = 480  # tokens of a document, so that the memory stays small for ever
 
 Tokens = npt.NDArray[np.int64]
@@ -173,13 +174,16 @@ def check_document(world: World, document: Document, tokens: Tokens) -> None:
     blocks = in_blocks(tokens)
     _expect(len(document), len(tokens), f"length of {document.name}")
     _same(document.tokens(), torch.from_numpy(tokens), f"tokens of {document.name}")
-    everything, complete = range(len(blocks)), range(len(tokens) // S)
+    everything = range(len(blocks))
     for layer in range(LAYERS):
         check_states(world, document, layer, list(everything), blocks)
     view = document.layer(1)
     _same(view.landmarks(everything), landmarks(blocks), f"landmarks of {document.name}")
-    if complete:
-        check_search(document, landmarks(blocks[: len(complete)]))
+    hits = view.search(QUERY, 8)
+    _same(hits.scores.flatten(), best_scores(tokens, 8), f"scores of a search in {document.name}")
+    best = [block for block in hits.blocks.flatten().tolist() if block >= 0]
+    scores = landmarks(blocks).reshape(-1, KEY_DIM)[best] @ QUERY.reshape(-1)
+    _same(scores, hits.scores.flatten()[: len(best)], f"blocks that a search in {document.name} found")
 
 
 def check_states(world: World, document: Document, layer: int, chosen: list[int], blocks: Tokens) -> None:
@@ -189,14 +193,11 @@ def check_states(world: World, document: Document, layer: int, chosen: list[int]
         _same(gathered[name], expected, f"{name} of {document.name}, layer {layer}, blocks {chosen}")
 
 
-def check_search(document: Document, marks: Tensor) -> None:
-    """Search by a fixed query; ``marks`` are the landmarks of all complete blocks. Raises ``Wrong`` or our errors."""
-    query = torch.arange(1.0, KEY_DIM + 1).reshape(1, 1, KEY_DIM)
-    expected = (marks.reshape(-1, KEY_DIM) @ query.reshape(-1)).sort(descending=True).values[:8]
-    hits = document.layer(1).search(query, len(expected))
-    _same(hits.scores.reshape(-1), expected, f"scores of a search in {document.name}")
-    scores = marks[hits.blocks.reshape(-1)].reshape(-1, KEY_DIM) @ query.reshape(-1)
-    _same(scores, expected, f"blocks that a search in {document.name} found")
+def best_scores(tokens: Tokens, top_k: int) -> Tensor:
+    """Scores that a search for ``QUERY`` finds in a document, best first; -inf where there are fewer blocks."""
+    marks = landmarks(in_blocks(tokens)[: len(tokens) // S]).reshape(-1, KEY_DIM)
+    scores = (marks @ QUERY.reshape(-1)).sort(descending=True).values[:top_k]
+    return torch.cat([scores, torch.full((top_k - len(scores),), -torch.inf)])
 
 
 def sound(url: str) -> list[str]:
