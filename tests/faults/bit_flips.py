@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.faults import lmdb_pages
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome
-from tests.faults.processes import run
+from tests.faults.processes import Say, run
 from tests.faults.world import SIZES, STORES, State, World, files_of
 
 STEPS = 60
@@ -25,23 +25,29 @@ def flip_bits(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
     for number, size in enumerate(SIZES):
         world = World(seed, SIZES[size])
         url = STORES[store](folder / size)
-        states = world.history(STEPS)
-        made = run(lambda _: _make(world, url, states))
-        assert made.code == 0, made.lines
+        state = make(world, url)
         for place in range(rounds // len(SIZES) + (number < rounds % len(SIZES))):
             kind, file, offset = _place(url, store, rng, anywhere=place % 2 == 0)
             bit = 1 << rng.randrange(8)
-            found = _flipped(world, url, states[-1], file, offset, bit)
+            found = _flipped(world, url, state, file, offset, bit)
             outcome.counts["flips"] += 1
             outcome.counts[f"{kind}: {found}"] += 1
             report(outcome, found, f"{size}, {kind}, bit {bit} of byte {offset} in {file.name} (seed {seed})")
     return outcome
 
 
-def _make(world: World, url: str, states: list[State]) -> None:
-    with world.open(url) as memory:
-        for number in range(STEPS):
-            world.do(memory, number, states[number])
+def make(world: World, url: str) -> State:
+    """Make a memory with a history of many commits, in a process of its own; what it holds."""
+    states = world.history(STEPS)
+
+    def write(_: Say) -> None:
+        with world.open(url) as memory:
+            for number in range(STEPS):
+                world.do(memory, number, states[number])
+
+    made = run(write)
+    assert made.code == 0, made.lines
+    return states[-1]
 
 
 def _place(url: str, store: str, rng: random.Random, *, anywhere: bool) -> tuple[str, Path, int]:

@@ -55,16 +55,19 @@ class Filling:
         nbytes = int(2 ** self._rng.uniform(13, 22))  # 8 KB, so that creation fails, to 4 MB
         make_room = self._shrink(nbytes)
         state: State = {}
+        step, full_at_once = 0, False
         try:
             memory = self._world.open(self._url)
         except StoreFull:
             say("met by creation")
+            full_at_once = True
             make_room()
             memory = self._world.open(self._url)
         with memory:
-            state, step = self._write_until_full(memory, state, say, grow=self._way != "somebody")
-            state, step = self._forget_one(memory, state, step, say)
-            make_room()
+            if not full_at_once:
+                state, step = self._write_until_full(memory, state, say, grow=self._way != "somebody")
+                state = self._forget_one(memory, state, say)
+                make_room()
             for step in range(step, step + 10):
                 state = self._world.do(memory, step, state)
         say("went on in the same process")
@@ -103,21 +106,21 @@ class Filling:
             os.posix_fallocate(file.fileno(), 0, max(1, room.f_bavail) * room.f_bsize)
         (self._disk / "more").rename(self._disk / "ballast")
 
-    def _forget_one(self, memory: Memory, state: State, step: int, say: Say) -> tuple[State, int]:
+    def _forget_one(self, memory: Memory, state: State, say: Say) -> State:
         """Forgetting is what makes room, so it should need none; where it fails it must change nothing."""
         if not state:
-            return state, step
+            return state
         name = self._rng.choice(list(state))
         try:
             memory.forget(name)
         except StoreFull:
             say("no room to forget")
             check_all(self._world, memory, state)
-            return state, step
+            return state
         say("forgot without room")
         state = {other: tokens for other, tokens in state.items() if other != name}
         check_all(self._world, memory, state)
-        return state, step
+        return state
 
     def _look(self, state: State, say: Say) -> None:
         with memstore.open(self._url, mode="r") as memory:
