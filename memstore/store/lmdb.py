@@ -20,10 +20,10 @@ import numpy as np
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound, ReadOnlyMemory
 from memstore.store import environment as environments
-from memstore.store import runs
+from memstore.store import runs, tree
 from memstore.store.checks import MAX_DOCUMENT, check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned, Table
-from memstore.store.environment import MAP_BYTES, Environment
+from memstore.store.environment import DATA_NAME, MAP_BYTES, Environment
 from memstore.store.records import ValueReader, damaged, decode_value, describe, encode_value
 from memstore.store.writer import WriterLock
 
@@ -32,6 +32,7 @@ STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
 """Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
 
 _KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
+_ATTEMPTS = 5
 _Txn = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 
 
@@ -74,8 +75,10 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES) -> Self:
-        """Open an existing memory folder.
+    def open(
+        cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True
+    ) -> Self:
+        """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``tree.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
         ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
@@ -85,6 +88,13 @@ class LmdbStore(BlockStore):
         writer = None if read_only else WriterLock(folder)
         store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
         try:
+            if check and (what := store._tree_problem()):
+                if not environments.looks_like_ours(folder):
+                    raise NotAMemory(f"{folder} holds an LMDB environment of something else, not a memory")
+                raise DamagedError(
+                    f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
+                    f"({what}). None of it was used; run memstore verify to see what can be read, or restore a copy"
+                )
             store._read_facts()
             if writer:
                 store._env.reader_check()  # frees the slots of readers that died
@@ -131,6 +141,17 @@ class LmdbStore(BlockStore):
                 f"memory {self.path} was written by a newer memstore (format {facts['format']}); upgrade"
             )
         self._lengths[Table.BLOCKS] = facts["blocks_per_value"]
+
+    def _tree_problem(self) -> str | None:
+        """What is wrong with the pages that lead to the values, or None."""
+        for _ in range(_ATTEMPTS):
+            with self._env.begin() as txn:
+                transaction = txn.id()
+                what = tree.problem(self.path / DATA_NAME, transaction, self._env.stat()["psize"], _KEY.size)
+            # A reader that may not even lock can be overtaken by a writer; then it looks again.
+            if what is None or self.version() == transaction:
+                return what
+        return None
 
     def _without_facts(self) -> NotFound | NotAMemory:
         if self._env.stat()["entries"]:
@@ -260,6 +281,8 @@ class LmdbStore(BlockStore):
         too. Damage of the tree as a whole is reported under ``STORE_KEY``.
         """
         self._check_open()
+        if what := self._tree_problem():
+            yield Scanned(STORE_KEY, (), DamagedError(f"the tree of memory {self.path} is damaged: {what}"))
         run, before, met = Key(Table.META), b"", 0
         try:
             with self._env.begin(buffers=True) as txn, txn.cursor() as cursor:

@@ -21,12 +21,15 @@ def report(outcome: Outcome, found: str, where: str) -> None:
 def read_damaged(world: World, url: str, state: State) -> str:
     """Read everything in a child, then verify, in another one if the first is gone."""
     reading = run(lambda say: _read(world, url, state, say))
-    if len(reading.lines) == 2:
-        outcome, findings = reading.lines
+    hung = reading.hung
+    if reading.lines:  # it was read, or refused; that verify may be ended by a signal is why it has its own process
+        outcome, findings = reading.lines[0], [*reading.lines, "verify was ended"][1]
     else:
         checking = run(lambda say: say(_checked(url)))
-        outcome = f"crashed by {signal.Signals(-reading.code).name}" if reading.crashed else reading.last
-        outcome, findings = "hung" if reading.hung else outcome, checking.last or "ended by a signal"
+        outcome, findings = f"crashed by {signal.Signals(-reading.code).name}", checking.last or "verify was ended"
+        hung |= checking.hung
+    if hung:
+        return "hung"
     noticed = findings != "clean"
     match outcome.split(": ")[0]:
         case "right":
