@@ -75,9 +75,7 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(
-        cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True
-    ) -> Self:
+    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True) -> Self:
         """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``tree.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,

@@ -109,8 +109,9 @@ class _Check:
         for _ in self._walk(self._values, self._key_bytes, met):
             pass
         newest = 0
-        for newest, pages in self._free_pages(self._free, met):
+        for freed, pages in self._free_pages(self._free, met):
             met.take(pages, np.ones_like(pages))
+            newest = freed
         # Every commit but the first replaces pages and lists them as free, under its own number.
         _require(newest == self._transaction or self._transaction == 1, "it is not the last commit")
         if self._before and self._before[1] > 1:
@@ -125,7 +126,9 @@ class _Check:
         """Number of a commit, and the pages that it freed."""
         for key, place, length in self._walk(tree, 8, met):
             numbers = np.frombuffer(self._pages.reshape(-1)[place : place + length - length % 8].tobytes(), "<u8")
-            _require(length % 8 == 0 and len(numbers) > 0 and int(numbers[0]) == length // 8 - 1, "a list has another length")
+            _require(
+                length % 8 == 0 and len(numbers) > 0 and int(numbers[0]) == length // 8 - 1, "a list has another length"
+            )
             yield int(key), numbers[1:].astype(np.int64)
 
     def _walk(self, tree: _Tree, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
@@ -150,9 +153,7 @@ class _Check:
         met.branches += len(numbers)
         return np.concatenate(below), np.concatenate(keys)
 
-    def _leaves(
-        self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met
-    ) -> Iterator[tuple[Any, int, int]]:
+    def _leaves(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
         before = None
         for nodes, chunk_bounds in self._nodes(numbers, bounds, _LEAF, key_bytes, met):
             keys, starts = nodes.keys, nodes.first.nonzero()[0]

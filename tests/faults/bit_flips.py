@@ -71,4 +71,3 @@ def _flipped(world: World, url: str, state: State, file: Path, offset: int, bit:
         found = read_damaged(world, url, state)
         os.pwrite(data.fileno(), whole, offset)
     return found
-

@@ -10,6 +10,7 @@ from tests.faults.outcome import Outcome
 from tests.faults.processes import Say, run
 from tests.faults.world import State, World, Wrong, check_all, sound
 
+
 def report(outcome: Outcome, found: str, where: str) -> None:
     """File what ``read_damaged`` said under the promise that it breaks, if it breaks one."""
     if found.startswith(("wrong", "unnoticed")):

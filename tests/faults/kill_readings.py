@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,9 +57,9 @@ class Attached(Reading):
     @contextmanager
     def open(self, url: str) -> Iterator[Memory]:
         """See ``Reading``."""
-        sizes = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
+        options: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
         retrieval = Retrieval(top_k=3)
-        with memstore.attach(self._model, url, document="text", retrieval=retrieval, **sizes) as self._attached:
+        with memstore.attach(self._model, url, document="text", retrieval=retrieval, **options) as self._attached:
             yield self._attached.memories[0]
 
     def read(self) -> None:
@@ -89,7 +91,7 @@ def kill_readings(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
     outcome, killer = Outcome(), Killer(seed)
     for reading in (Attached(), Drt()):
         whole = STORES[store](folder / f"{reading.name}-whole")
-        undisturbed = run(lambda say, reading=reading, whole=whole: _read(reading, whole, say, None))
+        undisturbed = run(partial(_read_whole, reading, whole))
         assert undisturbed.code == 0, undisturbed.lines
         for start in range(0, rounds // 2, ROUNDS):
             killed = _Killed(reading, STORES[store](folder / f"{reading.name}-{start}"), whole, outcome)
@@ -153,6 +155,10 @@ def _read(reading: Reading, url: str, say: Say, last: int | None) -> None:
 
     with reading.open(url) as memory, told(memory, say_length, last, only_commits=True):
         reading.read()
+
+
+def _read_whole(reading: Reading, url: str, say: Say) -> None:
+    _read(reading, url, say, None)
 
 
 def _same_beginning(found: Memory, whole: Memory) -> int:

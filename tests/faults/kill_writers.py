@@ -13,7 +13,7 @@ from memstore.errors import NotFound
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
 from tests.faults.processes import Say, run
-from tests.faults.world import STORES, State, World, Wrong, check_all, digest, sound
+from tests.faults.world import STORES, World, Wrong, check_all, digest, sound
 
 STEPS = 4  # of a round that nobody kills
 ROUNDS = 25  # on one memory; the next round makes a new one, so that creation is killed too

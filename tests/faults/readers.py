@@ -10,6 +10,7 @@ import mmap
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -73,8 +74,7 @@ def read_beside_a_writer(folder: Path, store: str, rounds: int, seed: int) -> Ou
 
     world.open(url).close()
     readers = [
-        fork(lambda say, name=name: _ask(world, url, states, progress, random.Random(f"{seed} {name}"), say))
-        for name in range(READERS)
+        fork(partial(_ask, world, url, states, progress, random.Random(f"{seed} {name}"))) for name in range(READERS)
     ]
     writing = fork(write).wait()
     outcome.counts["commits"] = writing.lines.count("committed")

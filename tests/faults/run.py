@@ -1,4 +1,4 @@
-"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--long`` in the long one, which is ``make faults``.
+"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--long`` in the long one (``make faults``).
 
 Prints a table of counts; exit status 1 if a promise was broken. A seed repeats the choices (what a random time meets is
 up to the machine). ``--save FILE`` keeps the counts with date, versions and hardware.
@@ -59,6 +59,10 @@ def run(name: str, store: str, rounds: int, seed: int) -> Outcome:
         return FAULTS[name].run(Path(folder), store, rounds, seed)
 
 
+def _rounds(name: str, *, long: bool) -> int:
+    return FAULTS[name].long if long else FAULTS[name].short
+
+
 def report(name: str, store: str, seconds: float, outcome: Outcome) -> None:
     """Print the counts, and what went wrong."""
     broken = f"{len(outcome.losses)} losses, {len(outcome.wrong)} wrong reads, {len(outcome.crashes)} crashes"
@@ -99,11 +103,13 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for store in options.store or STORES:
         for name in options.only or FAULTS:
-            rounds, start = options.rounds or FAULTS[name][2 if options.long else 1], time.monotonic()
+            rounds, start = options.rounds or _rounds(name, long=options.long), time.monotonic()
             outcome = run(name, store, rounds, options.seed)
             seconds = time.monotonic() - start
             report(name, store, seconds, outcome)
-            results.append({"fault": name, "store": store, "rounds": rounds, "seconds": round(seconds), **asdict(outcome)})
+            results.append(
+                {"fault": name, "store": store, "rounds": rounds, "seconds": round(seconds), **asdict(outcome)}
+            )
     if options.save:
         saved = {"environment": environment(), "seed": options.seed, "results": results}
         options.save.write_text(json.dumps(saved, indent=1, sort_keys=True) + "\n")

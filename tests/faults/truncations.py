@@ -63,4 +63,3 @@ def _cut_under_a_reader(world: World, url: str, state: State, file: Path, length
     if ending.code == -signal.SIGBUS:
         return "under a reader: ended by SIGBUS"
     return f"under a reader: {ending.last}" if ending.code == 0 else f"not one of ours: {ending.code} {ending.last}"
-

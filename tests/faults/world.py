@@ -162,7 +162,7 @@ def _mixed(numbers: Tokens) -> Tokens:
 
 
 def check_all(world: World, memory: Memory, state: State) -> None:
-    """Read everything that the memory holds. Raises ``Wrong`` where it is not exactly ``state``, or memstore's errors."""
+    """Read everything that the memory holds. Raises ``Wrong`` where it is not ``state``, or memstore's errors."""
     _expect([document.name for document in memory.documents()], list(state), "documents")
     for name, tokens in state.items():
         check_document(world, memory.document(name), tokens)
