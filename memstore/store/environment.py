@@ -192,9 +192,10 @@ def check_exists(folder: Path) -> None:
 
 
 def looks_like_ours(folder: Path) -> bool:
-    """Whether the data file has a record of ours near its start: asked of files whose tree cannot be trusted."""
+    """Whether the data file has a record of ours near its start, or nothing; for files with a damaged tree."""
     with (folder / DATA_NAME).open("rb") as data:
-        return MAGIC in data.read(_LOOK_BYTES)
+        start = data.read(_LOOK_BYTES)[_FIRST_PAGES:]
+        return MAGIC in start or not any(start)
 
 
 def unfinished(folder: Path) -> NotFound:
