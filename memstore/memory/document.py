@@ -132,7 +132,10 @@ class Document:
                 there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
                 raise NotFound(f"document {self.name!r} has no block {block}; it has {there}.")
             try:
-                return self._read_tokens(state, live if block is None else range(block, block + 1)).long()
+                tokens = self._read_tokens(state, live if block is None else range(block, block + 1)).long()
+                # Several reads are several moments; whole blocks change by truncations only, and those are counted.
+                if self._handle.current().edits == state.edits:
+                    return tokens
             except (NotFound, DamagedError) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:

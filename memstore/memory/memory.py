@@ -128,7 +128,10 @@ class Memory:
         _check_name(name)
         if self._read_only and self._find(name) is None:
             raise self._no_document(name)
-        return self._document(name)
+        document = self._document(name)
+        if self._read_only and document.id is None:  # forgotten since it was found
+            raise self._no_document(name)
+        return document
 
     def forget(self, name: str) -> None:
         """Delete a document and everything of it that no fork uses, in one transaction.
@@ -307,8 +310,8 @@ class Memory:
 
     def _document(self, name: str) -> Document:
         with self._lock:
-            known = self._documents.get(name)
-            if known is None or known.gone:
+            # One that another process forgot may be there again, as another document of the same name.
+            if name not in self._documents or self._documents[name].gone:
                 self._documents[name] = Document(self._shared, name, self._find, self)
             return self._documents[name]
 

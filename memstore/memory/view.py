@@ -80,6 +80,8 @@ class LayerView:
                 if self._handle.current() == state:
                     raise self._blame(ids, error) from error
                 continue
+            if self._handle.current().edits != state.edits:
+                continue  # what was cached and what was read are of different moments
             if ids and self._handle.id is not None:
                 self._shared.keeper.count(self._handle.id, len(ids))
             return states
@@ -120,11 +122,16 @@ class LayerView:
         spec = self._shared.spec
         if not blocks:
             return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
-        try:
-            return self._read_landmarks(blocks)
-        except DamagedError as error:
-            self._check_live(blocks)  # they may have left in the meantime
-            raise self._blame_landmarks(blocks, error) from error
+        while True:
+            edits = self._handle.current().edits
+            try:
+                landmarks = self._read_landmarks(blocks)
+            except DamagedError as error:
+                self._check_live(blocks)  # they may have left in the meantime
+                raise self._blame_landmarks(blocks, error) from error
+            if self._handle.current().edits == edits:  # else the runs may be of different moments
+                return landmarks
+            self._check_live(blocks)
 
     def _read_landmarks(self, blocks: range) -> Tensor:
         runs = self._shared.runs(self._layer)

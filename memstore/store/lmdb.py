@@ -30,7 +30,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.store import environment as environments
-from memstore.store import paging, runs
+from memstore.store import paging, runs, tree
 from memstore.store.checks import MAX_DOCUMENT, check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import (
     Batch,
@@ -46,7 +46,7 @@ from memstore.store.contract import (
     Table,
     beyond_limit,
 )
-from memstore.store.environment import MAP_BYTES, Environment
+from memstore.store.environment import DATA_NAME, MAP_BYTES, Environment
 from memstore.store.pages import erase_unused
 from memstore.store.records import HEADER_BYTES, damaged, decode_value, describe, encode_value, value_reader
 from memstore.store.space import Reserve, free_bytes
@@ -65,7 +65,7 @@ _SMALL_BYTES = 64 << 10  # a batch that deletes and writes no more than this may
 _KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
 _WARM, _WARM_BYTE = 300e-6, 0.6e-9
 """Seconds that reading takes at most where nothing waits for the disk: for a batch, and for each byte of it."""
-
+_ATTEMPTS = 5
 _Txn = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 _Deletes = Sequence[tuple[Key, Key]]
 _Puts = Sequence[tuple[Key, tuple[Record, ...]]]
@@ -113,8 +113,8 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES) -> Self:
-        """Open an existing memory folder.
+    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True) -> Self:
+        """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``tree.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
         ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
@@ -124,6 +124,13 @@ class LmdbStore(BlockStore):
         writer = None if read_only else WriterLock(folder)
         store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
         try:
+            if check and (what := store._tree_problem()):
+                if not environments.looks_like_ours(folder):
+                    raise NotAMemory(f"{folder} holds an LMDB environment of something else, not a memory")
+                raise DamagedError(
+                    f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
+                    f"({what}). None of it was used; run memstore verify to see what can be read, or restore a copy"
+                )
             store._read_facts()
             if store._reserve:
                 store._env.reader_check()  # frees the slots of readers that died
@@ -173,6 +180,17 @@ class LmdbStore(BlockStore):
         if number == TAIL_FORMAT:
             return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
         return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
+
+    def _tree_problem(self) -> str | None:
+        """What is wrong with the pages that lead to the values, or None."""
+        for _ in range(_ATTEMPTS):
+            with self._env.begin() as txn:
+                transaction = txn.id()
+                what = tree.problem(self.path / DATA_NAME, transaction, self._env.stat()["psize"], _KEY.size)
+            # A reader that may not even lock can be overtaken by a writer; then it looks again.
+            if what is None or self.version() == transaction:
+                return what
+        return None
 
     def _without_facts(self) -> NotFound | NotAMemory:
         if self._env.stat()["entries"]:
@@ -376,6 +394,8 @@ class LmdbStore(BlockStore):
         too. Damage of the tree as a whole is reported under ``STORE_KEY``.
         """
         self._check_open()
+        if what := self._tree_problem():
+            yield Scanned(STORE_KEY, (), DamagedError(f"the tree of memory {self.path} is damaged: {what}"))
         try:
             with self._env.begin(buffers=True) as txn:
                 yield from self._scan(txn)
