@@ -56,7 +56,7 @@ def demo(
 ) -> Report:
     """See it work: read a million tokens, reopen, answer.
 
-    A DRT of 0.3 million parameters reads five volumes of 200,000 tokens into a memory on disk. A new process opens it
+    A DRT of 0.2 million parameters reads five volumes of 200,000 tokens into a memory on disk. A new process opens it
     and finds the passkey that is hidden in each. Takes half a minute on two cores.
 
     With --model smollm2, a stock model without training reads four times its training length and answers from the
