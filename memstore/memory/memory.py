@@ -136,6 +136,7 @@ class Memory:
         """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""
         for layer, wanted in blocks.items():
             self.document(document).layer(layer).prefetch(wanted)
+
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
         """The document that holds most first blocks of ``tokens [t]``, and how many; None if there is none.
 
