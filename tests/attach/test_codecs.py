@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ ERRORS = {"int8": 0.01, "fp8": 0.06, "int4": 0.15}
 
 def attach(url: str | Path, codec: str) -> Attached:
     """The codec is that of a new memory; one that is there keeps its own."""
-    sizes = {"window": SEGMENT, "sink": 16, "segment": SEGMENT, "block_size": 16}
+    sizes: dict[str, Any] = {"window": SEGMENT, "sink": 16, "segment": SEGMENT, "block_size": 16}
     retrieval = memstore.Retrieval(top_k=2, span=8)
     return memstore.attach(tiny("llama"), url, document="text", codec=codec, retrieval=retrieval, **sizes)
 
