@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,9 +157,10 @@ def _read(source: Document, layer: int, live: range, complete: range | None) -> 
     view = source.layer(layer)
     marks = view.landmarks(live) if layer in source.memory.spec.index_layers else None
     if complete is None:
-        return partial(Append.put, layer=layer, landmarks=marks, **view.gather(live))
-    last = view.gather(range(complete.stop, live.stop))
-    return partial(Append.put_stored, layer=layer, complete=view.stored(complete), last=last, landmarks=marks)
+        states = view.gather(live)
+        return lambda batch: batch.put(layer, landmarks=marks, **states)
+    stored, last = view.stored(complete), view.gather(range(complete.stop, live.stop))
+    return lambda batch: batch.put_stored(layer, stored, last, landmarks=marks)
 
 
 def _check_digests(source: Document, target: Document) -> None:

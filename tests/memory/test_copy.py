@@ -264,7 +264,8 @@ def test_a_last_block_that_grows_meanwhile_is_read_again(
     make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = make_memory(codec="int8"), make_memory(codec="int8")
-    source, states, whole, grown = one.document("text"), states_of(4 * S), copy._read, []
+    source, states, whole = one.document("text"), states_of(4 * S), copy._read
+    grown: list[int] = []
 
     def reading(document: Document, layer: int, *blocks: Any) -> Any:
         if layer == 1 and 2 in blocks[0] and not grown:
