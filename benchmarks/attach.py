@@ -123,10 +123,10 @@ def read_row(loaded: Loaded, ids: Tensor, tokens: int, memory: memstore.Memory, 
     without_logits: list[float] = []
     with PeakMemory() as peak:
         with attached_to(loaded, memory, top_k) as attached:
-            attached.read(ids[: tokens - MEASURED], progress=True)
+            attached.read(ids[: tokens - MEASURED], progress=True, reuse=False)
         for part in range(tokens - MEASURED, tokens, MEASURED // 4):
             with attached_to(loaded, memory, top_k) as attached:
-                reading.append(attached.read(ids[: part + MEASURED // 4]).seconds / (MEASURED // 4))
+                reading.append(attached.read(ids[: part + MEASURED // 4], reuse=False).seconds / (MEASURED // 4))
             bare.append(seconds_per_token(loaded.model, segments[:4]))
             without_logits.append(seconds_per_token(loaded.model.base_model, segments[:4]))
     return Row(

@@ -134,7 +134,7 @@ def perplexity(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str
     base: Tensor | None = None
     for codec in options.codecs:
         with attached_to(loaded, codec) as attached:
-            result = attached.read(tokens, score=options.scored)
+            result = attached.read(tokens, score=options.scored, reuse=False)
             stored = attached.memories[0].stats()["bytes"]
         base = result.nll if base is None else base
         more = (result.nll - base).double()

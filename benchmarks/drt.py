@@ -64,7 +64,7 @@ def read_and_generate(model: DRTForCausalLM, off: DRTForCausalLM, length: int) -
     """Reading ``length`` random tokens into a memory on disk, then generating behind it."""
     tokens = torch.randint(model.config.vocab_size, (length,))
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak, Reader(model, Path(folder) / "m") as reader:
-        result = reader.read(tokens)
+        result = reader.read(tokens, reuse=False)
         yield {
             "what": "read",
             "tokens": length,

@@ -58,6 +58,10 @@ class Watched(BlockTable):
         """See ``BlockTable``."""
         return self._table.gather(blocks)
 
+    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``BlockTable``."""
+        return self._table.readable(scores, blocks)
+
     def reorder(self, rows: Tensor) -> None:
         """See ``BlockTable``."""
         self._table.reorder(rows)

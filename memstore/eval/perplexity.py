@@ -105,7 +105,7 @@ def _after_window(model: DRTForCausalLM, text: Tensor, scored: int, reach: int) 
 
 def _after_memory(model: DRTForCausalLM, text: Tensor, scored: int) -> Tensor:
     with Reader(model, "ram:") as reader:
-        reader.read(text[: -scored - 1])
+        reader.read(text[: -scored - 1], reuse=False)
         return _losses(model, reader.cache(), text[-scored - 1 :])
 
 

@@ -71,9 +71,7 @@ class Append:
         ``landmarks [n, key_heads, P, key_dim]`` go with the layers that are searched, and with no others.
         Raises ``InvalidArgument``, naming layer and field.
         """
-        self._shared.check_layer(layer)
-        if layer in self._layers:
-            raise InvalidArgument(f"layer {layer} was put already; put all its fields at once.")
+        self._check_new(layer)
         spec = self._shared.spec
         if set(fields) != set(spec.fields):
             raise InvalidArgument(f"layer {layer}: expected the fields {list(spec.fields)}, not {list(fields)}.")
@@ -81,6 +79,19 @@ class Append:
         complete = encode_blocks(spec, {name: tensor[: self._complete] for name, tensor in states.items()})
         incomplete = [tensor[self._complete :] for tensor in states.values()]
         self._layers[layer] = _Layer(complete, incomplete, self._checked_landmarks(layer, landmarks))
+
+    def put_stored(
+        self, layer: int, complete: Sequence[Tensor], last: Mapping[str, Tensor], *, landmarks: Tensor | None = None
+    ) -> None:
+        """Like ``put``, with complete blocks as a memory of the same codec stores them: see ``LayerView.stored``.
+
+        ``complete`` is ``[n, ...]`` for each of ``block_layouts``, and ``last`` has the fields of the incomplete last
+        block, ``[0 or 1, *shape]``. What a codec made is not encoded again, so not a bit changes.
+        """
+        self._check_new(layer)
+        self._check_stored(layer, complete, last)
+        incomplete = [last[name].detach().cpu() for name in self._shared.spec.fields]
+        self._layers[layer] = _Layer(list(complete), incomplete, self._checked_landmarks(layer, landmarks))
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +170,19 @@ class Append:
     def _check_whole(self) -> None:
         if missing := sorted(set(range(self._shared.spec.layers)) - set(self._layers)):
             raise InvalidArgument(f"layers {missing} were not put; nothing was written. Put every layer in the body.")
+
+    def _check_new(self, layer: int) -> None:
+        self._shared.check_layer(layer)
+        if layer in self._layers:
+            raise InvalidArgument(f"layer {layer} was put already; put all its fields at once.")
+
+    def _check_stored(self, layer: int, complete: Sequence[Tensor], last: Mapping[str, Tensor]) -> None:
+        spec, blocks = self._shared.spec, (self._complete, len(self.blocks) - self._complete)
+        expected = [(TORCH_DTYPES[each.dtype], (blocks[0], *each.shape)) for each in self._shared.block_layouts]
+        expected += [(TORCH_DTYPES[spec.dtype], (blocks[1], *shape)) for shape in spec.fields.values()]
+        tensors = [*complete, *(last[name] for name in spec.fields if name in last)]
+        if (found := [(each.dtype, tuple(each.shape)) for each in tensors]) != expected:
+            raise InvalidArgument(f"layer {layer}: expected stored blocks of {expected}, not {found}.")
 
     def _checked(self, layer: int, name: str, tensor: object, shape: tuple[int, ...]) -> Tensor:
         expected = (len(self.blocks), *shape)

@@ -76,6 +76,12 @@ class BlockReader:
         order = torch.tensor([len(others) if name.edits == UNKEPT else others.index(name) for name in names])
         return {field: torch.cat([each, last[field].to(each.device)])[order] for field, each in complete.items()}
 
+    def stored(self, names: Sequence[Name], still: Callable[[], bool]) -> list[Tensor]:
+        """Complete blocks as they are stored, verified: ``[n, ...]`` for each of ``block_layouts``; see ``read``."""
+        if not names:
+            return Rows(0, self._layouts).tensors()
+        return as_tensors(self._tiers.read(names, still, None), self._layouts)
+
     def _complete(
         self, names: Sequence[Name], still: Callable[[], bool], device: torch.device | None
     ) -> dict[str, Tensor]:

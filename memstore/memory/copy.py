@@ -2,22 +2,25 @@
 
 What is copied is read with all its checks and appended to the target in transactions of bounded size. So if it stops
 in the middle, the target holds a beginning of the document that is sound in itself, and the next copy goes on there.
+Between memories of one codec complete blocks go over as they are stored, so a copy of a copy is still the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.memory.append import Append
 from memstore.memory.ingest import progress_bar
 from memstore.memory.layouts import block_layouts
 from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.places import common
+from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import is_path
 
 if TYPE_CHECKING:
@@ -43,27 +46,36 @@ def copy_document(source: Document, memory: Memory, name: str, advance: Callable
     """See ``Document.copy_to``; ``advance`` is told how many tokens more have been copied."""
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
-    check_same(memory.spec, source.memory)
+    check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
     source.memory.share_facts(memory)
     target = memory.document(name)
     if target.id is None:
         target.begin(source.blocks.start, source.reading)
     _check_beginning(source, target)
+    edits = source.located()[0].edits
     size = memory.spec.block_size
     step = max(1, TRANSACTION_BYTES // (memory.spec.layers * sum(lay.nbytes for lay in block_layouts(memory.spec))))
     while (done := len(target)) < len(source):
         blocks = range(done // size, min(done // size + step, source.n_blocks))
         _copy_blocks(source, target, blocks, done)
         advance(len(target) - done)
+    if source.located()[0].edits != edits:
+        raise InvalidArgument(
+            f"document {source.name!r} was truncated while it was copied, so the copy may hold what it has lost: "
+            f"forget document {name!r} of {memory.url}, and copy again."
+        )
     _check_digests(source, target)
     return target
 
 
-def copy_memory(source: str | Path, target: str | Path, *, progress: bool = False) -> CopyResult:
+def copy_memory(
+    source: str | Path, target: str | Path, *, codec: str | None = None, progress: bool = False
+) -> CopyResult:
     """Copy every document of the memory at ``source``, and what is stored beside them, into that at ``target``.
 
     The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
-    again. Documents that share blocks share them in the target too. This is ``memstore.copy``.
+    again. Documents that share blocks share them in the target too. ``codec`` is the target's, where it shall store
+    states in another way than the source, see ``MemorySpec``. This is ``memstore.copy``.
 
     Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
     it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
@@ -71,7 +83,7 @@ def copy_memory(source: str | Path, target: str | Path, *, progress: bool = Fals
     """
     if _place(source) == _place(target):
         raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
-    with open_memory(source, mode="r") as old, open_memory(target, spec=old.spec) as new:
+    with open_memory(source, mode="r") as old, open_memory(target, spec=_spec(old, codec)) as new:
         documents = old.documents()
         old.share_facts(new)
         total, done = sum(map(len, documents)), sum(_begun(document, new) for document in documents)
@@ -87,6 +99,10 @@ def copy_memory(source: str | Path, target: str | Path, *, progress: bool = Fals
                 advance(_fork(document, documents[:at], new))
                 copy_document(document, new, document.name, count)
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
+
+
+def _spec(memory: Memory, codec: str | None) -> MemorySpec:
+    return memory.spec if codec is None else replace(memory.spec, codec=codec)
 
 
 def _place(url: str | Path) -> str:
@@ -114,15 +130,37 @@ def _check_beginning(source: Document, target: Document) -> None:
 
 
 def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -> None:
-    """Append what the source has in ``blocks`` to the target, which has ``done`` tokens."""
-    spec = source.memory.spec
-    live = common(blocks, source.blocks)
+    """Append what the source has in ``blocks`` to the target, which has ``done`` tokens.
+
+    Nothing is appended where the incomplete last block has grown while it was read: it is to be read again.
+    """
+    state, _ = source.located()
+    size, live = source.memory.spec.block_size, common(blocks, state.live())
+    if live.start > blocks.start:
+        raise InvalidArgument(
+            f"document {source.name!r} lost its blocks below {live.start} while it was copied: forget document "
+            f"{target.name!r} of {target.memory.url}, and copy again when nobody reads more into it."
+        )
     ids = torch.cat([source.tokens(block) for block in live])
-    with target.append(ids[done - live.start * spec.block_size :]) as batch:
-        for layer in range(spec.layers):
-            view = source.layer(layer)
-            marks = view.landmarks(live) if layer in spec.index_layers else None
-            batch.put(layer, landmarks=marks, **view.gather(live))
+    as_it_is = source.memory.spec.codec == target.memory.spec.codec
+    complete = common(live, state.complete(size)) if as_it_is else None
+    layers = [_read(source, layer, live, complete) for layer in range(source.memory.spec.layers)]
+    if live.stop * size > state.tokens and source.located()[0] != state:
+        return
+    with target.append(ids[done - live.start * size :]) as batch:
+        for put in layers:
+            put(batch)
+
+
+def _read(source: Document, layer: int, live: range, complete: range | None) -> Callable[[Append], None]:
+    """Read ``live`` blocks, those of ``complete`` as they are stored: what puts them into an append."""
+    view = source.layer(layer)
+    marks = view.landmarks(live) if layer in source.memory.spec.index_layers else None
+    if complete is None:
+        states = view.gather(live)
+        return lambda batch: batch.put(layer, landmarks=marks, **states)
+    stored, last = view.stored(complete), view.gather(range(complete.stop, live.stop))
+    return lambda batch: batch.put_stored(layer, stored, last, landmarks=marks)
 
 
 def _check_digests(source: Document, target: Document) -> None:

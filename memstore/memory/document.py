@@ -201,9 +201,10 @@ class Document:
         """Copy this document to ``memory``, in transactions of bounded size; everything is verified on the way.
 
         A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as
-        a router, are copied too. Raises ``ForeignMemory`` where the memories were made for different models, layouts or
-        routers, ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and
-        ``DamagedError``.
+        a router, are copied too. Where both memories have the same codec, not a bit changes. Where they differ, states
+        are decoded and encoded anew, and what one codec lost is not brought back by another. Raises ``ForeignMemory``
+        where the memories were made for different models, layouts or routers, ``InvalidArgument`` where another text
+        has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         from memstore.memory.copy import copy_document
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from memstore.memory.layer_index import LayerIndex
 from memstore.memory.places import Places
 from memstore.memory.state import DocumentState
 from memstore.store.tiered import UNKEPT, Name
+
+T = TypeVar("T")
 
 
 class Hits(NamedTuple):
@@ -71,20 +73,23 @@ class LayerView:
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
         ids = _as_ids(blocks)
-        while True:
-            state = self._check_live(ids)
-            try:
-                states = self._read(ids, state, device)
-            except (DamagedError, NotFound) as error:
-                # Another thread or process may have changed the document in between.
-                if self._handle.current() == state:
-                    raise self._blame(ids, error) from error
-                continue
-            if self._handle.current().edits != state.edits:
-                continue  # what was cached and what was read are of different moments
-            if ids and self._handle.id is not None:
-                self._shared.keeper.count(self._handle.id, len(ids))
-            return states
+        states = self._steadily(ids, lambda state: self._read(ids, state, device))
+        if ids and self._handle.id is not None:
+            self._shared.keeper.count(self._handle.id, len(ids))
+        return states
+
+    def stored(self, blocks: Tensor | Sequence[int]) -> list[Tensor]:
+        """Complete ``blocks [K]`` as the store has them, verified: ``[K, ...]`` for each of ``block_layouts``.
+
+        For ``Append.put_stored`` of a memory with the same codec. Raises like ``gather``.
+        """
+        ids = _as_ids(blocks)
+
+        def read(state: DocumentState) -> list[Tensor]:
+            names = self._names(ids, state) if ids else []
+            return self._shared.blocks.stored(names, self._unedited(state))
+
+        return self._steadily(ids, read)
 
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
         """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.
@@ -199,6 +204,20 @@ class LayerView:
                     "Run verify to see what else is; forget the document and read it again."
                 )
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
+
+    def _steadily(self, blocks: list[int], read: Callable[[DocumentState], T]) -> T:
+        """What ``read`` gives for ``blocks``, again where the document changed in between; names what is damaged."""
+        while True:
+            state = self._check_live(blocks)
+            try:
+                found = read(state)
+            except (DamagedError, NotFound) as error:
+                # Another thread or process may have changed the document in between.
+                if self._handle.current() == state:
+                    raise self._blame(blocks, error) from error
+                continue
+            if self._handle.current().edits == state.edits:  # else what was cached is of another moment
+                return found
 
     def _read_one(self, block: int) -> None:
         self._read([block], self._handle.current())

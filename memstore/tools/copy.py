@@ -19,20 +19,26 @@ Target = Annotated[
     str,
     typer.Argument(metavar="TARGET", help="Where to; made if there is none.", show_default=False, callback=lasting),
 ]
+CopyCodec = Annotated[
+    str | None,
+    typer.Option("--codec", help="How the target stores states: none, int8, fp8 or int4. Without it: as the source."),
+]
 
 
-def copy(source: Source, target: Target) -> Report:
+def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
     """Copy a memory to another place or kind of store.
 
     Every value is verified on the way. Documents that the target has already are completed or left as they are, so
-    after an interruption the same command goes on where it stopped. Forks share their blocks in the copy too.
+    after an interruption the same command goes on where it stopped. Forks share their blocks in the copy too. With
+    --codec states are encoded anew; without it the copy has the same bits.
 
     Example:
 
-        memstore copy notes.mem backup.mem
+        memstore copy notes.mem zarr:archive
+        memstore copy notes.mem small.mem --codec int8
     """
     try:
-        result = memstore.copy(source, target, progress=True)
+        result = memstore.copy(source, target, codec=codec, progress=True)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; what was copied is sound, run the same command again to go on") from None
 

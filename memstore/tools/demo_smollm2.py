@@ -106,7 +106,7 @@ def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, scored:
         attached.memories[0].put_info("model", model_info(name, loaded))
         for text in texts:
             score = scored if text.name == PROSE else 0
-            results[text.name] = attached.read(text.hay.tokens, text.name, progress=say, score=score)
+            results[text.name] = attached.read(text.hay.tokens, text.name, progress=say, score=score, reuse=False)
     read = sum(result.new_tokens for result in results.values())
     return {
         "tokens_read": read,

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
-from memstore.memory import Memory, copy
+from memstore.memory import Document, Memory, copy, verify
+from memstore.memory.coding import as_stored
+from memstore.memory.spec import CODECS
 from memstore.memory.state import Address
 from memstore.store import Batch
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, S, append, check_content, make_fingerprint, make_spec, random_tokens
+from tests.memory.test_codecs import append as append_states
+from tests.memory.test_codecs import states_of
 from tests.memory.test_forks import stored_blocks
 
 TEXT = random_tokens(10 * S)
@@ -153,3 +163,193 @@ def test_ram_to_disk(tmp_path: Path) -> None:
     memstore.copy("ram:copied", tmp_path / "m")
     with memstore.open(tmp_path / "m", mode="r") as memory:
         check_content(memory.document("twig"), texts["twig"])
+
+
+def same_bits(one: Document, other: Document) -> None:
+    """Both documents have the same tokens, landmarks, and bytes of every block."""
+    assert torch.equal(one.tokens(), other.tokens())
+    assert (one.digest, one.blocks) == (other.digest, other.blocks)
+    last = [block for block in one.blocks if block not in one.complete_blocks]
+    for layer in range(LAYERS):
+        mine, theirs = one.layer(layer), other.layer(layer)
+        pairs = [*zip(mine.stored(one.complete_blocks), theirs.stored(one.complete_blocks), strict=True)]
+        pairs += [(mine.gather(last)[name], theirs.gather(last)[name]) for name in "kv"]
+        if layer in (0, 2):
+            pairs.append((mine.landmarks(one.blocks), theirs.landmarks(one.blocks)))
+        assert all(torch.equal(ours, copied) for ours, copied in pairs), layer
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_there_and_back_not_a_bit_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """Also where encoding what was decoded would give other codes, and for forks, which stay forks."""
+    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 200)
+    spec = make_spec(codec=codec, dtype="bfloat16")
+    with memstore.open(tmp_path / "one", spec=spec) as memory:
+        append_states(memory.document("text"), 9 * S + 3, states_of(10 * S))
+        append_states(memory.document("text").fork("fork", 6), S + 1, states_of(8 * S, seed=1))
+        blocks = stored_blocks(memory)
+    urls = [str(tmp_path / "one"), f"zarr:{tmp_path / 'two'}", str(tmp_path / "three")]
+    memstore.copy(urls[0], urls[1])
+    memstore.copy(urls[1], urls[2])
+    with memstore.open(urls[0], mode="r") as first:
+        for url in urls[1:]:
+            with memstore.open(url, mode="r") as memory:
+                for name in ("text", "fork"):
+                    same_bits(first.document(name), memory.document(name))
+                assert verify.check(memory._shared.store) == []
+    with memstore.open(urls[2], mode="r") as memory:
+        assert stored_blocks(memory) == blocks
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_copy_grows_like_what_it_was_made_of(make_memory: MakeMemory, codec: str) -> None:
+    """The incomplete last block is exact in the copy too, and encoded once when it is complete."""
+    one, other = make_memory(codec=codec), make_memory(codec=codec)
+    states = states_of(5 * S)
+    append_states(one.document("text"), 3 * S + 1, states)
+    one.document("text").copy_to(other, "text")
+    for memory in (one, other):
+        append_states(memory.document("text"), S, states)
+    same_bits(one.document("text"), other.document("text"))
+    one.document("text").copy_to(other, "text")
+    append_states(one.document("text"), 2, states)
+    same_bits(one.document("text"), one.document("text").copy_to(other, "text"))
+    assert other.verify() == []
+
+
+@pytest.mark.parametrize(("old", "new"), [("none", "int8"), ("none", "int4"), ("int8", "none"), ("int4", "fp8")])
+def test_a_copy_may_take_another_codec(tmp_path: Path, old: str, new: str) -> None:
+    states = states_of(6 * S + 1)
+    with memstore.open(tmp_path / "one", spec=make_spec(codec=old)) as memory:
+        append_states(memory.document("text"), 6 * S + 1, states)
+    memstore.copy(tmp_path / "one", tmp_path / "two", codec=new)
+    assert memstore.copy(tmp_path / "one", tmp_path / "two", codec=new).copied_tokens == 0
+    with pytest.raises(ForeignMemory, match=f"codec: {old} here, {new} in the memory"):
+        memstore.copy(tmp_path / "one", tmp_path / "two")
+    with (
+        memstore.open(tmp_path / "one", mode="r") as source,
+        memstore.open(tmp_path / "two", mode="r") as target,
+    ):
+        assert target.spec.codec == new
+        assert verify.check(target._shared.store) == []
+        for layer in range(LAYERS):
+            expected = source.document("text").layer(layer).gather(range(7))
+            complete = as_stored(target.spec, {name: each[:6] for name, each in expected.items()})
+            found = target.document("text").layer(layer).gather(range(7))
+            for name, each in found.items():
+                assert torch.equal(each, torch.cat([complete[name], expected[name][6:]]))
+
+
+def test_no_codec_of_that_name(tmp_path: Path) -> None:
+    memstore.open(tmp_path / "one", spec=make_spec()).close()
+    with pytest.raises(InvalidArgument, match="codec must be one of none, int8, fp8, int4, not 'zip'"):
+        memstore.copy(tmp_path / "one", tmp_path / "two", codec="zip")
+    assert not (tmp_path / "two").exists()
+
+
+def test_stored_blocks_of_another_layout_are_refused(make_memory: MakeMemory) -> None:
+    one, other = make_memory(codec="int8"), make_memory(codec="int4")
+    append(one.document("text"), TEXT)
+    view = one.document("text").layer(1)
+    last = view.gather([])
+    with other.document("text").append(TEXT[:S]) as batch:
+        with pytest.raises(InvalidArgument, match="layer 1: expected stored blocks of"):
+            batch.put_stored(1, view.stored([0]), last)
+        with pytest.raises(InvalidArgument, match="layer 1: expected stored blocks of"):
+            batch.put_stored(1, [], {})
+        batch.tokens, batch.blocks = batch.tokens[:0], range(0)  # nothing to commit
+
+
+def test_a_last_block_that_grows_meanwhile_is_read_again(
+    make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make_memory(codec="int8"), make_memory(codec="int8")
+    source, states, whole = one.document("text"), states_of(4 * S), copy._read
+    grown: list[int] = []
+
+    def reading(document: Document, layer: int, *blocks: Any) -> Any:
+        if layer == 1 and 2 in blocks[0] and not grown:
+            grown.append(1)
+            append_states(document, 3, states)
+        return whole(document, layer, *blocks)
+
+    append_states(source, 2 * S + 2, states)
+    monkeypatch.setattr(copy, "_read", reading)
+    same_bits(source, source.copy_to(other, "text"))
+    assert grown
+
+
+@pytest.mark.parametrize("change", ["truncate", "leave"])
+def test_a_source_that_loses_blocks_meanwhile_is_an_error(
+    make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    one, other = make_memory(capacity=8), make_memory(capacity=8)
+    source, whole, calls = one.document("text"), copy._copy_blocks, []
+    append(source, TEXT[: 8 * S])
+
+    def losing(*arguments: Any) -> None:
+        whole(*arguments)
+        calls.append(1)
+        if len(calls) == 1:
+            if change == "truncate":
+                source.truncate(2)
+            append(source, random_tokens(6 * S, seed=3))
+
+    monkeypatch.setattr(copy, "_copy_blocks", losing)
+    words = "was truncated while it was copied" if change == "truncate" else "lost its blocks below 6 while it was"
+    with pytest.raises(InvalidArgument, match=words):
+        source.copy_to(other, "text")
+
+
+COPIED = """
+import memstore.memory.copy as copy
+copy.TRANSACTION_BYTES = 1000
+import memstore.store.zarr as zarr
+zarr.SHARD_BYTES = 400
+print("go", flush=True)
+memstore.copy(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "zarr:"])
+def test_a_copy_that_is_killed_is_sound_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 400)
+    source, target = str(tmp_path / "one"), f"{kind}{tmp_path / 'two'}"
+    text = random_tokens(150 * S + 1)
+    with memstore.open(source, spec=make_spec(codec="int8")) as memory:
+        append(memory.document("text"), text)
+        append(memory.document("text").fork("fork", 100), text[:5])
+    code = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + COPIED
+    rng, held = random.Random(kind), 0
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", code, source, target], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "go\n"
+            if _wait_until(target, held, child):
+                time.sleep(rng.random() / 20)
+            child.send_signal(signal.SIGKILL)
+        with memstore.open(source, mode="r") as whole, memstore.open(target, mode="r") as memory:
+            assert verify.check(memory._shared.store) == []
+            for document in memory.documents():
+                assert torch.equal(document.tokens(), whole.document(document.name).tokens()[: len(document)])
+            before, held = held, sum(map(len, memory.documents()))
+            assert held >= before
+    memstore.copy(source, target)
+    with memstore.open(source, mode="r") as whole, memstore.open(target, mode="r") as memory:
+        for document in whole.documents():
+            same_bits(document, memory.document(document.name))
+        assert verify.check(memory._shared.store) == []
+        assert kind or stored_blocks(memory) == 151 + 2
+
+
+def _wait_until(url: str, tokens: int, child: subprocess.Popen[str]) -> bool:
+    """Wait until the copy at ``url`` has more than ``tokens``; False where the child has ended before."""
+    while child.poll() is None:
+        try:
+            with memstore.open(url, mode="r") as memory:
+                if sum(map(len, memory.documents())) > tokens:
+                    return True
+        except memstore.NotFound:
+            pass
+        time.sleep(0.01)
+    return False

@@ -245,7 +245,7 @@ class DRTModel(nn.Module):
         first = torch.tensor(cache.blocks, device=x.device)[:, None]
         limits = first + torch.arange(queries.shape[1], device=x.device)
         chosen = self._choose_cached(cache, queries, limits)
-        fresh = self._fetch(cache, chosen, x.dtype)
+        fresh = self._fetch(cache, group, chosen, x)
         if not packing.one_list:
             if fresh is None:
                 retrieved = self._last(group, packing, cache)
@@ -277,19 +277,24 @@ class DRTModel(nn.Module):
 
     def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> Chosen:
         if self.config.retrieval == "random":
-            return random_choice(limits, self.config.retrieval_top_k)
-        scores, blocks = cache.table.search(queries, limits, self.config.retrieval_top_k)
-        return weighed(scores, blocks)
+            blocks, _, scores = random_choice(limits, self.config.retrieval_top_k)
+        else:
+            scores, blocks = cache.table.search(queries, limits, self.config.retrieval_top_k)
+        return weighed(*cache.table.readable(scores, blocks))
 
-    def _fetch(self, cache: DRTCache, chosen: Chosen, dtype: torch.dtype) -> Retrieved | None:
-        """Keys and values of the chosen blocks, each list's own."""
+    def _fetch(self, cache: DRTCache, group: int, chosen: Chosen, x: Tensor) -> Retrieved | None:
+        """Keys and values of the chosen blocks, each list's own; None where nothing was ever chosen."""
         rows, lists, top_k = chosen.blocks.shape
-        if not top_k or not bool((chosen.blocks >= 0).any()):
+        some = bool((chosen.blocks >= 0).any())
+        if not some and (not top_k or cache.lists[group] is None):
             return None
-        states = cache.table.gather(chosen.blocks.flatten(1)).to(dtype)
+        if some:
+            states = cache.table.gather(chosen.blocks.flatten(1)).to(x.dtype)
+        else:  # all of them were left out: the list before must not be taken for this one
+            states = x.new_zeros(rows, lists * top_k, self.config.block_size, self.config.hidden_size)
         keys, values = self.block_states(states)
         own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
-        return Retrieved(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(dtype))
+        return Retrieved(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(x.dtype))
 
     def _keep_last(self, group: int, packing: Packing, cache: DRTCache, fresh: Retrieved) -> None:
         """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""

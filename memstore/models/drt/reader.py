@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from memstore.memory.urls import Mode
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.packing import Packing
-from memstore.models.drt.tables import MemoryTable
+from memstore.models.drt.tables import MemoryTable, OnError
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -130,8 +130,12 @@ class Reader:
         codec: str | None = None,
         mode: Mode = "a",
         segment_blocks: int = SEGMENT_BLOCKS,
+        on_error: OnError = "raise",
     ) -> None:
         """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
+
+        ``on_error`` is what becomes of a block that an answer wants and that cannot be read. "raise": ``DamagedError``;
+        "miss": it is left out, counted in ``memory.stats()`` and logged once. Damage met by ``read`` always raises.
 
         Raises ``ForeignMemory`` for a memory of another model (other weights, block size or state type),
         ``InvalidArgument``, and what ``memstore.open`` raises.
@@ -140,6 +144,9 @@ class Reader:
             raise InvalidArgument(f"a Reader reads with a DRTForCausalLM, not a {type(model).__name__}; see attach()")
         if segment_blocks < 1:
             raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
+        if on_error not in get_args(OnError):
+            raise InvalidArgument(f"on_error must be one of {', '.join(get_args(OnError))}, not {on_error!r}")
+        self._on_error: OnError = on_error
         self.model = model
         self.segment = segment_blocks * model.config.tokens_per_block
         spec = memory_spec(model, tokenizer, _codec_of(memory, mode) if codec is None else codec)
@@ -171,15 +178,15 @@ class Reader:
         if self._own:
             self.memory.close()
 
-    def read(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
+    def read(self, tokens: Chunks, *, progress: bool = False, reuse: bool = True) -> ReadResult:
         """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
 
         ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Where they
         end before the document does, they are compared and it stays as it is. Raises ``InvalidArgument`` where
-        the document holds another text. A new document shares the blocks of another one of this memory that begins with
-        the same text (as far as it is not an iterator), which then need not be read.
+        the document holds another text. With ``reuse`` a new document shares the blocks of another one of this memory
+        that begins with the same text (as far as it is not an iterator), which then need not be read.
         """
-        if _is_flat(tokens) and self.memory.mode != "r":
+        if reuse and _is_flat(tokens) and self.memory.mode != "r":
             (flat,) = _pieces(tokens)
             self.document.reuse(flat)
         stored = len(self.document)
@@ -253,7 +260,8 @@ class Reader:
         complete = self.document.complete_blocks
         first = max(min(complete.start, complete.stop), count // text - math.ceil(items / size), 0)
         view = self.document.layer(0)
-        table = MemoryTable(view, complete, rows, self.model.dtype, self.model.device)
+        model = self.model
+        table = MemoryTable(view, complete, rows, model.dtype, model.device, on_error=self._on_error)
         cache = DRTCache(config, rows, table, first * text)
         return cache, self._tokens(first, count)
 

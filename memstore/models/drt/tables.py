@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from memstore.attention.gca import Chosen, weighed
+from memstore.errors import DamagedError
+
+OnError = Literal["raise", "miss"]
+"""What becomes of a stored block that cannot be read: an error, or a list without it."""
 
 
 class BlockTable(ABC):
@@ -33,6 +37,10 @@ class BlockTable(ABC):
     @abstractmethod
     def gather(self, blocks: Tensor) -> Tensor:
         """States ``[B, m, S, d]`` of ``blocks [B, m]``; anything where a block is -1."""
+
+    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Lists ``[B, n, K]`` without the blocks that cannot be read: -inf and -1 at the end of a list instead."""
+        return scores, blocks
 
     @abstractmethod
     def reorder(self, rows: Tensor) -> None:
@@ -110,17 +118,31 @@ class View(Protocol):
         """Scores, blocks and offsets ``[H, T, top_k]``."""
 
     def gather(self, blocks: list[int]) -> dict[str, Tensor]:
-        """States of blocks."""
+        """States of blocks. Raises ``DamagedError``."""
+
+    def sound(self, blocks: list[int]) -> list[int]:
+        """Those of ``blocks`` that can be read."""
 
 
 class MemoryTable(BlockTable):
     """Blocks of a document that all rows share, then blocks of each row's own.
 
-    What is generated or asked stays in tensors; the document does not change.
+    What is generated or asked stays in tensors; the document does not change. With ``on_error="miss"`` a stored block
+    that cannot be read is left out of every list that chooses it, as if it were not there.
     """
 
-    def __init__(self, view: View, blocks: range, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        view: View,
+        blocks: range,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        on_error: OnError = "raise",
+    ) -> None:
         self._view = view
+        self._on_error = on_error
         self._blocks = blocks
         self._own = TensorTable(rows, blocks.stop)
         self._dtype = dtype
@@ -158,9 +180,27 @@ class MemoryTable(BlockTable):
         own = (blocks >= self._blocks.stop)[..., None, None]
         return torch.where(own, self._own.gather(blocks), states)
 
+    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``BlockTable``. Everything, unless ``on_error`` is "miss": then ``gather`` says what is wrong."""
+        lost = self._lost(blocks) if self._on_error == "miss" else []
+        if not lost:
+            return scores, blocks
+        left_out = torch.isin(blocks, torch.tensor(lost, device=blocks.device))
+        scores, at = scores.masked_fill(left_out, -math.inf).sort(dim=-1, descending=True, stable=True)
+        return scores, blocks.masked_fill(left_out, -1).gather(-1, at)
+
     def reorder(self, rows: Tensor) -> None:
         """See ``BlockTable``."""
         self._own.reorder(rows)
+
+    def _lost(self, blocks: Tensor) -> list[int]:
+        """Those stored ``blocks`` that cannot be read."""
+        stored = [block for block in blocks.unique().tolist() if block in self._blocks]
+        try:
+            self._view.gather(stored)
+        except DamagedError:
+            return sorted(set(stored) - set(self._view.sound(stored)))
+        return []
 
     def _read(self, blocks: list[int]) -> Tensor:
         return self._view.gather(blocks)["c"].to(self._device, self._dtype)
