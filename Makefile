@@ -15,7 +15,7 @@ PYTEST_FLAGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test lint types format pytest bench docs wheel-smoke clean
+.PHONY: help demo test lint types format pytest bench faults docs wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -41,6 +41,9 @@ format: $(READY) ## Put the code into the house format
 
 bench: $(READY) ## Measure: speed and needles, some minutes each
 	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
+
+faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (half an hour)
+	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json
 
 gpu: $(READY) ## On a GPU: test the kernels there, and measure them
 	$(BIN)/python -m pytest tests/kernels

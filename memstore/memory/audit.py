@@ -11,9 +11,10 @@ from typing import NamedTuple
 from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.header import Header, read_header
 from memstore.memory.history import HASH_BYTES, HASHES_PER_RUN, broken, hash_before, history_runs
+from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
 from memstore.memory.places import Places, common, lacking
-from memstore.memory.state import FIRST_NAMED, HEADER, NEXT_DOCUMENT, DocumentState
+from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, LAST_ITEM, NEXT_DOCUMENT, DocumentState
 from memstore.memory.tensors import Rows
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
@@ -69,7 +70,14 @@ class Audit:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._header: Header = read_header(store, "this one")
-        self._documents: dict[int, DocumentState] = {}
+        self.documents: dict[int, DocumentState] = {}
+        """What the entries say that are sound, by the documents' numbers."""
+        self.damaged_entries: set[int] = set()
+        """Numbers of the documents whose entries are not."""
+        self.numbers: set[int] = set()
+        """Numbers under which any value lies."""
+        self.unknown: list[tuple[Key, Key]] = []
+        """First and last key of what nothing refers to. Means little while there are damaged entries."""
         self._seen: dict[tuple[Table, int, int], _Seen] = {}
         self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
         self._findings: list[Finding] = []
@@ -91,7 +99,7 @@ class Audit:
                 yield from self._value(scanned)
         except MemstoreError as error:
             yield Finding(kind="crash", message=f"the values cannot all be read: {error}")
-        for state in self._documents.values():
+        for state in self.documents.values():
             yield from self._entry(state)
         for owner in self._owners:
             yield from self._owned(owner)
@@ -99,13 +107,20 @@ class Audit:
             if owner not in self._owners:
                 message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {owner})"
                 yield Finding(kind="unknown", message=message, layer=layer, block=seen.ranges[0].start)
+                self.unknown.append((Key(table, owner, layer), Key(table, owner, layer, LAST_ITEM)))
+        yield from self._next_document()
         yield from self._histories()
+
+    @property
+    def orphans(self) -> list[int]:
+        """Numbers under which token ids lie that no document uses."""
+        return sorted({owner for table, owner, _ in self._seen if table == Table.TOKENS and owner not in self._owners})
 
     @cached_property
     def _owners(self) -> dict[int, list[_User]]:
         """Who uses the values of each number. The entries come before everything else, so all of them are known."""
         owners: dict[int, list[_User]] = {}
-        for number, state in self._documents.items():
+        for number, state in self.documents.items():
             places = Places(number, state)
             for owner in (number, places.home):
                 owners.setdefault(owner, [])
@@ -115,18 +130,22 @@ class Audit:
 
     def _value(self, scanned: Scanned) -> Iterator[Finding]:
         key = scanned.key
+        if key.table != Table.META:
+            self.numbers.add(key.document)
         if key.table not in (Table.META, Table.DOCUMENTS):
             # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
             self._seen.setdefault((key.table, key.document, key.layer), _Seen()).add(key.item)
-        if scanned.damage is not None:
-            yield from self._named("damaged", key, str(scanned.damage))
-            return
-        try:
-            problem = self._problem(key, scanned.records)
-        except (KeyError, TypeError, ValueError, MemstoreError) as error:
-            problem = f"its content makes no sense ({error})"
-        if problem:
-            yield from self._named("mismatch", key, problem)
+        problem = None if scanned.damage is None else str(scanned.damage)
+        kind = "mismatch" if problem is None else "damaged"
+        if problem is None:
+            try:
+                problem = self._problem(key, scanned.records)
+            except (KeyError, TypeError, ValueError, MemstoreError) as error:
+                problem = f"its content makes no sense ({error})"
+        if problem is not None:
+            if key.table == Table.DOCUMENTS:
+                self.damaged_entries.add(key.document)
+            yield from self._named(kind, key, problem)
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         """What is wrong with a whole value, by itself and by the entry of its document."""
@@ -137,7 +156,7 @@ class Audit:
             case Table.META:
                 return self._meta_problem(key, records)
             case Table.DOCUMENTS:
-                self._documents[key.document] = DocumentState.from_record(records[0])
+                self.documents[key.document] = DocumentState.from_record(records[0])
                 return None
             case Table.TOKENS:
                 return _differs(layouts, [token_layout(self._tokens_of(key))])
@@ -154,6 +173,9 @@ class Audit:
             return None
         if key == NEXT_DOCUMENT:
             return None if isinstance(head["next_document"], int) else "the number of the next document is not a number"
+        if key == KEEPING:
+            Keeping.from_json(head)
+            return None
         if key.item < FIRST_NAMED.item or key.document or key.layer:
             return "nothing of a memory belongs here"
         expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1
@@ -161,7 +183,7 @@ class Audit:
 
     def _layouts_of(self, key: Key, found: list[Layout]) -> list[Layout]:
         """What a block should be: no codec touches it while it is incomplete."""
-        if key.document not in self._documents:
+        if key.document not in self.documents:
             return self._incomplete if found == self._incomplete else self._complete
         complete = self._tokens_of(key) == self._header.spec.block_size
         return self._complete if complete else self._incomplete
@@ -217,12 +239,12 @@ class Audit:
             yield from self._compare(Table.LANDMARKS, owner, layer, blocks)
         hashed = [self._in_runs(user, Table.HISTORY) for user in users]
         yield from self._compare(Table.HISTORY, owner, 0, hashed, allowed=blocks)
-        layers = {seen[2] for seen in self._seen if seen[:2] == (Table.BLOCKS, owner)}
-        marked = {seen[2] for seen in self._seen if seen[:2] == (Table.LANDMARKS, owner)}
-        for layer in sorted((layers - set(range(spec.layers))) | (marked - set(spec.index_layers))):
-            yield from self._named(
-                "unknown", Key(Table.BLOCKS, owner, layer), f"layer {layer} has values it should not have"
-            )
+        for table, known in ((Table.BLOCKS, range(spec.layers)), (Table.LANDMARKS, spec.index_layers)):
+            there = {seen[2] for seen in self._seen if seen[:2] == (table, owner)}
+            for layer in sorted(there - set(known)):
+                key = Key(table, owner, layer)
+                self.unknown.append((key, key._replace(item=LAST_ITEM)))
+                yield from self._named("unknown", key, f"layer {layer} has values it should not have")
 
     def _compare(
         self, table: Table, owner: int, layer: int, blocks: list[range], *, allowed: list[range] | None = None
@@ -236,8 +258,22 @@ class Audit:
             )
         for extra in seen.outside(needed if allowed is None else [_items_of(part, length) for part in allowed]):
             key = Key(table, owner, layer, extra.start)
+            self.unknown.append((key, key._replace(item=extra.stop - 1)))
             what = _items(table, extra, "there, and no entry refers to them")
-            yield self._finding("unknown", key, what, self._blocks_of(key, len(extra)), self._documents.get(owner))
+            yield self._finding("unknown", key, what, self._blocks_of(key, len(extra)), self.documents.get(owner))
+
+    def _next_document(self) -> Iterator[Finding]:
+        """A new document, or home, must not get a number that was used before."""
+        last = max(self.numbers, default=0)
+        try:
+            records = self._store.get(NEXT_DOCUMENT)
+            following = records[0].to_json()["next_document"] if records else 1
+            if last < following:
+                return
+        except (MemstoreError, LookupError, TypeError, ValueError):
+            return  # damaged, which is reported already
+        message = f"the next document would get number {following}, and there are documents up to number {last}"
+        yield Finding(kind="mismatch", message=message)
 
     def _named(self, kind: str, key: Key, message: str, items: int = 1) -> Iterator[Finding]:
         """A finding about ``items`` values from ``key`` on for each document that uses any of them."""
@@ -250,7 +286,7 @@ class Audit:
             for user in users:
                 yield self._finding(kind, key, message, common(blocks, user.blocks), user.state)
         else:
-            yield self._finding(kind, key, message, blocks, self._documents.get(key.document))
+            yield self._finding(kind, key, message, blocks, self.documents.get(key.document))
 
     def _finding(self, kind: str, key: Key, message: str, blocks: range, state: DocumentState | None) -> Finding:
         """In the words of a user: document, layer, block, tokens."""
@@ -268,7 +304,7 @@ class Audit:
     def _histories(self) -> Iterator[Finding]:
         """Compute the hashes of all documents again, those of shared blocks once."""
         checked: dict[int, list[range]] = {}
-        for number, state in self._documents.items():
+        for number, state in self.documents.items():
             if state.digest is None:
                 continue
             places, complete = Places(number, state), state.complete(self._header.spec.block_size)

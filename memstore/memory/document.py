@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
+from memstore.memory import keeping
 from memstore.memory.append import Append, Tokens, as_tokens
 from memstore.memory.handle import Handle
+from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import token_layout
 from memstore.memory.places import Places
 from memstore.memory.shared import Shared, next_document_record
@@ -64,6 +68,22 @@ class Document:
         return self._handle.id
 
     @property
+    def gone(self) -> bool:
+        """Whether it was forgotten, by whoever."""
+        return self._handle.id is not None and self._shared.state(self._handle.id) is None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether no rule may forget it."""
+        return self._handle.id in self._shared.keeper.rules().pinned
+
+    @property
+    def expires(self) -> datetime | None:
+        """When it may be forgotten, in UTC; None: never."""
+        when = self._shared.keeper.rules().expires.get(self._handle.id or 0)
+        return None if when is None else datetime.fromtimestamp(when, UTC)
+
+    @property
     def n_blocks(self) -> int:
         """One more than the last block, incomplete or not; blocks that have left are counted."""
         return self._handle.current().blocks
@@ -112,7 +132,10 @@ class Document:
                 there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
                 raise NotFound(f"document {self.name!r} has no block {block}; it has {there}.")
             try:
-                return self._read_tokens(state, live if block is None else range(block, block + 1)).long()
+                tokens = self._read_tokens(state, live if block is None else range(block, block + 1)).long()
+                # Several reads are several moments; whole blocks change by truncations only, and those are counted.
+                if self._handle.current().edits == state.edits:
+                    return tokens
             except (NotFound, DamagedError) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:
@@ -223,6 +246,35 @@ class Document:
                 return 0
             return len(found[0].fork(self.name, blocks))
 
+    def pin(self) -> None:
+        """Never evict it and never let it expire; ``Memory.forget`` still forgets it. Stored with the memory.
+
+        Raises ``NotFound`` for a document that has nothing in it yet, ``ReadOnlyMemory``.
+        """
+        self._change(lambda rules, number: replace(rules, pinned=rules.pinned | {number}))
+
+    def unpin(self) -> None:
+        """Undo ``pin``. A time to live that is over by now counts from the next append on."""
+        self._change(lambda rules, number: replace(rules, pinned=rules.pinned - {number}))
+
+    def expire(self, seconds: float | None) -> None:
+        """Let it be forgotten ``seconds`` from now; None: never. Stored with the memory.
+
+        It happens with the first append to another document after that time, or with ``Memory.expire``; until then the
+        document is as it was, also for readers. Raises ``NotFound`` for a document that has nothing in it yet,
+        ``InvalidArgument``, ``ReadOnlyMemory``.
+        """
+        self._change(lambda rules, number: rules.expiring(number, seconds, keeping.utc()))
+
+    def _change(self, change: Callable[[Keeping, int], Keeping]) -> None:
+        self._check_writable()
+        with self._shared.writing:
+            self._handle.current()  # which finds its number, or that it was forgotten
+            number = self._handle.id
+            if number is None:
+                raise NotFound(f"document {self.name!r} has nothing in it yet; append to it first.")
+            self._shared.keeper.change(lambda rules: change(rules, number))
+
     def _commit(self, append: Append) -> None:
         with self._shared.writing:
             now = self._handle.current()
@@ -236,7 +288,7 @@ class Document:
             batch = append.compose(number, self._read_tokens(now, last))
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.store.write(batch)
+            self._shared.keeper.write(batch, number)
             self._handle.id = number
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,13 +20,17 @@ from memstore.memory.blocks import BlockReader
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
 from memstore.memory.history import beginning, chain, known_prefix
+from memstore.memory.keeper import Keeper
+from memstore.memory.keeping import WhenFull
 from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
 from memstore.memory.places import Places, count
+from memstore.memory.repair import Repair, Repaired
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
 from memstore.memory.urls import Mode, Opened, on_disk, open_store
+from memstore.store.contract import Compacted, Progress
 
 LONGEST_NAME = 511  # bytes
 
@@ -39,6 +44,8 @@ def open_memory(
     host_bytes: int | None = None,
     device_bytes: int = 0,
     device: str | torch.device | None = None,
+    max_bytes: int | None = None,
+    when_full: WhenFull | None = None,
 ) -> Memory:
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
@@ -48,6 +55,7 @@ def open_memory(
     ``index`` is the kind of vector index, see ``memstore.index.open_index``.
     ``host_bytes`` of host memory keep the blocks that are asked for often (256 MiB for a memory on disk unless said;
     0 for none), ``device_bytes`` those on the accelerator ``device``.
+    ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.
 
     Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (another model or layout than ``spec`` says, or a newer
     format), ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or ``DamagedError``.
@@ -56,11 +64,16 @@ def open_memory(
     try:
         header = read_header(opened.store, str(url))
         blocks = BlockReader(opened.store, header.spec, host_bytes=host_bytes, device_bytes=device_bytes, device=device)
-        shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks)
+        keeper = Keeper(opened.store, str(url), lambda numbers, gone: forgetting(shared, numbers, gone))
+        shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper)
         shared.new_index()  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
-        return Memory(shared, opened)
+        memory = Memory(shared, opened)
+        if max_bytes is not None or when_full is not None:
+            rules = shared.keeper.rules()
+            memory.limit(rules.max_bytes if max_bytes is None else max_bytes, when_full or rules.when_full)
+        return memory
     except BaseException:
         _close(opened)
         raise
@@ -115,7 +128,10 @@ class Memory:
         _check_name(name)
         if self._read_only and self._find(name) is None:
             raise self._no_document(name)
-        return self._document(name)
+        document = self._document(name)
+        if self._read_only and document.id is None:  # forgotten since it was found
+            raise self._no_document(name)
+        return document
 
     def forget(self, name: str) -> None:
         """Delete a document and everything of it that no fork uses, in one transaction.
@@ -125,10 +141,9 @@ class Memory:
         self._check_writable()
         with self._shared.writing:
             number = self._find(name)
-            state = None if number is None else self._shared.state(number)
-            if number is None or state is None:
+            if number is None:
                 raise self._no_document(name)
-            self._shared.store.write(forgetting(self._shared, number, state))
+            self._shared.store.write(forgetting(self._shared, [number]))
         with self._lock:
             self._documents.pop(name, None)
 
@@ -150,6 +165,40 @@ class Memory:
         candidates = [(state, Places(number, state)) for number, state in states if state is not None]
         found = known_prefix(candidates, self._shared.history, hashes, size)
         return None if found is None else (self._document(found[0]), found[1])
+
+    def limit(self, max_bytes: int | None, when_full: WhenFull | None = None) -> None:
+        """Set the most that the values may take, in bytes as ``stats`` tells them in ``used_bytes``; None: no limit.
+
+        It is stored with the memory and holds for every append of every writer. ``when_full`` says what an append does
+        that there is no room for: "refuse" raises ``StoreFull``; "evict-oldest-document" and "evict-least-read" forget
+        whole documents in the same transaction, the first made or the least gathered from first, never pinned ones nor
+        the one that is appended to, and log it. None leaves it as it is. What is stored already stays until the next
+        append. Raises ``InvalidArgument``, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            self._shared.keeper.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
+
+    def expire(self) -> list[str]:
+        """Forget every document whose time to live is over and that is not pinned, in one transaction; their names.
+
+        Appends do so by themselves, but only while the clock is plausible: not behind the last append, nor more than 30
+        days ahead of it. This call trusts the clock. Raises ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            return self._shared.keeper.expire()
+
+    def compact(self, progress: Progress | None = None) -> Compacted:
+        """Erase from the file what was forgotten, truncated or has left, and give its space back to the disk.
+
+        Works in place, beside readers; appends wait. ``progress`` is told how many bytes of how many are done. Returns
+        the bytes taken before and after. Raises ``MemoryInUse`` where somebody goes on reading what is to be erased,
+        ``DamagedError`` where the file is not understood in every detail, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            return self._shared.store.compact(progress)
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
@@ -188,6 +237,18 @@ class Memory:
             return verify.in_child(self.url)
         return verify.check(self._shared.store)
 
+    def repair(self, *, dry_run: bool = False) -> Repaired:
+        """Put right what ``verify`` finds, and verify again: what was done, document by document, and what is left.
+
+        A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
+        removed, a lost entry of a document is written again from its token ids. ``dry_run`` changes nothing and tells
+        what would be done first. Raises ``DamagedError`` where the tree around the values is damaged, so that nothing
+        can be changed in place, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run)
+
     def stats(self) -> dict[str, Any]:
         """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.
 
@@ -210,14 +271,28 @@ class Memory:
             "bytes": self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete),
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
+            "used_bytes": self._shared.store.used_bytes(),
             "index_bytes": sum(view.nbytes for view in views),
             "tiers": self._shared.blocks.stats(),
+            "rules": self._rules(),
         }
 
     def close(self) -> None:
         """Release the store. Closing twice is allowed."""
         self._shared.blocks.close()
         _close(self._opened)
+
+    def _rules(self) -> dict[str, Any]:
+        rules, names = self._shared.keeper.rules(), self._known()
+        until = {names[n]: datetime.fromtimestamp(when, UTC) for n, when in rules.expires.items() if n in names}
+        return {
+            "max_bytes": rules.max_bytes,
+            "when_full": rules.when_full,
+            "pinned": [name for number, name in names.items() if number in rules.pinned],
+            "expires": {name: when.isoformat(timespec="seconds") for name, when in until.items()},
+            "evicted": self._shared.keeper.evicted,
+            "expired": self._shared.keeper.expired,
+        }
 
     def _bytes(self, tokens: int, blocks: int, incomplete: int) -> dict[str, int]:
         spec = self.spec
@@ -235,7 +310,8 @@ class Memory:
 
     def _document(self, name: str) -> Document:
         with self._lock:
-            if name not in self._documents:
+            # One that another process forgot may be there again, as another document of the same name.
+            if name not in self._documents or self._documents[name].gone:
                 self._documents[name] = Document(self._shared, name, self._find, self)
             return self._documents[name]
 

@@ -10,6 +10,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.index import VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
 from memstore.memory.history import history_runs
+from memstore.memory.keeper import Keeper
 from memstore.memory.landmarks import index_dtype
 from memstore.memory.layouts import block_layouts
 from memstore.memory.runs import LandmarkRuns, Runs
@@ -35,6 +36,8 @@ class Shared:
     """Blocks whose landmarks are stored together."""
     blocks: BlockReader
     """Reads blocks, from memory where they are there."""
+    keeper: Keeper
+    """Commits appends as the memory's rules want it."""
 
     @property
     def writing(self) -> threading.RLock:

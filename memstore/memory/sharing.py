@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
 
 from memstore.memory.history import digest_at
-from memstore.memory.layouts import token_layout
+from memstore.memory.layouts import plain_layouts, token_layout
 from memstore.memory.places import Piece, Places, by_owner, lacking
 from memstore.memory.shared import Shared
 from memstore.memory.state import LAST_ITEM, Address, DocumentState
@@ -16,11 +16,11 @@ from memstore.memory.tensors import Rows, to_record
 from memstore.store.contract import Batch, Record
 
 
-def used_by_others(shared: Shared, document: int | None) -> list[Piece]:
-    """Where the live blocks of all documents but one lie. Raises ``DamagedError`` where an entry cannot be read."""
+def used_by_others(shared: Shared, *documents: int | None) -> list[Piece]:
+    """Where the live blocks of all other documents lie. Raises ``DamagedError`` where an entry cannot be read."""
     pieces: list[Piece] = []
     for number in shared.documents():
-        if number != document and (state := shared.state(number)) is not None:
+        if number not in documents and (state := shared.state(number)) is not None:
             pieces += Places(number, state).pieces(state.live())
     return pieces
 
@@ -39,11 +39,17 @@ def release(batch: Batch, shared: Shared, freed: Iterable[Piece], kept: Iterable
                 runs.release(batch, owner, gap, there)
 
 
-def forgetting(shared: Shared, number: int, state: DocumentState) -> Batch:
-    """What takes document ``number`` away, and nothing that others use."""
-    batch, places = Batch(), Places(number, state)
-    batch.delete(places.entry)
-    release(batch, shared, places.pieces(range(LAST_ITEM)), used_by_others(shared, number))
+def forgetting(shared: Shared, numbers: Collection[int], gone: Collection[int] = ()) -> Batch:
+    """What takes documents away, and nothing that others use; documents that are ``gone`` go before them.
+
+    Raises ``DamagedError`` where the entry of any document cannot be read: then what it uses cannot be known.
+    """
+    batch, freed = Batch(), list[Piece]()
+    for number in numbers:
+        places = Places(number, shared.state(number) or DocumentState(name=""))
+        batch.delete(places.entry)
+        freed += places.pieces(range(LAST_ITEM))
+    release(batch, shared, freed, used_by_others(shared, *numbers, *gone))
     return batch
 
 
@@ -91,7 +97,7 @@ def forking(shared: Shared, parent: Places, state: DocumentState, name: str, blo
 
 def _copy_block(batch: Batch, shared: Shared, parent: Places, places: Places, block: int, tokens: int) -> None:
     """Copy an incomplete last block, which has ``tokens``: ids, states and landmarks."""
-    store, layouts = shared.store, shared.block_layouts
+    store, layouts = shared.store, plain_layouts(shared.spec)
     ids = Rows(1, [token_layout(tokens)])
     store.read([parent.tokens(block)], [token_layout(tokens)], ids.out)
     batch.put(places.tokens(block), to_record(ids.tensors()[0][0]))

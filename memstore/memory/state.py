@@ -15,6 +15,8 @@ HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""
 NEXT_DOCUMENT = Key(Table.META, item=1)
 """JSON ``{"next_document": n}``: numbers of documents are never used twice."""
+KEEPING = Key(Table.META, item=2)
+"""JSON, only where there is a limit or another rule: see ``keeping.py``."""
 FIRST_NAMED = Key(Table.META, item=16)
 """From here on: arrays and facts under names, see ``named.py``."""
 

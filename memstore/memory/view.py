@@ -73,7 +73,10 @@ class LayerView:
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
         ids = _as_ids(blocks)
-        return self._steadily(ids, lambda state: self._read(ids, state, device))
+        states = self._steadily(ids, lambda state: self._read(ids, state, device))
+        if ids and self._handle.id is not None:
+            self._shared.keeper.count(self._handle.id, len(ids))
+        return states
 
     def stored(self, blocks: Tensor | Sequence[int]) -> list[Tensor]:
         """Complete ``blocks [K]`` as the store has them, verified: ``[K, ...]`` for each of ``block_layouts``.
@@ -124,11 +127,16 @@ class LayerView:
         spec = self._shared.spec
         if not blocks:
             return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
-        try:
-            return self._read_landmarks(blocks)
-        except DamagedError as error:
-            self._check_live(blocks)  # they may have left in the meantime
-            raise self._blame_landmarks(blocks, error) from error
+        while True:
+            edits = self._handle.current().edits
+            try:
+                landmarks = self._read_landmarks(blocks)
+            except DamagedError as error:
+                self._check_live(blocks)  # they may have left in the meantime
+                raise self._blame_landmarks(blocks, error) from error
+            if self._handle.current().edits == edits:  # else the runs may be of different moments
+                return landmarks
+            self._check_live(blocks)
 
     def _read_landmarks(self, blocks: range) -> Tensor:
         runs = self._shared.runs(self._layer)
@@ -202,11 +210,14 @@ class LayerView:
         while True:
             state = self._check_live(blocks)
             try:
-                return read(state)
+                found = read(state)
             except (DamagedError, NotFound) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:
                     raise self._blame(blocks, error) from error
+                continue
+            if self._handle.current().edits == state.edits:  # else what was cached and read is of different moments
+                return found
 
     def _read_one(self, block: int) -> None:
         self._read([block], self._handle.current())

@@ -1,9 +1,10 @@
 """Codecs: the states of a block in fewer bytes. Pure functions of tensors; ``docs/format.md`` has the formulas.
 
 The last two axes of a field are rows (tokens) and channels. What the numbers of a channel have in common over the rows
-of one block is stored once: keys without positions have channels that lie far from zero and from each other, and a
-scale that channels share would spend most of its levels on that. So a codec stores two tensors for a field: codes of
-one or half a byte, and scales in bfloat16, whose exponents reach as far as those of float32.
+of one block (with int4, over 32 rows at most) is stored once: keys without positions have channels that lie far from
+zero and from each other, and a scale that channels share would spend most of its levels on that. So a codec stores two
+tensors for a field: codes of one or half a byte, and scales in bfloat16, whose exponents reach as far as those of
+float32.
 
 A number is decoded as ``code * step``, for int4 as ``low + code * step``, in float32 and rounded once to the type of
 the field. The product is exact, so every machine decodes to the same bits. Nothing finite becomes infinite, and zeros
@@ -63,34 +64,50 @@ class Plain(Codec):
 
 
 class _Scaled(Codec):
-    """Codes ``[n, *lead, rows, channels]``, and scales ``[n, count, *lead, channels]`` in bfloat16: steps first."""
+    """Codes ``[n, *lead, rows, channels]``, and bfloat16 scales ``[n, count, *lead, groups, channels]``, steps first.
+
+    ``groups`` runs of as many rows have scales of their own; the last rows of the last one may be missing.
+    """
 
     stored: str
     """Element type of the codes."""
     count = 1
-    """Scales of each channel."""
+    """Scales of each channel and group."""
+    most_rows: int | None = None
+    """Rows of a group; None: all."""
 
     def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
         """Codes, then scales."""
         del dtype
         *lead, rows, channels = _rows_and_channels(shape)
-        codes = (*lead, self._code_rows(rows), channels)
-        return Layout(self.stored, codes), Layout("bfloat16", (self.count, *lead, channels))
+        groups, length = self._groups(rows)
+        codes = (*lead, self._code_rows(groups * length), channels)
+        return Layout(self.stored, codes), Layout("bfloat16", (self.count, *lead, groups, channels))
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
         """Codes, then scales; each number becomes the code that is nearest to it."""
         limit = _LARGEST.get(states.dtype, torch.finfo(torch.bfloat16).max)
-        codes, *scales = self._encode(states.view(-1, *_rows_and_channels(states.shape[1:])).float(), limit)
+        numbers = states.reshape(len(states), *_rows_and_channels(states.shape[1:])).float()
+        groups, length = self._groups(numbers.shape[-2])
+        if missing := groups * length - numbers.shape[-2]:  # the last row once more changes no range
+            numbers = torch.cat([numbers, numbers[..., -1:, :].expand(*numbers.shape[:-2], missing, -1)], -2)
+        codes, *scales = self._encode(numbers.unflatten(-2, (groups, length)), limit)
         return codes, torch.stack([scale.squeeze(-2) for scale in scales], 1)
 
     def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """``code * step``, or ``low + code * step``."""
         codes, scales = stored
-        out = torch.empty(len(codes), *_rows_and_channels(shape), dtype=dtype, device=codes.device)
+        *lead, rows, channels = _rows_and_channels(shape)
+        out = torch.empty(len(codes), *lead, *self._groups(rows), channels, dtype=dtype, device=codes.device)
         blocks = max(1, PIECE // out[:1].numel()) if len(out) else 1
         for part, code, scale in zip(out.split(blocks), codes.split(blocks), scales.split(blocks), strict=True):
             self._decode(part, code, *(each.unsqueeze(-2) for each in scale.unbind(1)))
-        return out.view(len(out), *shape)
+        return out.flatten(-3, -2)[..., :rows, :].reshape(len(out), *shape)
+
+    def _groups(self, rows: int) -> tuple[int, int]:
+        """Groups of ``rows`` rows, and rows of a group."""
+        groups = 1 if self.most_rows is None else -(-rows // self.most_rows)
+        return groups, -(-rows // groups)
 
     def _code_rows(self, rows: int) -> int:
         """Rows of codes for ``rows`` rows of numbers."""
@@ -98,11 +115,11 @@ class _Scaled(Codec):
 
     @abstractmethod
     def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
-        """Codes and scales ``[.., 1, channels]`` of ``numbers [.., rows, channels]`` float32."""
+        """Codes, and scales ``[.., groups, 1, channels]``, of ``numbers [.., groups, length, channels]`` float32."""
 
     @abstractmethod
     def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
-        """Fill ``out [.., rows, channels]``."""
+        """Fill ``out [.., groups, length, channels]``; scales are ``[.., groups, 1, channels]``."""
 
 
 class Int8(_Scaled):
@@ -113,12 +130,12 @@ class Int8(_Scaled):
 
     def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
         numbers, step = _stepped(numbers, self.largest, limit)
-        return numbers.round_().clamp_(-self.largest, self.largest).to(torch.int8), step
+        return numbers.round_().clamp_(-self.largest, self.largest).to(torch.int8).flatten(-3, -2), step
 
     def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
         # float16 cannot hold every step; bfloat16 and float32 hold codes and steps, and multiply with one rounding.
         work = out if out.dtype != torch.float16 else torch.empty_like(out, dtype=torch.float32)
-        work.copy_(codes).mul_(scales[0])
+        work.copy_(codes.view(out.shape)).mul_(scales[0])
         if work is not out:
             out.copy_(work)
 
@@ -132,11 +149,11 @@ class Fp8(_Scaled):
     def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
         numbers, step = _stepped(numbers, self.largest, limit)
         codes = numbers.clamp_(-self.largest, self.largest).to(torch.float8_e4m3fn)
-        return codes.view(torch.uint8), step
+        return codes.view(torch.uint8).flatten(-3, -2), step
 
     def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
         # Sign, exponent and fraction are moved to where float16 has them, 20 times faster than PyTorch's conversion.
-        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        bits = codes.view(out.shape).view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.copy_(bits.view(torch.float16).float().mul_(scales[0].float() * _TO_FLOAT16))
 
 
@@ -145,6 +162,7 @@ class Int4(_Scaled):
 
     stored = "uint8"
     count = 2
+    most_rows = 32
     largest = 15.0
 
     def _code_rows(self, rows: int) -> int:
@@ -156,7 +174,7 @@ class Int4(_Scaled):
         least, most = low.float() / self.largest, numbers.amax(-2, keepdim=True) / self.largest
         step = _step(most - least, limit / self.largest - least)
         numbers = numbers.mul(0.5).sub_(0.5 * low.float()).mul_(2 * _inverse(step))
-        codes = numbers.round_().clamp_(0, self.largest).to(torch.uint8)
+        codes = numbers.round_().clamp_(0, self.largest).to(torch.uint8).flatten(-3, -2)
         first = self._code_rows(codes.shape[-2])
         packed, second = codes[..., :first, :].contiguous(), codes[..., first:, :]
         packed[..., : second.shape[-2], :].bitwise_or_(second << _HALF_BYTE)
@@ -164,9 +182,9 @@ class Int4(_Scaled):
 
     def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
         work = out if out.dtype != torch.float16 else torch.empty_like(out, dtype=torch.float32)
-        first = codes.shape[-2]
-        work[..., :first, :] = codes & 15
-        work[..., first:, :] = (codes >> _HALF_BYTE)[..., : out.shape[-2] - first, :]
+        first, flat = codes.shape[-2], work.flatten(-3, -2)
+        flat[..., :first, :] = codes & 15
+        flat[..., first:, :] = (codes >> _HALF_BYTE)[..., : flat.shape[-2] - first, :]
         step, low = (scale.to(work.dtype) for scale in scales)
         torch.addcmul(low, work, step, out=work)
         if work is not out:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memstore.errors import DamagedError
+from memstore.errors import DamagedError, StoreFull
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -119,6 +119,17 @@ class Scanned(NamedTuple):
     damage: DamagedError | None
 
 
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of how many are done."""
+
+
+class Compacted(NamedTuple):
+    """What ``compact`` did: bytes taken before and after."""
+
+    before: int
+    after: int
+
+
 class BlockStore(ABC):
     """Ordered, checksummed values with atomic batches.
 
@@ -167,6 +178,43 @@ class BlockStore(ABC):
     def size_bytes(self) -> int:
         """Bytes taken (on disk, for a durable store)."""
 
+    def used_bytes(self) -> int:
+        """Bytes that the values of the last commit take, rounded as they are stored: what a limit is compared with.
+
+        What deleted values leave behind is not counted, where the store uses it again.
+        """
+        return self.size_bytes()
+
+    def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
+        """Apply ``batch``, after as many of ``evictions``, in order, as keep ``used_bytes`` within ``max_bytes``.
+
+        Returns how many that were. Raises ``StoreFull`` where all of them are not enough, and what ``write`` raises;
+        nothing of ``batch`` is visible then. A store that can do it does everything in one transaction; this one evicts
+        first, and goes by the payloads.
+        """
+        needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
+        if needed > max_bytes:
+            raise beyond_limit(max_bytes, needed)
+        evicted = 0
+        waiting = iter(evictions)
+        while self.used_bytes() + needed > max_bytes:
+            eviction = next(waiting, None)
+            if eviction is None:
+                raise beyond_limit(max_bytes, self.used_bytes() + needed)
+            self.write(eviction)
+            evicted += 1
+        self.write(batch)
+        return evicted
+
+    def compact(self, progress: Progress | None = None) -> Compacted:  # noqa: ARG002 - for stores that need it
+        """Erase what deleted values have left, and give its space back. Readers may go on; writers wait.
+
+        Raises ``ReadOnlyMemory``, ``MemoryInUse`` where somebody still reads what is to be erased, and ``DamagedError``
+        where that cannot be told for certain. This one is for stores that keep nothing of what they delete.
+        """
+        size = self.size_bytes()
+        return Compacted(size, size)
+
     @abstractmethod
     def version(self) -> int:
         """A number that grows with every committed batch, also those of other processes."""
@@ -174,3 +222,11 @@ class BlockStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. Closing twice is allowed."""
+
+
+def beyond_limit(max_bytes: int, needed: int) -> StoreFull:
+    """The error for a batch that a limit has no room for."""
+    return StoreFull(
+        f"the memory's limit of {max_bytes:,} bytes has no room for this batch: with it there would be {needed:,}; "
+        "nothing of it was stored, what was committed before stands. Forget documents, or raise the limit"
+    )

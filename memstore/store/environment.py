@@ -27,16 +27,26 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
+from memstore.store.records import MAGIC
+from memstore.store.space import RESERVE_NAME
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
 MAP_BYTES = 1 << 40
 """Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
 
-_OWN_NAMES = (DATA_NAME, LOCK_NAME, "writer.lock", "writer.json")  # and these with a suffix, while being made
+_OWN_NAMES = (
+    DATA_NAME,
+    LOCK_NAME,
+    "writer.lock",
+    "writer.json",
+    RESERVE_NAME,
+)  # and these with a suffix, while being made
 _FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
 _TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
+
+_LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -186,6 +196,13 @@ def strangers(folder: Path) -> list[str]:
 def check_exists(folder: Path) -> None:
     """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it."""
     _identity(folder / DATA_NAME)
+
+
+def looks_like_ours(folder: Path) -> bool:
+    """Whether the data file has a record of ours near its start, or nothing; for files with a damaged tree."""
+    with (folder / DATA_NAME).open("rb") as data:
+        start = data.read(_LOOK_BYTES)[_FIRST_PAGES:]
+        return MAGIC in start or not any(start)
 
 
 def unfinished(folder: Path) -> NotFound:

@@ -12,20 +12,44 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import lmdb
 import numpy as np
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound, ReadOnlyMemory
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+)
 from memstore.store import environment as environments
-from memstore.store import paging, runs
+from memstore.store import paging, runs, tree
 from memstore.store.checks import MAX_DOCUMENT, check_batch, check_key, check_out, check_range, document_ranges
-from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned, Table
-from memstore.store.environment import MAP_BYTES, Environment
-from memstore.store.records import damaged, decode_value, describe, encode_value, value_reader
+from memstore.store.contract import (
+    Batch,
+    BlockStore,
+    Bytes,
+    Capabilities,
+    Compacted,
+    Key,
+    Layout,
+    Progress,
+    Record,
+    Scanned,
+    Table,
+    beyond_limit,
+)
+from memstore.store.environment import DATA_NAME, MAP_BYTES, Environment
+from memstore.store.pages import erase_unused
+from memstore.store.records import HEADER_BYTES, damaged, decode_value, describe, encode_value, value_reader
+from memstore.store.space import Reserve, free_bytes
 from memstore.store.writer import WriterLock
 
 FORMAT = 1
@@ -34,11 +58,17 @@ TAIL_FORMAT = 1001
 STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
 """Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
 
+READER_PATIENCE = 10.0
+"""Seconds that ``compact`` waits for those who still read an older commit."""
+
+_SMALL_BYTES = 64 << 10  # a batch that deletes and writes no more than this may use the reserve
 _KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
 _WARM, _WARM_BYTE = 300e-6, 0.6e-9
 """Seconds that reading takes at most where nothing waits for the disk: for a batch, and for each byte of it."""
-
+_ATTEMPTS = 5
 _Txn = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
+_Deletes = Sequence[tuple[Key, Key]]
+_Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 
 
 class LmdbStore(BlockStore):
@@ -55,6 +85,7 @@ class LmdbStore(BlockStore):
         self._env = environment.env
         self._lengths = [1] * len(Table)  # items per LMDB value, by table
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
+        self._reserve = None if writer is None else Reserve(self.path)
         self._close = weakref.finalize(self, _release, environment, writer)
 
     @classmethod
@@ -82,8 +113,8 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES) -> Self:
-        """Open an existing memory folder.
+    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True) -> Self:
+        """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``tree.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
         ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
@@ -93,9 +124,17 @@ class LmdbStore(BlockStore):
         writer = None if read_only else WriterLock(folder)
         store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
         try:
+            if check and (what := store._tree_problem()):
+                if not environments.looks_like_ours(folder):
+                    raise NotAMemory(f"{folder} holds an LMDB environment of something else, not a memory")
+                raise DamagedError(
+                    f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
+                    f"({what}). None of it was used; run memstore verify to see what can be read, or restore a copy"
+                )
             store._read_facts()
-            if writer:
+            if store._reserve:
                 store._env.reader_check()  # frees the slots of readers that died
+                store._reserve.keep(store.used_bytes())
         except BaseException:
             store.close()
             raise
@@ -124,8 +163,7 @@ class LmdbStore(BlockStore):
             raise self._without_facts()
         check_batch(batch)
         self._lengths[Table.BLOCKS] = blocks_per_value
-        facts = Record.from_json({"format": self._format, "blocks_per_value": blocks_per_value})
-        self._commit(batch.deletes, [(STORE_KEY, (facts,)), *batch.puts])
+        self._commit(batch.deletes, [(STORE_KEY, (self._facts(),)), *batch.puts])
         for folder in (self.path, self.path.absolute().parent):
             _sync_folder(folder)
 
@@ -143,6 +181,17 @@ class LmdbStore(BlockStore):
             return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
         return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
 
+    def _tree_problem(self) -> str | None:
+        """What is wrong with the pages that lead to the values, or None."""
+        for _ in range(_ATTEMPTS):
+            with self._env.begin() as txn:
+                transaction = txn.id()
+                what = tree.problem(self.path / DATA_NAME, transaction, self._env.stat()["psize"], _KEY.size)
+            # A reader that may not even lock can be overtaken by a writer; then it looks again.
+            if what is None or self.version() == transaction:
+                return what
+        return None
+
     def _without_facts(self) -> NotFound | NotAMemory:
         if self._env.stat()["entries"]:
             return NotAMemory(f"{self.path} holds an LMDB environment of something else, not a memory")
@@ -159,24 +208,71 @@ class LmdbStore(BlockStore):
         Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` when blocks that share a
         value with what is written are damaged. Nothing of the batch is visible then, and the store stays usable.
         """
-        self._check_open()
-        if self.read_only:
-            raise ReadOnlyMemory(f"memory {self.path} is open for reading only; open it with mode='a' to write")
+        self._check_writable()
         check_batch(batch)
         self._commit(batch.deletes, batch.puts)
 
-    def _commit(self, deletes: Iterable[tuple[Key, Key]], puts: Iterable[tuple[Key, tuple[Record, ...]]]) -> None:
+    def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
+        """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
+        self._check_writable()
+        check_batch(batch)
+        evicted = 0
+
+        def evict(txn: _Txn) -> None:
+            nonlocal evicted
+            waiting = iter(evictions)
+            while (used := used_bytes(txn)) > max_bytes:
+                eviction = next(waiting, None)
+                if eviction is None:
+                    raise beyond_limit(max_bytes, used)
+                self._apply(txn, eviction.deletes, eviction.puts)
+                evicted += 1
+
+        self._commit(batch.deletes, batch.puts, evict)
+        return evicted
+
+    def _commit(self, deletes: _Deletes, puts: _Puts, then: Callable[[_Txn], None] | None = None) -> None:
+        """One transaction: the changes, and what ``then`` does after them."""
+        needed = sum(HEADER_BYTES + record.payload.nbytes for _, records in puts for record in records)
+        try:
+            self._attempt(deletes, puts, then, needed)
+        except StoreFull:
+            if not deletes or needed > _SMALL_BYTES or not (self._reserve and self._reserve.give()):
+                raise
+            self._attempt(deletes, puts, then, needed)
+        finally:
+            if self._reserve and self._close.alive:
+                self._reserve.keep(self.used_bytes())
+
+    def _attempt(self, deletes: _Deletes, puts: _Puts, then: Callable[[_Txn], None] | None, needed: int) -> None:
+        if needed > _SMALL_BYTES:
+            self._check_room(needed)
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                self._apply(txn, deletes, puts)
+                if then:
+                    then(txn)
+        except lmdb.Error as error:
+            raise self._failure(error, needed) from error
+
+    def _apply(self, txn: _Txn, deletes: _Deletes, puts: _Puts) -> None:
         changes: dict[Key, dict[int, tuple[Key, tuple[Record, ...]]]] = {}
         for key, records in puts:
             changes.setdefault(self._run(key), {})[key.item] = (key, records)
+        for first, last in deletes:
+            self._delete_range(txn, first, last)
+        for run in sorted(changes):
+            self._put_run(txn, run, changes[run])
+
+    def _check_room(self, needed: int) -> None:
+        """Raise ``StoreFull`` before anything is written, where it can be known: free space, and what the file has."""
         try:
-            with self._env.begin(write=True, buffers=True) as txn:
-                for first, last in deletes:
-                    self._delete_range(txn, first, last)
-                for run in sorted(changes):
-                    self._put_run(txn, run, changes[run])
-        except lmdb.Error as error:
-            raise self._failure(error, puts) from error
+            free = free_bytes(self.path)
+            spare = (self.path / environments.DATA_NAME).stat().st_blocks * 512 - self.used_bytes()
+        except OSError:
+            return  # then LMDB finds out
+        if needed > free + max(spare, 0):
+            raise environments.full(self.path, f"{needed:,} bytes are needed, the disk has {free:,}")
 
     def _put_run(self, txn: _Txn, run: Key, changes: dict[int, tuple[Key, tuple[Record, ...]]]) -> None:
         """Write values of one run, keeping its other items."""
@@ -207,8 +303,7 @@ class LmdbStore(BlockStore):
     def _trim(self, txn: _Txn, run: Key, first: Key, last: Key) -> None:
         """Delete the items of one run that lie in the range."""
         if old := txn.get(_pack(run)):
-            gone = [entry.key.item for entry in self._entries(old, run) if first <= entry.key <= last]
-            self._replace(txn, run, runs.split(old, run, self._lengths[run.table], without=gone))
+            self._replace(txn, run, runs.outside(old, run, self._lengths[run.table], first, last))
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
@@ -299,6 +394,8 @@ class LmdbStore(BlockStore):
         too. Damage of the tree as a whole is reported under ``STORE_KEY``.
         """
         self._check_open()
+        if what := self._tree_problem():
+            yield Scanned(STORE_KEY, (), DamagedError(f"the tree of memory {self.path} is damaged: {what}"))
         try:
             with self._env.begin(buffers=True) as txn:
                 yield from self._scan(txn)
@@ -339,6 +436,68 @@ class LmdbStore(BlockStore):
         self._check_open()
         return sum(file.stat().st_blocks * 512 for file in self.path.iterdir() if file.is_file())
 
+    def used_bytes(self) -> int:
+        """Bytes of the pages that the values of the last commit lie on."""
+        self._check_open()
+        with self._env.begin() as txn:
+            return used_bytes(txn)
+
+    def compact(self, progress: Progress | None = None) -> Compacted:
+        """Erase what deleted values have left in the file, in place, and give the space back: see ``pages.py``.
+
+        Readers go on; those that began two commits ago or earlier are waited for. Raises ``MemoryInUse`` where they do
+        not end, ``DamagedError`` where the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
+        """
+        self._check_writable()
+        before = self.size_bytes()
+        for _ in range(2):  # so that neither of the last two commits has what was deleted before
+            self._commit([(STORE_KEY, STORE_KEY)], [(STORE_KEY, (self._facts(),))])
+        try:
+            with self._env.begin(write=True) as txn:  # nothing changes now
+                self._wait_for_readers(txn.id() - 2)
+                self._erase(progress)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+        if self._reserve:
+            self._reserve.keep(self.used_bytes())
+        return Compacted(before, self.size_bytes())
+
+    def _wait_for_readers(self, oldest: int) -> None:
+        """Return when nobody reads a commit before ``oldest``."""
+        until = time.monotonic() + READER_PATIENCE
+        while late := self._readers_before(oldest):
+            if time.monotonic() > until:
+                raise MemoryInUse(
+                    f"nothing was erased: process {late[0]} has been reading an older state of memory {self.path} for "
+                    f"more than {READER_PATIENCE:g} seconds; let it finish, then compact again"
+                )
+            time.sleep(0.01)
+            self._env.reader_check()
+
+    def _readers_before(self, oldest: int) -> list[int]:
+        """Processes that read a commit before ``oldest``."""
+        lines = [line.split() for line in self._env.readers().splitlines()]
+        rows = [line for line in lines if len(line) == 3 and line[0].isdigit() and line[2].isdigit()]
+        return [int(pid) for pid, _, commit in rows if int(commit) < oldest]
+
+    def _erase(self, progress: Progress | None) -> None:
+        try:
+            handle = os.open(self.path / environments.DATA_NAME, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                erase_unused(handle, progress)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if isinstance(error, DamagedError):
+                raise
+            raise DamagedError(
+                f"memory {self.path} could not be compacted ({error.strerror}); what is stored is whole, but bytes of "
+                "what was deleted are still in the file. Check the disk, then compact again"
+            ) from error
+
+    def _facts(self) -> Record:
+        return Record.from_json({"format": self._format, "blocks_per_value": self.blocks_per_value})
+
     def version(self) -> int:
         """Number of the last committed transaction, of whichever process."""
         self._check_open()
@@ -349,6 +508,11 @@ class LmdbStore(BlockStore):
     def close(self) -> None:
         """Release the environment and the right to write. Closing twice is allowed."""
         self._close()
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.read_only:
+            raise ReadOnlyMemory(f"memory {self.path} is open for reading only; open it with mode='a' to write")
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -374,11 +538,10 @@ class LmdbStore(BlockStore):
     def _items(self, view: memoryview, run: Key) -> list[Key]:
         return [entry.key for entry in self._entries(view, run)]
 
-    def _failure(self, error: lmdb.Error, puts: Iterable[tuple[Key, tuple[Record, ...]]] = ()) -> Exception:
-        """The error to raise for one of LMDB's."""
+    def _failure(self, error: lmdb.Error, needed: int = 0) -> Exception:
+        """The error to raise for one of LMDB's; ``needed`` are the bytes that were to be written."""
         if not self._close.alive:
             return InvalidArgument(f"this store of memory {self.path} was closed while it was in use")
-        needed = sum(record.payload.nbytes for _, records in puts for record in records)
         # LMDB reports a write that was cut short as EIO, and a nearly full disk cuts writes short.
         if needed and error.code == errno.EIO and not environments.has_room(self.path, needed):
             return environments.full(self.path, "the disk took only part of it")
@@ -387,6 +550,12 @@ class LmdbStore(BlockStore):
 
 def _pack(key: Key) -> bytes:
     return _KEY.pack(*key)
+
+
+def used_bytes(txn: _Txn) -> int:
+    """Bytes of the pages of the tree of values, as this transaction sees it."""
+    stat = txn.stat()
+    return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
 
 
 def _unpack(raw: memoryview) -> Key:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from memstore.errors import InvalidArgument
 from memstore.store.checks import check_batch, check_out, check_range, document_ranges
-from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned
+from memstore.store.contract import (
+    Batch,
+    BlockStore,
+    Bytes,
+    Capabilities,
+    Key,
+    Layout,
+    Record,
+    Scanned,
+    beyond_limit,
+)
 from memstore.store.records import fill_row
 
 
@@ -38,6 +48,25 @@ class RamStore(BlockStore):
             self._values.update(puts)
             self._sorted = sorted(self._values)
             self._version += 1
+
+    def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
+        """Apply ``batch`` and as many of ``evictions`` as are needed, all or nothing. See ``BlockStore``."""
+        evicted = 0
+        with self._locked():
+            before = dict(self._values), self._sorted
+            try:
+                self.write(batch)
+                waiting = iter(evictions)
+                while self.size_bytes() > max_bytes:
+                    eviction = next(waiting, None)
+                    if eviction is None:
+                        raise beyond_limit(max_bytes, self.size_bytes())
+                    self.write(eviction)
+                    evicted += 1
+            except BaseException:
+                self._values, self._sorted = before
+                raise
+        return evicted
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` with record ``f`` of ``keys[i]``.

@@ -86,6 +86,22 @@ def split(view: memoryview, run: Key, length: int, without: Container[int] = ())
     return {entry.key.item: bytes(view[entry.start : entry.end]) for entry in kept}
 
 
+def outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> dict[int, bytes]:
+    """Item -> bytes of its value, verified, for the items of a run that are not from ``first`` to ``last``.
+
+    Where the range goes on to the end of the run, nothing from ``first`` on is looked at: it may be damaged.
+    """
+    kept: dict[int, bytes] = {}
+    to_the_end = last.item >= run.item + length - 1
+    for entry in entries(view, run, length):
+        if not first <= entry.key <= last:
+            decode_value(view, entry.start, entry.key)
+            kept[entry.key.item] = bytes(view[entry.start : entry.end])
+        if to_the_end and entry.key.item + 1 >= first.item:
+            break
+    return kept
+
+
 def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:
     """Every value of a run, verified. What is damaged is reported under its key, and the rest is still found."""
     start, following = 0, run.item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,9 +29,9 @@ class Tail(LmdbStore):
 
     _format = TAIL_FORMAT
 
-    def commit(self, deletes: Iterable[tuple[Key, Key]], puts: Puts) -> None:
-        """``write`` for checked changes, those of the manifest among them."""
-        self._commit(deletes, puts)
+    def commit(self, deletes: Sequence[tuple[Key, Key]], puts: Puts, then: Callable[[Any], None] | None = None) -> None:
+        """``write`` for checked changes, those of the manifest among them; ``then`` may refuse the transaction."""
+        self._commit(deletes, puts, then)
 
     def check_writable(self) -> None:
         """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""

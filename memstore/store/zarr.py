@@ -25,11 +25,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound, StoreFull
 from memstore.store import manifest
 from memstore.store.checks import MAX_ITEM, check_batch, check_key, check_out, check_range, document_ranges
-from memstore.store.contract import Batch, BlockStore, Bytes, Capabilities, Key, Layout, Record, Scanned, Table
+from memstore.store.contract import (
+    Batch,
+    BlockStore,
+    Bytes,
+    Capabilities,
+    Compacted,
+    Key,
+    Layout,
+    Progress,
+    Record,
+    Scanned,
+    Table,
+    beyond_limit,
+)
 from memstore.store.environment import DATA_NAME
+from memstore.store.lmdb import used_bytes
 from memstore.store.manifest import COUNTERS, Extent, Place, Series
 from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects
 from memstore.store.records import damaged
@@ -70,6 +84,10 @@ class _Cut(NamedTuple):
     def dead_shards(self) -> set[int]:
         """Shards in which nothing lives any more."""
         return self.old.live_shards() - self.new.live_shards()
+
+
+class _Beyond(StoreFull):
+    """A limit has no room for a batch."""
 
 
 class ZarrStore(BlockStore):
@@ -141,12 +159,38 @@ class ZarrStore(BlockStore):
         Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` when values that have to be
         read for it are damaged. Nothing of the batch is visible then, and the store stays usable.
         """
+        self._write(batch)
+
+    def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
+        """Apply ``batch``, after as many of ``evictions`` as are needed, each in a transaction. See ``BlockStore``."""
+        needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
+        if needed > max_bytes:
+            raise beyond_limit(max_bytes, needed)
+        sealed, evicted, waiting = self._sealed_bytes(), 0, iter(evictions)
+
+        def check(txn: Any) -> None:
+            if (used := sealed + used_bytes(txn)) > max_bytes:
+                raise _Beyond(str(beyond_limit(max_bytes, used)))
+
+        while True:
+            try:
+                self._write(batch, check)
+            except _Beyond:
+                eviction = next(waiting, None)
+                if eviction is None:
+                    raise
+            else:
+                return evicted
+            self.write(eviction)
+            sealed, evicted = self._sealed_bytes(), evicted + 1
+
+    def _write(self, batch: Batch, then: Callable[[Any], None] | None = None) -> None:
         self._tail.check_writable()
         check_batch(batch)
         with self._writing:
             cuts = self._cuts(batch)
             deletes, puts = self._manifest_changes(cuts)
-            self._tail.commit([*batch.deletes, *deletes], [*batch.puts, *puts])
+            self._tail.commit([*batch.deletes, *deletes], [*batch.puts, *puts], then)
             for cut in cuts:
                 self._drop(cut)
             self._sweep()
@@ -313,9 +357,25 @@ class ZarrStore(BlockStore):
 
     def size_bytes(self) -> int:
         """Bytes allocated on disk by the tail, and those of all shards that the manifest names."""
+        return self._tail.size_bytes() + self._sealed_bytes()
+
+    def used_bytes(self) -> int:
+        """Bytes that the values of the tail take, and those of all shards that the manifest names."""
+        return self._tail.used_bytes() + self._sealed_bytes()
+
+    def compact(self, progress: Progress | None = None) -> Compacted:
+        """Erase what deleted values have left in the tail; shards of which nothing is alive are deleted at once anyway.
+
+        Dead blocks that share a shard with living ones stay until the last of them goes. Raises what
+        ``LmdbStore.compact`` raises.
+        """
+        sealed = self._sealed_bytes()
+        before, after = self._tail.compact(progress)
+        return Compacted(before + sealed, after + sealed)
+
+    def _sealed_bytes(self) -> int:
         with self._tail.snapshot() as snapshot:
-            sealed = int(snapshot.counters()["bytes"])
-        return self._tail.size_bytes() + sealed
+            return int(snapshot.counters()["bytes"])
 
     def version(self) -> int:
         """Number of the last committed transaction, of whichever process. Sealing counts as one."""

@@ -15,14 +15,19 @@ import typer
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.tools.ask import ask
+from memstore.tools.compact import compact
 from memstore.tools.copy import copy
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
+from memstore.tools.forget import forget
+from memstore.tools.limit import limit
 from memstore.tools.ls import ls
 from memstore.tools.models import DRT, is_drt
 from memstore.tools.options import Dtype, Threads, use_threads
 from memstore.tools.output import Json, Report, verb
+from memstore.tools.pin import pin, unpin
 from memstore.tools.read import read
+from memstore.tools.repair import repair
 from memstore.tools.show import show
 from memstore.tools.stats import stats
 from memstore.tools.train import drt
@@ -83,7 +88,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for function in (read, ask, ls, show, verify, stats, copy, demo):
+for function in (
+    read,
+    ask,
+    ls,
+    show,
+    verify,
+    stats,
+    copy,
+    forget,
+    pin,
+    unpin,
+    limit,
+    compact,
+    repair,
+    demo,
+):
     app.command()(verb(function))
 
 

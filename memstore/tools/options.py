@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, Memory
 
 
 def lasting(url: str) -> str:
@@ -20,6 +23,8 @@ def lasting(url: str) -> str:
 MemoryUrl = Annotated[
     str, typer.Argument(metavar="MEMORY", help="Path of the memory.", show_default=False, callback=lasting)
 ]
+
+DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
 
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. A new memory takes 64.")]
 Codec = Annotated[
@@ -37,6 +42,16 @@ Model = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
 TopK = Annotated[int, typer.Option(min=1, help="Blocks retrieved at a time.")]
+
+
+def existing(memory: Memory, name: str) -> Document:
+    """The document ``name`` of a memory that is open for writing. Raises ``NotFound``."""
+    documents = {document.name: document for document in memory.documents()}
+    if name not in documents:
+        from memstore.memory.shared import not_found
+
+        raise not_found(name, memory.url, list(documents))
+    return documents[name]
 
 
 def use_threads(threads: int | None) -> None:

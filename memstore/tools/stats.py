@@ -25,6 +25,8 @@ def stats(memory: MemoryUrl) -> Report:
         facts = dict(
             flattened({name: value for name, value in numbers.items() if name not in ("index_bytes", "tiers")})
         )
+        facts["rules pinned"] = ", ".join(numbers["rules"]["pinned"]) or None
+        del facts["rules evicted"], facts["rules expired"]  # since it was opened: always 0 here
         page.facts(facts)
 
     return Report(data=numbers, text=text)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import memstore
+from memstore.errors import DamagedError
+from memstore.memory.urls import is_path
+from memstore.memory.verify import in_child
 from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl
 from memstore.tools.output import Page, Report, counted
@@ -22,16 +26,30 @@ def verify(memory: MemoryUrl) -> Report:
 
         memstore verify notes.mem
     """
-    with memstore.open(memory, mode="r") as opened:
-        findings = [asdict(finding) for finding in opened.verify()]
-        documents = opened.documents()
-        tokens = sum(map(len, documents))
+    findings, documents, tokens = _checked(memory)
 
     def text(page: Page) -> None:
         if findings:
             page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings])
         else:
-            page.line(f"clean: {counted(len(documents), 'document')}, {counted(tokens, 'token')}")
+            page.line(f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}")
 
     data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings}
     return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)
+
+
+def _checked(memory: str) -> tuple[list[dict[str, Any]], int, int]:
+    """Findings, and how many documents and tokens there are."""
+    try:
+        with memstore.open(memory, mode="r") as opened:
+            findings = [asdict(finding) for finding in opened.verify()]
+            documents = opened.documents()
+            return findings, len(documents), sum(map(len, documents))
+    except DamagedError as error:
+        if not is_path(memory):
+            raise
+        # It cannot be opened to be used, but something of it may still be read and named.
+        findings = [asdict(finding) for finding in in_child(memory)]
+        if [finding["message"] for finding in findings] in ([], [str(error)]):
+            raise
+        return findings, 0, 0

@@ -149,10 +149,10 @@ RECIPES: dict[str, Recipe] = {
                 (0.50, {"passkey": 0.1, "one-hop": 0.4, "two-hop": 0.5}),
                 (0.60, {"passkey": 0.1, "one-hop": 0.2, "two-hop": 0.7}),
             ),
-            optimisation=Optimisation(steps=5000, learning_rate=1.5e-3, restart=0.76),
+            optimisation=Optimisation(steps=6600, learning_rate=1.5e-3, restart=0.7),
             distinct_until=0.5,
             few_digits=0.0,
-            hard_from=0.76,
+            hard_from=0.7,
             next_command="memstore eval two-hop --model {model}",
         ),
     )

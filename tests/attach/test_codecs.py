@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,18 @@ ERRORS = {"int8": 0.01, "fp8": 0.06, "int4": 0.15}
 
 def attach(url: str | Path, codec: str) -> Attached:
     """The codec is that of a new memory; one that is there keeps its own."""
-    sizes: dict[str, Any] = {"window": SEGMENT, "sink": 16, "segment": SEGMENT, "block_size": 16}
     retrieval = memstore.Retrieval(top_k=2, span=8)
-    return memstore.attach(tiny("llama"), url, document="text", codec=codec, retrieval=retrieval, **sizes)
+    return memstore.attach(
+        tiny("llama"),
+        url,
+        document="text",
+        codec=codec,
+        retrieval=retrieval,
+        window=SEGMENT,
+        sink=16,
+        segment=SEGMENT,
+        block_size=16,
+    )
 
 
 def read(url: str | Path, codec: str, stops: Sequence[int]) -> list[Tensor]:

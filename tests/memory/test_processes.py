@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import memstore
+from memstore.store import Key, Record, Table
 from tests.memory.helpers import KEY_DIM, G, S, append, check_content, make_spec, random_tokens, run_python
 
 DIGEST = """
@@ -99,6 +101,40 @@ def test_a_truncation_elsewhere_is_noticed_even_when_the_length_is_the_same(tmp_
         append(writer.document("a"), random_tokens(3 * S, 7))
         found, expected = (m.document("a").layer(0).search(queries, 5) for m in (reader, writer))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_document_that_was_forgotten_and_made_again_elsewhere_is_found(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as writer, memstore.open(tmp_path / "m", mode="r") as reader:
+        append(writer.document("a"), random_tokens(2 * S))
+        check_content(reader.document("a"), random_tokens(2 * S))
+        writer.forget("a")
+        append(writer.document("a"), random_tokens(3 * S, 7))
+        check_content(reader.document("a"), random_tokens(3 * S, 7))
+        assert [len(document) for document in reader.documents()] == [3 * S]
+
+
+@pytest.mark.parametrize("what", ["tokens", "landmarks"])
+def test_an_answer_of_several_reads_is_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Between two reads of a reader, somebody truncates the document and appends other tokens."""
+    with memstore.open(tmp_path / "m", spec=make_spec()) as writer, memstore.open(tmp_path / "m", mode="r") as reader:
+        append(writer.document("a"), random_tokens(2 * S + 1))
+        document, store = reader.document("a"), reader._shared.store
+        get = store.get
+
+        def late(key: Key) -> tuple[Record, ...] | None:
+            if key.table in (Table.TOKENS, Table.LANDMARKS) and len(writer.document("a")) == 2 * S + 1:
+                writer.document("a").truncate(1)
+                append(writer.document("a"), random_tokens(2 * S, 7))
+            return get(key)
+
+        monkeypatch.setattr(store, "get", late)
+        if what == "tokens":
+            assert torch.equal(document.tokens(), torch.cat([random_tokens(S), random_tokens(2 * S, 7)]))
+        else:
+            found = document.layer(0).landmarks(range(3))
+            assert torch.equal(found, writer.document("a").layer(0).landmarks(range(3)))
 
 
 KILLED = """

@@ -77,3 +77,58 @@ def test_a_full_file_system(tmp_path: Path, size: int) -> None:
         pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 5
+
+
+FORGET = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from memstore.errors import StoreFull
+from memstore.store import Batch, Key, Layout, LmdbStore, Record, Table
+
+path, others = Path(sys.argv[1]) / "m", Path(sys.argv[1]) / "others"
+record = Record(Layout("uint8", (30_000,)), np.frombuffer((b"Leviathan" * 3334)[:30_000], np.uint8))
+
+def fill():
+    "Somebody else takes every byte that is left."
+    with others.open("ab", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(1024))
+            except OSError:
+                return
+
+store = LmdbStore.create(path)
+for document in (1, 2):
+    for item in range(20):
+        store.write(Batch(puts=[(Key(Table.BLOCKS, document, 0, item), (record,))]))
+store.compact()  # so that the file has no room of its own
+fill()
+for size in (100_000, 1_000_000):
+    try:
+        store.write(Batch(puts=[(Key(Table.BLOCKS, 3), (Record(Layout("uint8", (size,)), np.ones(size, np.uint8)),))]))
+        raise SystemExit("it fitted after all")
+    except StoreFull as error:
+        assert "none of it was stored" in str(error), error
+fill()
+for document in (1, 2):
+    store.delete(document)
+    fill()
+    store.compact()
+    fill()
+assert store.keys(Key(Table.BLOCKS), Key(Table.BLOCKS, 9)) == []
+assert b"Leviathan" not in (path / "data.mdb").read_bytes()
+others.unlink()
+store.write(Batch(puts=[(Key(Table.BLOCKS, 3), (record,))]))
+assert (path / "reserve").stat().st_size > 0
+store.close()
+"""
+
+
+def test_deleting_and_compacting_work_on_a_disk_that_others_have_filled(tmp_path: Path) -> None:
+    script = f'mount -t tmpfs -o size=4m tmpfs "{tmp_path}" && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", FORGET, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "mount:" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr

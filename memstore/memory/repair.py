@@ -1,0 +1,162 @@
+"""Make a damaged memory sound again: by what ``verify`` finds, never by guessing.
+
+Of a document with damaged, missing or unfitting values the longest sound prefix stays. Where a document's entry is
+damaged, everything else of it still says how long it is, so only its name is lost. Values that nothing refers to go.
+Whatever cannot be put right is left as it is, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, pairwise
+
+from memstore.errors import DamagedError
+from memstore.memory.audit import Audit, Finding
+from memstore.memory.document import Document
+from memstore.memory.shared import Shared, next_document_record
+from memstore.memory.state import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
+from memstore.store.contract import Batch, Key
+
+_ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
+_UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # of JSON that is damaged, or not what it should be
+_FIRST_AGAIN = 1000  # numbers left out where nobody knows which one was used last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One thing that a repair did, or would do."""
+
+    message: str
+    document: str | None = None
+    """Name of the document, where there is one."""
+    tokens_lost: int = 0
+    """Tokens at the end of the document that are gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repaired:
+    """The outcome of a repair."""
+
+    steps: list[Step]
+    left: list[Finding]
+    """What is still wrong; after a dry run, everything that is."""
+
+
+class Repair:
+    """One repair of one open memory. The caller holds ``Shared.writing``."""
+
+    def __init__(
+        self, shared: Shared, document: Callable[[str], Document], verify: Callable[[], list[Finding]]
+    ) -> None:
+        self._shared = shared
+        self._document = document
+        self._verify = verify
+
+    def run(self, *, dry_run: bool) -> Repaired:
+        """Repair as far as that is possible. Raises ``DamagedError`` where not even the keys can be walked."""
+        findings, steps = self._verify(), list[Step]()
+        for _ in range(_ROUNDS):
+            if any(finding.kind == "crash" for finding in findings):
+                raise DamagedError(
+                    f"memory {self._shared.url} cannot be repaired in place: the tree around its values is damaged. "
+                    "Restore it from a copy, or read its documents again into a new memory"
+                )
+            done = self._round(findings, dry_run) if findings else []
+            steps += done
+            if dry_run or not done:
+                break
+            findings = self._verify()
+        return Repaired(steps=steps, left=findings)
+
+    def _round(self, findings: list[Finding], dry_run: bool) -> list[Step]:
+        """Put right what does not depend on anything else that is wrong."""
+        audit = Audit(self._shared.store)
+        audit.run()
+        batch = Batch()
+        steps = [*self._numbers(batch, audit), *self._rules(batch), *self._entries(batch, audit)]
+        if steps:
+            if not dry_run:
+                self._shared.store.write(batch)
+            return steps
+        steps = list(self._unknown(batch, audit.unknown))
+        if batch.deletes and not dry_run:
+            self._shared.store.write(batch)
+        return [*steps, *self._truncations(findings, dry_run)]
+
+    def _numbers(self, batch: Batch, audit: Audit) -> Iterator[Step]:
+        """The number of the next document."""
+        last = max(audit.numbers, default=0)
+        try:
+            if self._shared.next_document() > last:
+                return
+        except _UNREADABLE:
+            pass
+        batch.put(NEXT_DOCUMENT, next_document_record(last + _FIRST_AGAIN))
+        yield Step(message=f"the number of the next document was lost; it will be {last + _FIRST_AGAIN}")
+
+    def _rules(self, batch: Batch) -> Iterator[Step]:
+        """Limits and pins: where they are damaged there are none."""
+        try:
+            self._shared.keeper.rules()
+        except _UNREADABLE:
+            batch.delete(KEEPING)
+            yield Step(message="the limit, pins and times to live were damaged and are gone; set them anew")
+
+    def _entries(self, batch: Batch, audit: Audit) -> Iterator[Step]:
+        """Entries of documents that are damaged: all but the name follows from the token ids.
+
+        What such a document shared with others, or wrote under another number, stood in its entry alone. So all token
+        ids that no sound entry refers to become documents, one for each number under which there are some.
+        """
+        if not audit.damaged_entries:
+            return
+        names = {state.name for state in audit.documents.values()}
+        for number in sorted({*audit.damaged_entries, *audit.orphans}):
+            name = next(name for n in count(number) if (name := f"recovered-{n}") not in names)
+            names.add(name)
+            state = self._told_by_tokens(number, name)
+            if state is None:
+                batch.delete(Address(number).entry)
+                yield Step(message=f"document number {number} has a damaged entry and no token ids, so it is gone")
+            else:
+                batch.put(Address(number).entry, state.to_record())
+                message = f"document number {number} had lost its entry, and with it its name: it is {name!r} now"
+                yield Step(message=message, document=name)
+
+    def _told_by_tokens(self, number: int, name: str) -> DocumentState | None:
+        """The state of a document, from the blocks that have token ids."""
+        address, size = Address(number), self._shared.spec.block_size
+        items = [key.item for key in self._shared.store.keys(address.tokens(0), address.tokens(LAST_ITEM))]
+        if not items:
+            return None
+        last = next((item for item, after in pairwise(items) if after != item + 1), items[-1])
+        try:
+            records = self._shared.store.get(address.tokens(last)) or ()
+            length = records[0].layout.shape[0]
+        except DamagedError:
+            length = size  # the block is cut off next
+        return DocumentState(name=name, tokens=last * size + length, blocks=last + 1, first=items[0])
+
+    def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[Step]:
+        """Values that nothing refers to."""
+        for first, last in unknown:
+            batch.delete(first, last)
+        if unknown:
+            yield Step(message=f"values that no document refers to were removed, in {len(unknown)} places")
+
+    def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
+        """Cut each document where its first unsound block is."""
+        size = self._shared.spec.block_size
+        ends: dict[str, int] = {}
+        for finding in findings:
+            if finding.document is not None and finding.block is not None and finding.kind != "unknown":
+                ends[finding.document] = min(finding.block, ends.get(finding.document, finding.block))
+        for name, end in ends.items():
+            document = self._document(name)
+            before, keep = len(document), max(min(end, document.n_blocks), document.blocks.start)
+            if not dry_run:
+                document.truncate(keep)
+            lost = before - min(before, keep * size)
+            message = f"document {name!r} ends before block {keep} now: {before - lost} tokens stay, {lost} are lost"
+            yield Step(message=message, document=name, tokens_lost=lost)

@@ -1,0 +1,238 @@
+"""Check LMDB's tree before it is trusted: no checksum covers the pages that lead to the values.
+
+A flipped bit in one of them can end a reader by a signal, hide values that are there, or bring an older commit back;
+in the list of free pages it can let a writer overwrite what is committed. So the pages of the last commit are checked
+when a memory is opened. The pages of the tree, the values' own and the free ones must tile the file without gap or
+overlap; every key must lie where a search looks for it; and the free pages must be those of the last commit. Values are
+not read (their records have checksums), so this costs one look at about one page for every hundred values.
+
+The layout is that of LMDB 0.9 (its ``mdb.c``). Pages are numbered from 0; the first two are the meta pages.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Array = npt.NDArray[Any]
+
+_HEADER = 16  # bytes of a page before the offsets of its nodes
+_META = struct.Struct("<IIQQ" + "IHHQQQQQ" * 2 + "QQ")  # magic, version, address, map size; two trees; last page, txn
+_NO_ROOT = 2**64 - 1
+_BRANCH, _LEAF = 1, 2  # flags of a page
+_BIG = 1  # flag of a node: its value has pages of its own
+_INTEGER_KEYS = 8  # flag of a tree
+_TREE_FLAGS = 0x3FFF  # the others are flags of the environment
+_CHUNK = 1024  # pages looked at together
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A tree as its meta page describes it."""
+
+    pad: int
+    flags: int
+    depth: int
+    branches: int
+    leaves: int
+    overflow: int
+    entries: int
+    root: int
+
+
+@dataclass
+class _Met:
+    """What a walk over a tree has met: pages that it takes, and counts."""
+
+    starts: list[_Array] = field(default_factory=list)
+    lengths: list[_Array] = field(default_factory=list)
+    branches: int = 0
+    leaves: int = 0
+    overflow: int = 0
+    entries: int = 0
+
+    def take(self, starts: _Array, lengths: _Array) -> None:
+        self.starts.append(starts.astype(np.int64))
+        self.lengths.append(lengths.astype(np.int64))
+
+
+class _Damaged(Exception):
+    """What is wrong."""
+
+
+def problem(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> str | None:
+    """What is wrong with the tree of the commit ``transaction`` in the file ``data``; None if nothing is.
+
+    A read transaction must hold that commit. Keys have ``key_bytes``.
+    """
+    if not transaction:
+        return None  # nothing was ever committed
+    size = data.stat().st_size // page_bytes * page_bytes
+    pages = np.memmap(data, np.uint8, "r", shape=(size // page_bytes, page_bytes))
+    try:
+        _Check(pages, transaction, key_bytes).run()
+    except _Damaged as error:
+        return str(error)
+    return None
+
+
+class _Check:
+    def __init__(self, pages: _Array, transaction: int, key_bytes: int) -> None:
+        self._pages = pages
+        self._size = pages.shape[1]
+        self._key_bytes = key_bytes
+        metas = [_META.unpack_from(pages[number], _HEADER) for number in (0, 1)]
+        metas.sort(key=lambda meta: meta[-1] != transaction)
+        (*found, last, number), (*other, _, before) = metas
+        # Each commit replaces the older of the two; a writer may be one further by now.
+        _require(number == transaction and abs(number - before) == 1, "its two meta pages do not name two commits")
+        self._transaction, self._last = number, last
+        self._free, self._values = _Tree(*found[4:12]), _Tree(*found[12:20])
+        self._before = (_Tree(*other[4:12]), before) if before < number else None
+
+    def run(self) -> None:
+        """Raises ``_Damaged``."""
+        _require(
+            (self._free.pad, self._free.flags & _TREE_FLAGS) == (self._size, _INTEGER_KEYS)
+            and (self._values.pad, self._values.flags) == (0, 0),
+            "the kinds of its trees are not those of a memory",
+        )
+        _require(self._last < len(self._pages), "its last page is missing")
+        met = _Met()
+        met.take(np.array([0]), np.array([2]))
+        for _ in self._walk(self._values, self._key_bytes, met):
+            pass
+        newest = 0
+        for freed, pages in self._free_pages(self._free, met):
+            met.take(pages, np.ones_like(pages))
+            newest = freed
+        # Every commit but the first replaces pages and lists them as free, under its own number.
+        _require(newest == self._transaction or self._transaction == 1, "it is not the last commit")
+        if self._before and self._before[1] > 1:
+            older = max((freed for freed, _ in self._free_pages(self._before[0], _Met())), default=0)
+            _require(older == self._before[1], "a later commit is hidden")
+        starts, lengths = np.concatenate(met.starts), np.concatenate(met.lengths)
+        order = np.argsort(starts)
+        ends = np.append(starts[order[1:]], self._last + 1)
+        _require(bool((starts[order] + lengths[order] == ends).all()), "its pages overlap or are lost")
+
+    def _free_pages(self, tree: _Tree, met: _Met) -> Iterator[tuple[int, _Array]]:
+        """Number of a commit, and the pages that it freed."""
+        for key, place, length in self._walk(tree, 8, met):
+            numbers = np.frombuffer(self._pages.reshape(-1)[place : place + length - length % 8].tobytes(), "<u8")
+            _require(
+                length % 8 == 0 and len(numbers) > 0 and int(numbers[0]) == length // 8 - 1, "a list has another length"
+            )
+            yield int(key), numbers[1:].astype(np.int64)
+
+    def _walk(self, tree: _Tree, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
+        """Check a tree level by level; yields key, place in the file and length of each value of the list of pages."""
+        found = _Met()
+        if tree.root != _NO_ROOT:
+            numbers, bounds = np.array([min(tree.root, 2**62)]), np.zeros(1, _keys(key_bytes))
+            for _ in range(tree.depth - 1):
+                numbers, bounds = self._branches(numbers, bounds, key_bytes, found)
+            yield from self._leaves(numbers, bounds, key_bytes, found)
+        counted = (found.branches, found.leaves, found.overflow, found.entries)
+        _require(counted == (tree.branches, tree.leaves, tree.overflow, tree.entries), "pages or values are missing")
+        met.starts += found.starts
+        met.lengths += found.lengths
+
+    def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> tuple[_Array, _Array]:
+        """The pages one level below, in order, and the smallest key that a search looks for in each."""
+        below, keys = [], []
+        for nodes, chunk_bounds in self._nodes(numbers, bounds, _BRANCH, key_bytes, met):
+            below.append(nodes.child)
+            keys.append(np.where(nodes.first, chunk_bounds[nodes.page], nodes.keys))
+        met.branches += len(numbers)
+        return np.concatenate(below), np.concatenate(keys)
+
+    def _leaves(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
+        before = None
+        for nodes, chunk_bounds in self._nodes(numbers, bounds, _LEAF, key_bytes, met):
+            keys, starts = nodes.keys, nodes.first.nonzero()[0]
+            ascending = bool((keys[1:] > keys[:-1]).all()) and (before is None or before < keys[0])
+            lasts = keys[starts[1:] - 1]
+            apart = bool((lasts < chunk_bounds[1:]).all()) and (before is None or before < chunk_bounds[0])
+            _require(ascending and apart and bool((keys[starts] >= chunk_bounds).all()), "its keys are out of order")
+            before = keys[-1]
+            places, lengths, big = nodes.values, nodes.length, nodes.big
+            own = _unaligned(self._pages, "<i8")[places[big]]
+            sizes = (_HEADER - 1 + lengths[big]) // self._size + 1
+            inside = (own > 1) & (own <= self._last) & (own + sizes <= self._last + 1)
+            _require(bool(inside.all()), "a value lies outside of the file")
+            met.take(own, sizes)
+            met.overflow += int(sizes.sum())
+            met.entries += len(keys)
+            if key_bytes == 8:
+                places[big] = own * self._size + _HEADER
+                yield from zip(keys.tolist(), places.tolist(), lengths.tolist(), strict=True)
+        met.leaves += len(numbers)
+
+    def _nodes(
+        self, numbers: _Array, bounds: _Array, kind: int, key_bytes: int, met: _Met
+    ) -> Iterator[tuple[_Nodes, _Array]]:
+        _require(bool(((numbers > 1) & (numbers <= self._last)).all()), "it leads outside of the file")
+        met.take(numbers, np.ones(len(numbers)))
+        for start in range(0, len(numbers), _CHUNK):
+            chunk = numbers[start : start + _CHUNK]
+            yield _Nodes(self._pages[chunk], chunk, kind, key_bytes), bounds[start : start + _CHUNK]
+
+
+class _Nodes:
+    """All nodes of some pages of one kind, in order. Raises ``_Damaged``."""
+
+    def __init__(self, pages: _Array, numbers: _Array, kind: int, key_bytes: int) -> None:
+        size = pages.shape[1]
+        halves = pages.view("<u2")
+        flags, lower, upper = (halves[:, place].astype(np.int64) for place in (5, 6, 7))
+        counts = (lower - _HEADER) // 2
+        good = (pages[:, :8].copy().view("<u8")[:, 0] == numbers) & (flags == kind) & (counts > 0) & (lower % 2 == 0)
+        _require(bool((good & (lower <= upper) & (upper <= size)).all()), "a page is not what it should be")
+        self.page = np.repeat(np.arange(len(pages)), counts)
+        starts = self.page * size
+        column = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.first = column == 0
+        """Whether a node is the first of its page; in a branch its key may be left out."""
+        offset = np.take(halves, starts // 2 + _HEADER // 2 + column).astype(np.int64)
+        fits = (offset >= upper[self.page]) & (offset + 8 <= size) & (offset % 2 == 0)
+        _require(bool(fits.all()), "a node lies outside of its page")
+        header = _unaligned(pages, "<i8")[starts + offset]
+        self.child = header & (2**48 - 1)
+        """In a branch: the page below."""
+        self.length, self.big = header & (2**32 - 1), (header >> 32 & 0xFFFF) == _BIG
+        """In a leaf: bytes of the value, and whether it has pages of its own."""
+        key = header >> 48 & 0xFFFF
+        body: _Array | int = 0
+        if kind == _LEAF:
+            _require(bool((header >> 32 & 0xFFFF <= _BIG).all()), "a value is of another kind")
+            body = np.where(self.big, 8, self.length)
+        _require(bool(((key == key_bytes) | (key == 0) & self.first & (kind == _BRANCH)).all()), "a key is too long")
+        taken = 8 + key + body + (key + body) % 2
+        full = np.bincount(self.page, taken, len(pages)) == size - upper
+        _require(bool(full.all() and (offset + taken <= size).all()), "the nodes of a page do not fill it")
+        # A key that is left out at the very end has no bytes to show.
+        self.keys = _unaligned(pages, _keys(key_bytes))[np.minimum(starts + offset + 8, pages.size - key_bytes)]
+        self.values = numbers[self.page] * size + offset + 8 + key_bytes
+        """Place of each value in the file; of a big one, of the number of its first page."""
+
+
+def _unaligned(pages: _Array, kind: str) -> _Array:
+    """The item of this type that starts at each byte."""
+    return np.ndarray((pages.size - np.dtype(kind).itemsize + 1,), kind, pages.reshape(-1), 0, (1,))
+
+
+def _keys(key_bytes: int) -> str:
+    """The type of keys: those of the list of free pages are numbers."""
+    return "<u8" if key_bytes == 8 else f"S{key_bytes}"
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise _Damaged(what)

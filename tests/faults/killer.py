@@ -1,0 +1,80 @@
+"""Ends a process by SIGKILL, each time in another way and at another place.
+
+At a random *time*; at a random *bytecode* instruction; at the start or end of a random system *call*; at a random
+machine *instruction* after a random system call. The last two need ptrace, which some sandboxes forbid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from memstore import Memory
+from memstore.store import Batch
+from tests.faults.processes import Bytecodes, Ending, Say, fork, may_trace, run, step_through
+
+_MOST_INSTRUCTIONS = 2_000
+
+Body = Callable[[Say, int | None], None]
+"""What is killed: it tells of its commits, and at the bytecode instruction of that number, if any, it kills itself."""
+
+
+class Killer:
+    """Chooses how and where to kill, and learns from processes that ended before how long they take."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        ways = ["time", "bytecode", "call", "instruction"]
+        self._ways = itertools.cycle(ways if may_trace() else ways[:2])
+        self._longest = {"time": 0.1, "bytecode": 100_000.0, "call": 500.0, "instruction": 500.0}  # seconds, or steps
+
+    def kill(self, body: Body, counts: Counter[str]) -> tuple[str, Ending]:
+        """Start ``body`` and end it; how, and the ending."""
+        way = next(self._ways)
+        place = self._rng.random() * self._longest[way]
+        match way:
+            case "time":
+                child = fork(lambda say: body(say, None))
+                time.sleep(place)
+                ending = child.kill()
+            case "bytecode":
+                ending = run(lambda say: body(say, int(place) + 1))
+            case _:
+                instructions = self._rng.randrange(_MOST_INSTRUCTIONS) if way == "instruction" else 0
+                ending = step_through(lambda say: body(say, None), int(place) + 1, instructions)
+        self._longest[way] *= 0.7 if ending.code == 0 else 1.1
+        _count(way, ending, counts)
+        return way, ending
+
+
+def _count(way: str, ending: Ending, counts: Counter[str]) -> None:
+    counts["rounds"] += 1
+    if ending.code == -signal.SIGKILL:
+        inside = [line for line in ending.lines if line in ("(", ")")][-1:] == ["("]
+        counts[f"killed by {way}"] += 1
+        counts["killed inside a commit"] += inside
+    else:
+        counts["ended before"] += 1
+
+
+@contextmanager
+def told(memory: Memory, say: Say, last: int | None, *, only_commits: bool = False) -> Iterator[None]:
+    """Let a memory tell when a commit starts, ``(``, and ends, ``)``, and count bytecodes: all, or those of commits."""
+    store = memory._shared.store
+    write = store.write
+    bytecodes = Bytecodes(last)
+
+    def telling(batch: Batch) -> None:
+        say("(")
+        with bytecodes if only_commits else nullcontext():
+            write(batch)
+        say(")")
+
+    store.write = telling  # type: ignore[method-assign]
+    with nullcontext() if only_commits else bytecodes:
+        yield

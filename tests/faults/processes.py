@@ -1,0 +1,162 @@
+"""Children that are forked, report through a pipe, and end as they may; and the ways in which they are ended.
+
+A fork starts in a millisecond, where a new interpreter would import for two seconds. So whoever forks must have one
+thread only, and no memory open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+PATIENCE = 60  # seconds until a child counts as hanging; SIGALRM then ends it
+_TRACE_ME, _SINGLE_STEP, _SYSCALL = 0, 9, 24  # of <sys/ptrace.h>
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Ending:
+    """How a child ended."""
+
+    lines: list[str]
+    """What it said; a line that was cut short is left out."""
+    code: int
+    """Exit status, or the negative number of a signal."""
+
+    @property
+    def crashed(self) -> bool:
+        """Whether a signal ended it that nobody sent."""
+        return self.code < 0 and not self.hung
+
+    @property
+    def hung(self) -> bool:
+        """Whether it ran out of patience."""
+        return self.code == -signal.SIGALRM
+
+    @property
+    def last(self) -> str:
+        """Its last line."""
+        return self.lines[-1] if self.lines else ""
+
+
+@dataclass
+class Child:
+    """A forked process."""
+
+    pid: int
+    pipe: int
+    _heard: bytes = field(default=b"", init=False)
+
+    def wait(self) -> Ending:
+        """Hear everything until its end."""
+        while piece := os.read(self.pipe, 1 << 16):
+            self._heard += piece
+        return self.reap(os.waitpid(self.pid, 0)[1])
+
+    def reap(self, status: int) -> Ending:
+        """The ending, once ``waitpid`` has told its status."""
+        while piece := os.read(self.pipe, 1 << 16):
+            self._heard += piece
+        os.close(self.pipe)
+        return Ending(self._heard.decode(errors="replace").split("\n")[:-1], os.waitstatus_to_exitcode(status))
+
+    def kill(self) -> Ending:
+        """Send SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+
+def fork(body: Callable[[Say], None]) -> Child:
+    """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1."""
+    hear, say = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.close(say)
+        return Child(pid, hear)
+    os.close(hear)
+    code = 1
+    try:
+        signal.alarm(PATIENCE)
+        body(lambda line: _tell(say, line))
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the parent hears of everything
+        sys.settrace(None)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        words = " ".join(str(error).split())
+        _tell(say, f"error: {type(error).__name__}: {words} ({place.filename}:{place.lineno})")
+    finally:
+        os._exit(code)
+
+
+def _tell(pipe: int, line: str) -> None:
+    os.write(pipe, f"{line}\n".encode())
+
+
+def run(body: Callable[[Say], None]) -> Ending:
+    """Run ``body`` in a child until its end."""
+    return fork(body).wait()
+
+
+class Bytecodes:
+    """Counts the bytecode instructions of the calling thread; at ``last`` the process kills itself."""
+
+    def __init__(self, last: int | None) -> None:
+        self.count = 0
+        self._last = last
+
+    def __enter__(self) -> Bytecodes:
+        sys.settrace(self._frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _frame(self, frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count == self._last:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._frame
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+def may_trace() -> bool:
+    """Whether ptrace works here."""
+    return step_through(lambda say: say("a system call"), 1, 0).code == -signal.SIGKILL
+
+
+def step_through(body: Callable[[Say], None], calls: int, instructions: int) -> Ending:
+    """Run ``body`` past that many starts and ends of system calls, then machine instructions, then kill it."""
+
+    def traced(say: Say) -> None:
+        if not _libc.ptrace(_TRACE_ME, 0, None, None):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            body(say)
+
+    child = fork(traced)
+    status = os.waitpid(child.pid, 0)[1]
+    for step in range(calls + instructions):
+        if not os.WIFSTOPPED(status):
+            return child.reap(status)
+        arrived = os.WSTOPSIG(status)
+        deliver = 0 if arrived in (signal.SIGTRAP, signal.SIGSTOP) else arrived
+        _libc.ptrace(_SYSCALL if step < calls else _SINGLE_STEP, child.pid, None, deliver)
+        status = os.waitpid(child.pid, 0)[1]
+    if os.WIFSTOPPED(status):
+        os.kill(child.pid, signal.SIGKILL)
+        status = os.waitpid(child.pid, 0)[1]
+    return child.reap(status)

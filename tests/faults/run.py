@@ -1,0 +1,125 @@
+"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--long`` in the long one (``make faults``).
+
+Prints a table of counts; exit status 1 if a promise was broken. A seed repeats the choices (what a random time meets is
+up to the machine). ``--save FILE`` keeps the counts with date, versions and hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+import torch
+
+import memstore
+from tests.faults.bit_flips import flip_bits
+from tests.faults.full_disk import fill_disks
+from tests.faults.kill_readings import kill_readings
+from tests.faults.kill_writers import kill_writers
+from tests.faults.outcome import Outcome
+from tests.faults.read_only import forbid_writing
+from tests.faults.readers import read_beside_a_writer
+from tests.faults.truncations import truncate_files
+from tests.faults.world import STORES, warm_up
+
+
+class Fault(NamedTuple):
+    """One harness, and its rounds in the short and the long form."""
+
+    run: Callable[[Path, str, int, int], Outcome]
+    short: int
+    long: int
+
+
+FAULTS = {
+    "kill-writers": Fault(kill_writers, 30, 600),
+    "kill-readings": Fault(kill_readings, 20, 400),
+    "full-disk": Fault(fill_disks, 6, 60),
+    "read-only": Fault(forbid_writing, 3, 60),
+    "bit-flips": Fault(flip_bits, 150, 10_000),
+    "truncations": Fault(truncate_files, 20, 1_000),
+    "readers": Fault(read_beside_a_writer, 100, 3_000),
+}
+
+
+def run(name: str, store: str, rounds: int, seed: int) -> Outcome:
+    """Run one fault on one store, in a folder that is removed."""
+    with tempfile.TemporaryDirectory(prefix="memstore-faults-") as folder:
+        return FAULTS[name].run(Path(folder), store, rounds, seed)
+
+
+def _rounds(name: str, *, long: bool) -> int:
+    return FAULTS[name].long if long else FAULTS[name].short
+
+
+def report(name: str, store: str, seconds: float, outcome: Outcome) -> None:
+    """Print the counts, and what went wrong."""
+    broken = f"{len(outcome.losses)} losses, {len(outcome.wrong)} wrong reads, {len(outcome.crashes)} crashes"
+    _print(f"{name} on {store}: {broken} ({seconds:.0f} s)")
+    for what, count in sorted(outcome.counts.items()):
+        _print(f"  {count:>8,}  {what}")
+    for failure in outcome.failures[:20]:
+        _print(f"  BROKEN  {failure}")
+
+
+def environment() -> dict[str, Any]:
+    """What the counts were made with."""
+    cpus = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
+        "system": platform.platform(),
+        "memstore": memstore.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lmdb": ".".join(map(str, lmdb.version())),
+    }
+
+
+def main() -> int:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="the long form, about half an hour")
+    parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone; may be given several times")
+    parser.add_argument("--store", choices=STORES, action="append", help="this store alone")
+    parser.add_argument("--rounds", type=int, help="so many, instead of those of the form")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the counts there as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # whoever forks must have one thread
+    warm_up()
+    _print(f"seed {options.seed}")
+    results: list[dict[str, Any]] = []
+    for store in options.store or STORES:
+        for name in options.only or FAULTS:
+            rounds, start = options.rounds or _rounds(name, long=options.long), time.monotonic()
+            outcome = run(name, store, rounds, options.seed)
+            seconds = time.monotonic() - start
+            report(name, store, seconds, outcome)
+            results.append(
+                {"fault": name, "store": store, "rounds": rounds, "seconds": round(seconds), **asdict(outcome)}
+            )
+    if options.save:
+        saved = {"environment": environment(), "seed": options.seed, "results": results}
+        options.save.write_text(json.dumps(saved, indent=1, sort_keys=True) + "\n")
+    return int(any(result[broken] for result in results for broken in ("losses", "wrong", "crashes")))
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Repair: the longest sound prefix of each document stays, and nothing is guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memstore
+from memstore.errors import DamagedError, ReadOnlyMemory
+from memstore.memory.audit import Finding
+from memstore.memory.repair import Repair
+from memstore.memory.state import KEEPING, NEXT_DOCUMENT
+from memstore.store import Key, Record, Table
+from tests.memory.helpers import S, append, check_content, make_spec, random_tokens, states
+from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of
+
+__all__ = ["path"]  # a fixture
+
+
+def add_ship(path: Path) -> None:
+    with memstore.open(path) as memory:
+        append(memory.document("ship"), random_tokens(9, 5))
+
+
+def test_a_sound_memory_is_left_alone(path: Path) -> None:
+    before = (path / "data.mdb").read_bytes()
+    with memstore.open(path) as memory:
+        done = memory.repair()
+        assert (done.steps, done.left) == ([], [])
+    assert (path / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("offset", [9, -60])  # in the payload; in the header, behind which a run cannot be walked
+def test_a_document_keeps_its_longest_sound_prefix(path: Path, offset: int) -> None:
+    add_ship(path)
+    flip(path, states(BLOCKS, 1)["k"][3].contiguous().numpy().tobytes(), offset)
+    with memstore.open(path) as memory:
+        planned = memory.repair(dry_run=True)
+        assert [(step.document, step.tokens_lost) for step in planned.steps] == [("whale", len(TOKENS) - 3 * S)]
+        assert planned.left
+        assert len(memory.document("whale")) == len(TOKENS)
+        done = memory.repair()
+        assert done.steps == planned.steps
+        assert "12 tokens stay, 13 are lost" in done.steps[0].message
+        assert done.left == []
+        check_content(memory.document("whale"), TOKENS[: 3 * S])
+        check_content(memory.document("ship"), random_tokens(9, 5))
+        append(memory.document("whale"), TOKENS[3 * S :])
+        check_content(memory.document("whale"), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("harm", "kept"),
+    [
+        (delete(WHALE.block(1, 2), WHALE.block(1, 3)), 2),
+        (delete(WHALE.tokens(6)), 6),
+        (copy(WHALE.tokens(1), WHALE.tokens(6)), 6),
+        (delete(WHALE.run(2, 0)), 0),
+        (copy(WHALE.tokens(1), WHALE.run(0, 0)), 0),
+        (copy(WHALE.block(1, 2), WHALE.block(1, 9)), None),
+        (copy(WHALE.block(1, 2), WHALE.block(7, 2)), None),
+        (copy(WHALE.run(0, 0), WHALE.run(1, 0)), None),
+        (copy(WHALE.block(1, 2), WHALE.block(1, 2)._replace(document=5)), None),
+        (delete(NEXT_DOCUMENT), None),
+        (copy(WHALE.tokens(1), NEXT_DOCUMENT), None),
+        (put(KEEPING, Record.from_json({"max_bytes": "many"})), None),
+    ],
+)
+def test_what_does_not_fit_together_is_put_right(harm: object, kept: int | None) -> None:
+    with memstore.open("ram:", spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+        append(memory.document("ship"), random_tokens(9, 5))
+        harm(store_of(memory))  # type: ignore[operator]  # made above
+        assert memory.verify()
+        done = memory.repair()
+        assert done.left == []
+        assert done.steps
+        check_content(memory.document("whale"), TOKENS if kept is None else TOKENS[: kept * S])
+        check_content(memory.document("ship"), random_tokens(9, 5))
+        append(memory.document("sea"), random_tokens(9, 6))
+        assert memory.verify() == []
+        assert [document.name for document in memory.documents()] == ["whale", "ship", "sea"]
+
+
+def test_a_document_that_lost_its_entry_loses_its_name_only(path: Path) -> None:
+    add_ship(path)
+    flip(path, b'"name": "whale"', 10)
+    with memstore.open(path) as memory:
+        with pytest.raises(DamagedError):
+            memory.documents()
+        done = memory.repair()
+        assert done.left == []
+        assert [step.document for step in done.steps] == ["recovered-1"]
+        check_content(memory.document("recovered-1"), TOKENS)
+        check_content(memory.document("ship"), random_tokens(9, 5))
+
+
+def test_a_document_of_which_nothing_is_left_goes(path: Path) -> None:
+    flip(path, b'"name": "whale"', 10)
+    with memstore.open(path) as memory:
+        delete(WHALE.tokens(0), WHALE.tokens(9))(store_of(memory))
+        done = memory.repair()
+        assert done.left == []
+        assert memory.documents() == []
+
+
+def test_what_cannot_be_put_right_is_named_and_left(path: Path) -> None:
+    with memstore.open(path) as memory:
+        put(Key(Table.META, item=20), Record.from_json({"kind": "arrays"}))(store_of(memory))
+        done = memory.repair()
+        assert done.steps == []
+        assert [finding.kind for finding in done.left] == ["mismatch"]
+
+
+def test_a_tree_that_cannot_be_walked_is_refused(path: Path) -> None:
+    with memstore.open(path) as memory:
+        crash = [Finding(kind="crash", message="ended by SIGBUS")]
+        with pytest.raises(DamagedError, match=r"cannot be repaired in place: .* Restore it from a copy"):
+            Repair(memory._shared, memory.document, lambda: crash).run(dry_run=False)
+
+
+def test_readers_cannot_repair(path: Path) -> None:
+    with memstore.open(path, mode="r") as memory, pytest.raises(ReadOnlyMemory):
+        memory.repair()

@@ -1,0 +1,119 @@
+"""`forget`, `pin`, `unpin`, `limit`, `compact`, `repair`: what they do and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memstore
+from memstore.errors import StoreFull
+from memstore.tools.limit import parse_size
+from tests.tools.conftest import Cli, append
+from tests.tools.test_failures import flip
+
+
+def names(path: Path) -> list[str]:
+    with memstore.open(path, mode="r") as memory:
+        return [document.name for document in memory.documents()]
+
+
+def test_forget_says_what_is_gone_and_how_to_erase_it(cli: Cli, memory: Path) -> None:
+    done = cli("forget", memory, "whale")
+    assert (done.code, done.out) == (
+        0,
+        f"forgot 'whale', 10 tokens. To erase it from the disk: memstore compact {memory}\n",
+    )
+    assert names(memory) == ["ship"]
+    again = cli("forget", memory, "whale")
+    assert again.code == 3
+    assert "has no document 'whale'; it has 'ship'" in again.err
+
+
+def test_compact_erases_what_was_forgotten(cli: Cli, memory: Path) -> None:
+    with memstore.open(memory, mode="r") as opened:
+        state = opened.document("whale").layer(0).gather([1])["k"][0].numpy().tobytes()
+    cli("forget", memory, "whale")
+    done = cli("compact", memory)
+    assert done.code == 0
+    assert done.out.startswith("what was forgotten is erased; ")
+    assert state not in (memory / "data.mdb").read_bytes()
+    assert cli("verify", memory).code == 0
+    assert cli("compact", memory, "--json").json["disk_bytes"] > 0
+
+
+def test_pins_and_limits(cli: Cli, memory: Path) -> None:
+    assert cli("pin", memory, "whale").out == "'whale' is pinned: only forget deletes it\n"
+    done = cli("limit", memory, "--max-bytes", "64KiB", "--when-full", "evict-oldest-document")
+    assert done.code == 0
+    assert "of at most 65,536; when full: evict-oldest-document" in done.out
+    stats = cli("stats", memory).out
+    assert "whale" in stats
+    assert "65,536" in stats
+    with memstore.open(memory) as opened:
+        append(opened.document("sea"), 60)
+        assert "whale" in [document.name for document in opened.documents()]
+        with pytest.raises(StoreFull):
+            append(opened.document("harpoon"), 2_000)
+    assert cli("unpin", memory, "whale").out == "'whale' is no longer pinned\n"
+    assert cli("limit", memory, "--max-bytes", "none", "--json").json["max_bytes"] is None
+    assert "no limit; when full: evict-oldest-document" in cli("limit", memory).out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("500MB", 500_000_000), ("10gb", 10**10), ("8 GiB", 2**33), ("1.5k", 1500), ("none", None)],
+)
+def test_sizes(text: str, size: int | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["limit", "{memory}", "--max-bytes", "much"], 2, "must be a size such as 500MB"),
+        (["limit", "{memory}", "--max-bytes", "0"], 2, "must be a size"),
+        (
+            ["limit", "{memory}", "--when-full", "explode"],
+            2,
+            "--when-full must be one of refuse, evict-",
+        ),
+        (["pin", "{memory}", "boat"], 3, "has no document 'boat'; it has 'whale', 'ship'"),
+        (["unpin", "{memory}/none", "whale"], 3, "none"),
+        (["repair", "{memory}/none"], 3, "none"),
+        (["compact", "ram:"], 2, "would be gone"),
+    ],
+)
+def test_bad_input_is_told_in_short(cli: Cli, memory: Path, arguments: list[str], code: int, says: str) -> None:
+    done = cli(*[argument.format(memory=memory) for argument in arguments])
+    assert (done.code, done.out) == (code, "")
+    assert says in done.err
+    assert len(done.err.splitlines()) <= 2
+    assert names(memory) == ["whale", "ship"]
+
+
+@pytest.mark.parametrize("verb", ["forget whale", "pin whale", "compact", "repair", "limit --max-bytes 1GB"])
+def test_a_memory_that_is_being_written_is_not_touched(cli: Cli, memory: Path, verb: str) -> None:
+    name, *rest = verb.split()
+    with memstore.open(memory):
+        done = cli(name, memory, *rest)
+    assert done.code == 5
+    assert "is being written by" in done.err
+
+
+def test_repair_shows_what_it_would_do_and_then_does_it(cli: Cli, memory: Path) -> None:
+    with memstore.open(memory, mode="r") as opened:
+        state = opened.document("whale").layer(0).gather([1])["k"][0]
+    flip(memory / "data.mdb", state.numpy().tobytes())
+    assert cli("verify", memory).code == 4
+    plan = cli("repair", memory)
+    assert plan.code == 4
+    assert plan.out.splitlines() == [
+        "would do: document 'whale' ends before block 1 now: 4 tokens stay, 6 are lost",
+        f"nothing was changed; to do it: memstore repair {memory} --yes",
+    ]
+    done = cli("repair", memory, "--yes")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "the memory is sound")
+    assert cli("verify", memory).code == 0
+    assert cli("repair", memory).out == "the memory is sound\n"
+    assert cli("ls", memory, "--json").json["documents"][0]["tokens"] == 4
