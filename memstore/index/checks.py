@@ -22,8 +22,13 @@ def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
     """``keys`` must be finite floating point of ``shape`` ``[n, G, P, D]``."""
     if tuple(keys.shape) != shape or not keys.is_floating_point():
         raise InvalidArgument(f"keys must be floating point of shape {list(shape)}, not {_describe(keys)}.")
-    if not bool(keys.isfinite().all()):
+    if not _all_finite(keys):
         raise InvalidArgument("keys must be finite; these contain NaN or infinity, which no search can order.")
+
+
+def _all_finite(keys: Tensor) -> bool:
+    # One pass over the keys where isfinite takes four; NaN passes through a minimum.
+    return not keys.numel() or all(bool(end.isfinite()) for end in keys.aminmax())
 
 
 def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:

@@ -320,7 +320,7 @@ class Audit:
         layout = token_layout(spec.block_size)
         ids = Rows(len(blocks), [layout])
         try:
-            self._store.read([places.tokens(block) for block in blocks], [layout], ids.out)
+            self._store.read(places.all_tokens(blocks), [layout], ids.out)
             known = blocks.start > state.first or not blocks.start
             start = hash_before(history, places, state, blocks.start, spec.fingerprint) if known else None
             wrong = list(broken(history, places, blocks, ids.tensors()[0], start))

@@ -300,7 +300,7 @@ class Document:
         layout = token_layout(size)
         rows = Rows(len(full), [layout])
         places = Places(self._handle.id, state)
-        self._shared.store.read([places.tokens(block) for block in full], [layout], rows.out)
+        self._shared.store.read(places.all_tokens(full), [layout], rows.out)
         parts = [rows.tensors()[0].flatten()]
         if full.stop < blocks.stop:
             records = self._shared.store.get(places.tokens(full.stop))

@@ -8,11 +8,11 @@ from the entries of all documents, read when something is to be deleted.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from memstore.memory.state import LAST_ITEM, Address, DocumentState
-from memstore.store.contract import Key
+from memstore.store.contract import Key, Table
 
 
 class Piece(NamedTuple):
@@ -40,6 +40,10 @@ class Places:
         at = bisect_right(self._stops, block)
         return self.home if at == len(self._stops) else self._spans[at].owner
 
+    def owners(self, blocks: Sequence[int]) -> list[int]:
+        """The numbers under which blocks lie."""
+        return [self.home] * len(blocks) if not self._spans else [self.owner(block) for block in blocks]
+
     def pieces(self, blocks: range) -> list[Piece]:
         """``blocks`` in order, cut where the owner changes."""
         everything = [*self._spans, Piece(self.home, range(self.start, LAST_ITEM))]
@@ -53,6 +57,10 @@ class Places:
     def tokens(self, block: int) -> Key:
         """Key of the token ids of a block."""
         return Address(self.owner(block)).tokens(block)
+
+    def all_tokens(self, blocks: range) -> list[Key]:
+        """Keys of the token ids of blocks."""
+        return [Key(Table.TOKENS, owner, 0, block) for owner, part in self.pieces(blocks) for block in part]
 
     def block(self, layer: int, block: int) -> Key:
         """Key of the states of a block."""

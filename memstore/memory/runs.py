@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError
+from memstore.errors import DamagedError, NotFound
 from memstore.memory.landmarks import decode, encode
 from memstore.memory.layouts import run_layout
 from memstore.memory.places import Places
 from memstore.memory.spec import MemorySpec
-from memstore.memory.tensors import TORCH_DTYPES, from_record, to_record
+from memstore.memory.tensors import TORCH_DTYPES, as_tensors, from_record, to_record
 from memstore.store.contract import Batch, BlockStore, Key, Layout, Table
+
+_PIECE_BYTES = 2 << 20
+"""Bytes of rows that are read at a time: they stay in the processor's cache until they are where they belong."""
 
 
 class Runs:
@@ -39,10 +42,26 @@ class Runs:
     def read(self, places: Places, blocks: range) -> Iterator[tuple[range, Tensor]]:
         """Pieces of ``blocks`` with their rows ``[n, ...]``. Raises ``DamagedError``."""
         for owner, part in places.pieces(blocks):
-            for run in range(part.start // self._length, -(-part.stop // self._length)):
-                start = run * self._length
-                piece = range(max(start, part.start), min(start + self._length, part.stop))
-                yield piece, self._stored(self._key(owner, run), piece.stop - start)[piece.start - start :]
+            step = self._length * max(1, _PIECE_BYTES // self._layout(self._length).nbytes)
+            for start in range(part.start - part.start % self._length, part.stop, step):
+                piece = range(max(start, part.start), min(start + step, part.stop))
+                yield piece, self._rows(owner, start // self._length, piece.stop - start)[piece.start - start :]
+
+    def _rows(self, owner: int, run: int, rows: int) -> Tensor:
+        """The first ``rows`` from the start of a run on: whole runs at once, and what is left of the last."""
+        keys = [self._key(owner, number) for number in range(run, run + -(-rows // self._length))]
+        whole = rows // self._length
+        parts = [self._whole(keys[:whole])] if whole else []
+        parts += [self._stored(key, rows % self._length) for key in keys[whole:]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _whole(self, keys: Sequence[Key]) -> Tensor:
+        layout = self._layout(self._length)
+        try:
+            stored = self._store.gather(keys, [layout])
+        except (DamagedError, NotFound):  # one by one, to find the words for the first that is not as it should be
+            return torch.cat([self._stored(key, self._length) for key in keys])
+        return as_tensors(map(torch.from_numpy, stored), [layout])[0].flatten(0, 1)
 
     def write(self, batch: Batch, places: Places, first_block: int, rows: Tensor, first_live: int) -> None:
         """Put ``rows [n, ...]`` of blocks ``first_block ...``, which lie at home, and what shares a run with them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ class Rows:
         return as_tensors(self._buffers, self._layouts)
 
 
-def as_tensors(rows: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+def as_tensors(rows: Iterable[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
     """Bytes ``[n, bytes]`` for each layout, seen as tensors ``[n, *shape]``."""
     pairs = zip(rows, layouts, strict=True)
     return [row.view(TORCH_DTYPES[layout.dtype]).reshape(len(row), *layout.shape) for row, layout in pairs]

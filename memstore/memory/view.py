@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -152,10 +153,9 @@ class LayerView:
         number = self._handle.id
         assert number is not None
         places, complete = Places(number, state), state.complete(self._shared.spec.block_size)
-        return [
-            Name(number, state.edits if block < complete.stop else UNKEPT, self._layer, block, places.owner(block))
-            for block in blocks
-        ]
+        edits = [state.edits if block < complete.stop else UNKEPT for block in blocks]
+        parts = zip(repeat(number), edits, repeat(self._layer), blocks, places.owners(blocks))
+        return list(map(Name._make, parts))
 
     def _unedited(self, state: DocumentState) -> Callable[[], bool]:
         """Whether the document was truncated since it was in ``state``: then the names of its blocks are others."""
@@ -171,8 +171,8 @@ class LayerView:
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
         live = state.live()
-        if blocks and (min(blocks) < live.start or max(blocks) >= live.stop):
-            wrong = min(blocks) if min(blocks) < live.start else max(blocks)
+        wrong = next((block for block in blocks if block not in live), None)
+        if wrong is not None:
             there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
             raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
         return state

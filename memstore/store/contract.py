@@ -154,6 +154,12 @@ class BlockStore(ABC):
         Raises ``NotFound`` or ``DamagedError``, which names the key.
         """
 
+    def gather(self, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Bytes]:
+        """What ``read`` fills arrays with, in arrays made by the store, whose rows may have gaps between them."""
+        out = [np.empty((len(keys), layout.nbytes), np.uint8) for layout in layouts]
+        self.read(keys, layouts, out)
+        return out
+
     @abstractmethod
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""

@@ -13,6 +13,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,7 +49,15 @@ from memstore.store.contract import (
 )
 from memstore.store.environment import DATA_NAME, MAP_BYTES, Environment
 from memstore.store.pages import erase_unused
-from memstore.store.records import HEADER_BYTES, damaged, decode_value, describe, encode_value, value_reader
+from memstore.store.records import (
+    HEADER_BYTES,
+    ValueReader,
+    damaged,
+    decode_value,
+    describe,
+    encode_value,
+    value_reader,
+)
 from memstore.store.space import Reserve, free_bytes
 from memstore.store.writer import WriterLock
 
@@ -63,8 +72,8 @@ READER_PATIENCE = 10.0
 
 _SMALL_BYTES = 64 << 10  # a batch that deletes and writes no more than this may use the reserve
 _KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
-_WARM, _WARM_BYTE = 300e-6, 0.6e-9
-"""Seconds that reading takes at most where nothing waits for the disk: for a batch, and for each byte of it."""
+_KEY_COLUMNS = np.dtype(list(zip(Key._fields, ("u1", ">u4", ">u4", ">u8"), strict=True)))
+_PIECE_BYTES = 8 << 20  # verified at a time where values are copied on to arrays of the caller
 _ATTEMPTS = 5
 _Txn = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 _Deletes = Sequence[tuple[Key, Key]]
@@ -308,40 +317,71 @@ class LmdbStore(BlockStore):
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
 
-        One snapshot, one pass in the order of the keys, one copy, verified. Raises ``NotFound`` or ``DamagedError``.
+        One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
         """
         self._check_open()
         check_out(keys, layouts, out)
-        packed = [_KEY.pack(*(key if self._lengths[key.table] == 1 else self._run(key))) for key in keys]
-        order = sorted(range(len(keys)), key=packed.__getitem__)
-        begun = time.perf_counter()
+        reader = value_reader(tuple(layouts))
+        step = max(1, _PIECE_BYTES // max(1, reader.size))
+        with self._reading() as txn:
+            for start in range(0, len(keys), step):
+                piece = slice(start, start + step)
+                for rows, payloads in zip(out, reader.payloads(self._take(txn, keys[piece], reader)), strict=True):
+                    rows[piece] = payloads
+
+    def gather(self, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Bytes]:
+        """Record ``f`` of each of ``keys``, uint8 ``[len(keys), layouts[f].nbytes]``: views of one array of values.
+
+        One snapshot, one pass in the order of the keys, one copy, verified. Raises ``NotFound`` or ``DamagedError``.
+        """
+        self._check_open()
+        reader = value_reader(tuple(layouts))
+        with self._reading() as txn:
+            return reader.payloads(self._take(txn, keys, reader))
+
+    @contextmanager
+    def _reading(self) -> Iterator[_Txn]:
+        """A transaction to read in; notes whether the disk was waited for."""
+        before = paging.waits()
         try:
             with self._env.begin(buffers=True) as txn:
-                if self._waits:
-                    self._fetch(txn, {packed[row]: keys[row] for row in order})
-                found = ((row, keys[row], txn.get(packed[row])) for row in order)
-                self._copy(found, tuple(layouts), list(zip(*map(_rows, out), strict=True)))
+                yield txn
         except lmdb.Error as error:
             raise self._failure(error) from error
-        self._waits = time.perf_counter() - begun > _WARM + _WARM_BYTE * sum(each.nbytes for each in out)
+        self._waits = paging.waits() != before
 
-    def _copy(
-        self,
-        found: Iterable[tuple[int, Key, memoryview | None]],
-        layouts: tuple[Layout, ...],
-        rows: Sequence[Sequence[memoryview]],
-    ) -> None:
-        """Copy the values ``found``, each with its key and the number of its row, to ``rows``."""
-        for row, key, view in found:
-            length, reader = self._lengths[key.table], value_reader(key.table, layouts)
-            start: int | None = 0
-            if view is not None and length > 1:
-                start = runs.find(view, key, runs.run_start(key, length), length, reader)
-            if view is None or start is None:
-                raise NotFound(f"there is no {describe(key)} in memory {self.path}")
-            end = reader.copy(view, start, key, rows[row])
-            if length == 1 and end != len(view):
-                raise damaged(key, f"{len(view) - end} bytes follow its records")
+    def _take(self, txn: _Txn, keys: Sequence[Key], reader: ValueReader) -> Bytes:
+        """Copies of values, one to each row ``[len(keys), reader.size]``, verified."""
+        values = np.empty((len(keys), reader.size), np.uint8)
+        if not keys:
+            return values
+        packed = [_KEY.pack(table, document, layer, item) for table, document, layer, item in keys]
+        places = packed if max(self._lengths) == 1 else [_pack(self._run(key)) for key in keys]
+        order = sorted(range(len(keys)), key=places.__getitem__)
+        if self._waits:
+            self._fetch(txn, {places[row]: keys[row] for row in order})
+        flat, size = values.reshape(-1).data, reader.size
+        for row in order:
+            view = txn.get(places[row])
+            if view is None or len(view) != size:
+                view = self._part(view, keys[row], reader)
+            flat[row * size : (row + 1) * size] = view
+        wrong = reader.wrong(values, np.frombuffer(b"".join(packed), _KEY_COLUMNS))
+        if wrong is not None:
+            reader.explain(self._part(txn.get(places[wrong]), keys[wrong], reader), 0, keys[wrong])
+        return values
+
+    def _part(self, view: memoryview | None, key: Key, reader: ValueReader) -> memoryview:
+        """What the LMDB value ``view`` has of ``key``: as many bytes as there should be, yet to be verified."""
+        length = self._lengths[key.table]
+        start: int | None = 0
+        if view is not None and length > 1:
+            start = runs.find(view, key, runs.run_start(key, length), length, reader)
+        if view is None or start is None:
+            raise NotFound(f"there is no {describe(key)} in memory {self.path}")
+        if len(view) < start + reader.size or (length == 1 and len(view) > reader.size):
+            reader.explain(view, start, key)
+        return view[start : start + reader.size]
 
     def _fetch(self, txn: _Txn, values: Mapping[bytes, Key]) -> None:
         """Let the disk bring all values at once; read one after the other, each would wait for the one before it.
@@ -570,14 +610,6 @@ def _lost(txn: _Txn, before: bytes, raw: bytes, value: memoryview) -> str | None
     found = txn.get(raw)
     # Both views are of the map, so the same place is the same bytes.
     return None if found is not None and _place(found) == _place(value) else "the tree does not lead to it"
-
-
-def _rows(array: Bytes) -> list[memoryview]:
-    """The rows of ``array [n, bytes]``, to be written to."""
-    if not array.flags.c_contiguous:
-        return [memoryview(row) for row in array]
-    flat, length = array.reshape(-1).data, array.shape[1]
-    return [flat[start : start + length] for start in range(0, length * len(array), length or 1)]
 
 
 def _place(view: memoryview) -> tuple[int, int]:

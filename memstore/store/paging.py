@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import resource
 from collections.abc import Callable
 
 _WILL_NEED = 3
 _POPULATE_READ = 22  # Linux 5.14; touches pages like a read, and reports what a read would die of
 _IO_ERRORS = (errno.EFAULT, errno.EIO)
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # some systems count for the process alone
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:
@@ -39,6 +41,12 @@ def bring(address: int, length: int) -> bool:
     Where the system has no such call it returns True at once, and the pages come when they are touched.
     """
     return _advise(address, length, _POPULATE_READ) not in _IO_ERRORS
+
+
+def waits() -> int:
+    """How often this thread has asked the disk, or waited for it, so far."""
+    usage = resource.getrusage(_WHOSE)
+    return usage.ru_majflt + usage.ru_inblock
 
 
 def _advise(address: int, length: int, advice: int) -> int:

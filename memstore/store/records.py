@@ -13,9 +13,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, ForeignMemory, NotFound
@@ -34,7 +35,6 @@ _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, reco
 _ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
 _EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
 _SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
-_HEADER = struct.Struct("<80sQQ")  # everything before the checksums, and these
 _ZEROS = bytes(ALIGNMENT)
 _ADDRESS_AT, _EXTENT_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 80, 88
 
@@ -166,84 +166,93 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
 
 
 class _Plan(NamedTuple):
-    """Where the parts of one record lie in its value, and what its header must say."""
+    """Where the parts of one record lie in its value."""
 
-    before: bytes
-    """The header up to the address."""
-    after: bytes
-    """The header from the address to the checksums."""
     start: int
     """Where the header begins."""
-    head: slice
-    """The header without its own checksum."""
-    body: slice
-    """The payload."""
-    padding: slice
-    zeros: bytes
+    body: int
+    """Where the payload begins."""
+    end: int
+    """Where the payload ends."""
+    stop: int
+    """Where the padding ends."""
+
+
+_COLUMNS = np.dtype(
+    {
+        "names": Key._fields,
+        "formats": ["u1", "<u4", "<u4", "<u8"],
+        "offsets": [8, 12, 16, 24],
+        "itemsize": HEADER_BYTES,
+    }
+)
+"""Where the key is in a header."""
 
 
 class ValueReader:
-    """Copies values of one table and one tuple of layouts into rows, verified, with little work per record.
+    """Verifies values of one tuple of layouts, many at once, with little work for each.
 
-    The headers that must be there are known beforehand but for the address and the checksums, so one comparison of
-    bytes replaces parsing. Whatever does not match is handed to ``decode_value``, which finds the words for it.
+    Values are copied as they are, headers and all, one to each row of an array; what is handed out are views of the
+    payloads in it. The headers that must be there are known beforehand but for the checksums, so comparing bytes
+    replaces parsing. Whatever does not match is handed to ``explain``, which finds the words for it.
     """
 
-    def __init__(self, table: Table, layouts: Sequence[Layout]) -> None:
+    def __init__(self, layouts: Sequence[Layout]) -> None:
         self.layouts = tuple(layouts)
         self.size = 0
         """Bytes of one value."""
         self._plans: list[_Plan] = []
+        heads = b""
         for number, layout in enumerate(layouts):
-            self._plans.append(self._plan(table, number, layout))
-            self.size = self._plans[-1].padding.stop
-
-    def _plan(self, table: Table, number: int, layout: Layout) -> _Plan:
-        start, body = self.size, self.size + HEADER_BYTES
-        end, zeros = body + layout.nbytes, bytes(padding(layout.nbytes))
-        return _Plan(
-            before=_head(table, number, len(self.layouts), layout),
-            after=_extent(layout),
-            start=start,
-            head=slice(start, start + _HEADER_SUM_AT),
-            body=slice(body, end),
-            padding=slice(end, end + len(zeros)),
-            zeros=zeros,
-        )
+            end = self.size + HEADER_BYTES + layout.nbytes
+            self._plans.append(_Plan(self.size, self.size + HEADER_BYTES, end, end + padding(layout.nbytes)))
+            self.size = self._plans[-1].stop
+            heads += _head(Table(0), number, len(layouts), layout) + bytes(_ADDRESS.size) + _extent(layout)
+        self._heads = np.frombuffer(heads, np.uint8).reshape(-1, _SUMS_AT)  # with zeros where the key is
 
     def fits(self, view: memoryview, start: int, key: Key) -> bool:
         """Whether the first header at byte ``start`` is the one that ``key`` should have (checksums apart)."""
-        plan = self._plans[0]
-        address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
-        return bytes(view[start : start + _SUMS_AT]) == plan.before + address + plan.after
+        before, after = _around_item(*key[:3], 0, len(self.layouts), self.layouts[0])
+        return bytes(view[start : start + _SUMS_AT]) == before + key.item.to_bytes(8, "little") + after
 
-    def copy(self, view: memoryview, start: int, key: Key, rows: Sequence[memoryview]) -> int:
-        """Fill ``rows[f]`` (uint8, ``layouts[f].nbytes`` long) with record ``f``; return the byte after the value.
+    def payloads(self, values: Bytes) -> list[Bytes]:
+        """The payloads in ``values [n, size]``: for each record a view ``[n, layouts[f].nbytes]``."""
+        return [values[:, plan.body : plan.end] for plan in self._plans]
 
-        The copy is what gets hashed, not the map: what is handed out is what was verified.
-        Raises ``DamagedError``; the rows then hold bytes that must not be used.
+    def wrong(self, values: Bytes, keys: npt.NDArray[np.void]) -> int | None:
+        """The first row of ``values [n, size]`` that is not, to the last bit, a value of its key; None if all are.
+
+        ``keys [n]`` has the fields of ``Key``. To be called with a copy, not with a map: what is handed out must be
+        what was verified.
         """
-        value = view[start:] if start else view
-        if len(value) < self.size:
-            self._explain(view, start, key)
-        address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
-        for (before, after, start_at, head, body, rest, zeros), row in zip(self._plans, rows, strict=True):
-            said, payload_sum, header_sum = _HEADER.unpack_from(value, start_at)
-            row[:] = value[body]
-            if (
-                said != before + address + after
-                or checksum(row) != payload_sum
-                or checksum(value[head]) != header_sum
-                or (zeros and value[rest] != zeros)
-            ):
-                self._explain(view, start, key)
-        return start + self.size
+        flat, records = values.reshape(-1).data, len(self._plans)
+        found = np.concatenate([values[:, plan.start : plan.body] for plan in self._plans], axis=1)
+        expected = np.empty((len(keys), records, HEADER_BYTES), np.uint8)
+        expected[:, :, :_SUMS_AT] = self._heads
+        columns = expected.view(_COLUMNS)[:, :, 0]
+        for name in Key._fields:
+            columns[name] = keys[name][:, None]
+        said, headers = expected[:, :, _SUMS_AT:].view("<u8"), found.reshape(-1).data
+        for number, plan in enumerate(self._plans):
+            said[:, number, 0] = _checksums(flat, plan.body, plan.end - plan.body, self.size)
+            said[:, number, 1] = _checksums(headers, number * HEADER_BYTES, _HEADER_SUM_AT, records * HEADER_BYTES)
+        good = (found == expected.reshape(found.shape)).all(1)
+        for plan in self._plans:
+            if plan.stop > plan.end:
+                good &= ~values[:, plan.end : plan.stop].any(1)
+        return None if good.all() else int(good.argmin())
 
-    def _explain(self, view: memoryview, start: int, key: Key) -> None:
+    def explain(self, view: memoryview, start: int, key: Key) -> NoReturn:
         """Raise the error for a value that is not as expected."""
-        records, _ = decode_value(view, start, key)
+        records, end = decode_value(view, start, key)
         check_layouts(key, records, self.layouts)
-        raise damaged(key, "it changed while it was read")
+        what = f"{len(view) - end} bytes follow its records" if len(view) > end else "it changed while it was read"
+        raise damaged(key, what)
+
+
+def _checksums(flat: memoryview, start: int, length: int, step: int) -> list[int]:
+    """The checksums of ``length`` bytes of each value, of which there is one every ``step`` bytes."""
+    return [checksum(flat[at : at + length]) for at in range(start, len(flat), step)]
 
 
 def fill_row(
@@ -258,9 +267,9 @@ def fill_row(
 
 
 @lru_cache(maxsize=64)
-def value_reader(table: Table, layouts: tuple[Layout, ...]) -> ValueReader:
-    """The reader for values of ``table`` that have these layouts."""
-    return ValueReader(table, layouts)
+def value_reader(layouts: tuple[Layout, ...]) -> ValueReader:
+    """The reader for values that have these layouts."""
+    return ValueReader(layouts)
 
 
 def check_layouts(key: Key, records: Sequence[Record], layouts: Sequence[Layout]) -> None:

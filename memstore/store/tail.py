@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +15,7 @@ from memstore.store.checks import MAX_LAYER
 from memstore.store.contract import Key, Layout, Record, Scanned
 from memstore.store.lmdb import TAIL_FORMAT, LmdbStore, _pack
 from memstore.store.manifest import COUNTERS, STORE, Extent, Series, from_record
-from memstore.store.records import decode_value
+from memstore.store.records import decode_value, value_reader
 
 _CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
 
@@ -43,11 +42,8 @@ class Tail(LmdbStore):
     def snapshot(self) -> Iterator[Snapshot]:
         """One state of the tail and its manifest, whatever is written meanwhile."""
         self._check_open()
-        try:
-            with self._env.begin(buffers=True) as txn:
-                yield Snapshot(self, txn)
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._reading() as txn:
+            yield Snapshot(self, txn)
 
 
 class Cache:
@@ -116,9 +112,11 @@ class Snapshot:
 
     def read(self, keys: Mapping[int, Key], layouts: tuple[Layout, ...], rows: Sequence[Sequence[memoryview]]) -> None:
         """Fill ``rows[i]`` with the value of ``keys[i]``, verified. Raises ``NotFound`` or ``DamagedError``."""
-        tail = self._tail
-        order = sorted(keys, key=keys.__getitem__)
-        tail._copy(((row, keys[row], self._txn.get(_pack(tail._run(keys[row])))) for row in order), layouts, rows)
+        reader = value_reader(layouts)
+        values = self._tail._take(self._txn, list(keys.values()), reader)
+        for row, *payloads in zip(keys, *reader.payloads(values), strict=True):
+            for target, payload in zip(rows[row], payloads, strict=True):
+                target[:] = payload.data
 
     def _raw(self, key: Key) -> bytes | None:
         view = self._txn.get(_pack(key))

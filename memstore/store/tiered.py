@@ -267,11 +267,10 @@ class Tiers:
         return rows if not found else [_merged(*pair, missing) for pair in zip(found, rows, strict=True)]
 
     def _from_disk(self, names: Sequence[Name]) -> list[Tensor]:
-        rows = [np.empty((len(names), layout.nbytes), np.uint8) for layout in self._layouts]
-        keys = [name.key for name in names]
+        keys = list(map(Key._make, ((Table.BLOCKS, owner, layer, block) for _, _, layer, block, owner in names)))
         begun = time.perf_counter()
         try:
-            self._store.read(keys, self._layouts, rows)
+            rows = self._store.gather(keys, self._layouts)
         except Exception:
             with self._lock:
                 self._disk.misses += 1
