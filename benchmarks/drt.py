@@ -1,9 +1,10 @@
 """How fast a DRT reads, generates and trains on a CPU: ``python benchmarks/drt.py``.
 
 The model is the preset ``tiny`` with random weights, for what it has learned does not change what it costs. Reading is
-measured with blocks committed to disk; generating as the CPU time of a token behind a memory, by turns with the same
-model with retrieval off: the median, and the mean, which has the search at the end of each block in it; training as
-the time of a step of a fixed number of tokens in rows of growing length.
+measured with blocks committed to disk; generating as the CPU time of a token behind a memory, on one thread (operations
+this small gain nothing from more), by turns with the same model with retrieval off: the median, and the mean, which has
+the search at the end of each block in it; training as the time of a step of a fixed number of tokens in rows of growing
+length.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def read_and_generate(model: DRTForCausalLM, off: DRTForCausalLM, length: int) -
 
 def generate(model: DRTForCausalLM, cache: DRTCache, off: DRTForCausalLM, empty: DRTCache) -> dict[str, float]:
     """Milliseconds of a token with retrieval and without, and how many times as long it takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     token = torch.zeros(1, 1, dtype=torch.int64)
     retrieving: list[float] = []
     bare: list[float] = []
@@ -86,6 +89,7 @@ def generate(model: DRTForCausalLM, cache: DRTCache, off: DRTForCausalLM, empty:
         if number >= 2:  # the first search builds the index, the first windows are not full
             retrieving += with_retrieval
             bare += without
+    torch.set_num_threads(threads)
     median, bare_median = statistics.median(retrieving), statistics.median(bare)
     mean, bare_mean = statistics.mean(retrieving), statistics.mean(bare)
     return {

@@ -31,7 +31,7 @@ def test_a_memory_is_made_then_opened_with_and_without_its_spec(tmp_path: Path) 
 
 def test_a_missing_memory_is_not_found_and_not_made(tmp_path: Path) -> None:
     path = tmp_path / "nothing"
-    with pytest.raises(NotFound, match="pass a spec to create it"):
+    with pytest.raises(NotFound, match="check the path, or pass a spec to create it"):
         memstore.open(path)
     for spec in (None, make_spec()):
         with pytest.raises(NotFound, match=str(path)):
