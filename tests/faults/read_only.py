@@ -78,11 +78,11 @@ def _round(world: World, url: str, folder: Path, what: str, steps: int, say: Say
 
 
 def _chmod(folder: Path, what: str, folder_mode: int, file_mode: int) -> None:
-    if "folder" in what:
-        folder.chmod(folder_mode)
-    if "files" in what:
-        for file in folder.iterdir():
-            file.chmod(file_mode)
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir() and "folder" in what:
+            path.chmod(folder_mode)
+        if path.is_file() and "files" in what:
+            path.chmod(file_mode)
 
 
 def _look(world: World, url: str, state: State, say: Say) -> None:

@@ -23,9 +23,15 @@ from memstore import Document, Memory, MemorySpec
 from memstore.memory.fingerprint import Fingerprint
 from memstore.memory.urls import is_path, open_store
 from memstore.memory.verify import check
-from memstore.store import LmdbStore
+from memstore.store import LmdbStore, zarr
 
-STORES: dict[str, Callable[[Path], str]] = {"lmdb": str}
+
+def _zarr(folder: Path) -> str:
+    zarr.SHARD_BYTES = 4 << 10  # type: ignore[attr-defined]  # so small that blocks are sealed all the time
+    return f"zarr:{folder}"
+
+
+STORES: dict[str, Callable[[Path], str]] = {"lmdb": str, "zarr": _zarr}
 """Name of a store -> the url of a memory in a folder. Every fault runs on each of them."""
 
 S, G, KEY_DIM, LAYERS = 16, 2, 8, 2
