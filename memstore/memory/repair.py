@@ -16,6 +16,7 @@ from memstore.memory.audit import Audit, Finding
 from memstore.memory.document import Document
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.state import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
+from memstore.store.checks import MAX_ITEM, MAX_LAYER
 from memstore.store.contract import Batch, Key
 
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
@@ -115,12 +116,13 @@ class Repair:
         for number in sorted({*audit.damaged_entries, *audit.orphans}):
             name = next(name for n in count(number) if (name := f"recovered-{n}") not in names)
             names.add(name)
+            entry = Address(number).entry
+            batch.delete(entry, entry._replace(layer=MAX_LAYER, item=MAX_ITEM))  # where it may have come to lie
             state = self._told_by_tokens(number, name)
             if state is None:
-                batch.delete(Address(number).entry)
                 yield Step(message=f"document number {number} has a damaged entry and no token ids, so it is gone")
             else:
-                batch.put(Address(number).entry, state.to_record())
+                batch.put(entry, state.to_record())
                 message = f"document number {number} had lost its entry, and with it its name: it is {name!r} now"
                 yield Step(message=message, document=name)
 

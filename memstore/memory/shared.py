@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
 from memstore.memory.history import history_runs
@@ -71,9 +71,16 @@ class Shared:
         )
 
     def documents(self) -> list[int]:
-        """Numbers of the documents, in the order they were made."""
+        """Numbers of the documents, in the order they were made. Raises ``DamagedError``."""
         first, last = Address(0).entry, Address(LAST_DOCUMENT).entry
-        return [key.document for key in self.store.keys(first, last)]
+        keys = self.store.keys(first, last)
+        for key in keys:
+            if key != Address(key.document).entry:
+                # A look for the document would not find it, and say that there is none.
+                raise DamagedError(
+                    f"memory {self.url}: the entry of document {key.document} lies under a damaged key; run verify"
+                )
+        return [key.document for key in keys]
 
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
@@ -81,9 +88,13 @@ class Shared:
         return None if records is None else DocumentState.from_record(records[0])
 
     def next_document(self) -> int:
-        """The number that the next new document gets."""
+        """The number that the next new document gets. Raises ``DamagedError``."""
         records = self.store.get(NEXT_DOCUMENT)
-        return 1 if records is None else int(records[0].to_json()["next_document"])
+        if records is not None:
+            return int(records[0].to_json()["next_document"])
+        if self.documents():
+            raise DamagedError(f"memory {self.url} has lost the number of its next document; run repair")
+        return 1
 
     def check_layer(self, layer: int) -> None:
         """Raise ``InvalidArgument`` for a layer that the memory does not have."""

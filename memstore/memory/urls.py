@@ -136,5 +136,9 @@ def _blocks_per_value(block_bytes: int) -> int:
 
 
 def _missing(url: str, mode: Mode) -> NotFound:
-    way_out = "create it first (mode 'a' with a spec), or check the path" if mode == "r" else "check the path, or pass a spec to create it"
+    way_out = (
+        "create it first (mode 'a' with a spec), or check the path"
+        if mode == "r"
+        else "check the path, or pass a spec to create it"
+    )
     return NotFound(f"there is no memory at {url}; {way_out}.")

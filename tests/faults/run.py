@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +62,10 @@ def _rounds(name: str, *, long: bool) -> int:
     return FAULTS[name].long if long else FAULTS[name].short
 
 
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    return {**vars(outcome), "counts": dict(outcome.counts)}
+
+
 def report(name: str, store: str, seconds: float, outcome: Outcome) -> None:
     """Print the counts, and what went wrong."""
     broken = f"{len(outcome.losses)} losses, {len(outcome.wrong)} wrong reads, {len(outcome.crashes)} crashes"
@@ -108,7 +111,7 @@ def main() -> int:
             seconds = time.monotonic() - start
             report(name, store, seconds, outcome)
             results.append(
-                {"fault": name, "store": store, "rounds": rounds, "seconds": round(seconds), **asdict(outcome)}
+                {"fault": name, "store": store, "rounds": rounds, "seconds": round(seconds), **_plain(outcome)}
             )
     if options.save:
         saved = {"environment": environment(), "seed": options.seed, "results": results}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,30 @@ def test_a_document_that_lost_its_entry_loses_its_name_only(path: Path) -> None:
         assert [step.document for step in done.steps] == ["recovered-1"]
         check_content(memory.document("recovered-1"), TOKENS)
         check_content(memory.document("ship"), random_tokens(9, 5))
+
+
+def test_an_entry_under_a_damaged_key_is_not_a_document_that_is_not_there(path: Path) -> None:
+    """A bit of the item in the key of an entry, in LMDB's own page: a look for the document finds nothing."""
+    add_ship(path)
+    flip(path, b"\x11\x00" + struct.pack(">BIIQ", *WHALE.entry), 2 + 16)
+    with memstore.open(path, mode="r") as memory:
+        with pytest.raises(DamagedError, match=r"the entry of document 1 lies under a damaged key; run verify"):
+            memory.document("whale")
+        assert any("document" in finding.message.lower() for finding in memory.verify())
+    with memstore.open(path) as memory:
+        assert memory.repair().left == []
+        check_content(memory.document("recovered-1"), TOKENS)
+        check_content(memory.document("ship"), random_tokens(9, 5))
+
+
+def test_a_lost_number_of_the_next_document_is_not_one(path: Path) -> None:
+    with memstore.open(path) as memory:
+        delete(NEXT_DOCUMENT)(store_of(memory))
+        with pytest.raises(DamagedError, match=r"has lost the number of its next document; run repair"):
+            append(memory.document("ship"), random_tokens(9, 5))
+        assert memory.repair().left == []
+        append(memory.document("ship"), random_tokens(9, 5))
+        assert memory.verify() == []
 
 
 def test_a_document_of_which_nothing_is_left_goes(path: Path) -> None:
