@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -95,7 +96,7 @@ def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
 def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
     from memstore.store.lmdb import LmdbStore
 
-    if (folder / "tail" / "data.mdb").exists():
+    if _has_tail(folder):
         raise NotAMemory(f"{folder} holds a memory in Zarr; open it as zarr:{folder}")
     if mode == "r":
         return Opened(LmdbStore.open(folder, read_only=True))
@@ -117,7 +118,7 @@ def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
 
     if mode == "r":
         return Opened(ZarrStore.open(folder, read_only=True))
-    if mode == "a" and (folder / "tail" / "data.mdb").exists():
+    if mode == "a" and _has_tail(folder):
         try:
             return Opened(ZarrStore.open(folder))
         except NotFound:  # its creation was interrupted
@@ -128,6 +129,11 @@ def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
             return Opened(ZarrStore.open(folder))  # which says what the path is instead
         raise _missing(f"zarr:{folder}", mode)
     return Opened(ZarrStore.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
+
+
+def _has_tail(folder: Path) -> bool:
+    # Not of Path: names that are too long are for the store to complain about.
+    return os.path.exists(folder / "tail" / "data.mdb")  # noqa: PTH110
 
 
 def _blocks_per_value(block_bytes: int) -> int:
