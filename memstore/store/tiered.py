@@ -131,10 +131,25 @@ class Pool:
             self._slab = [self._allocate(size) for size in self._sizes]
         # A page that was given twice belongs to the one that got it last.
         of_page = dict(zip(self._kept.place(new, ahead=ahead), new.values(), strict=True))
-        pages, chosen = (torch.tensor(list(each), device=self.device) for each in (of_page, of_page.values()))
-        for records, source in zip(self._slab, rows, strict=True):
-            records.index_copy_(0, pages, source.to(self.device)[chosen])
+        pages, chosen = np.array(list(of_page)), np.array(list(of_page.values()))
+        try:
+            for records, source in zip(self._slab, rows, strict=True):
+                self._copy(source, chosen, records, pages)
+        except BaseException:
+            # Names have their pages already, and nobody knows what is in these: nothing of the pool is to be trusted.
+            self._kept = S3Fifo(self._kept.pages)
+            raise
         self.counts.prefetched += len(new) if ahead else 0
+
+    def _copy(
+        self, source: Tensor, chosen: npt.NDArray[np.int64], records: Tensor, pages: npt.NDArray[np.int64]
+    ) -> None:
+        if self.device.type == "cpu":
+            # Not by PyTorch: a slab made in inference mode may not be changed outside of it, such as by another thread.
+            records.numpy()[pages] = source.cpu().numpy()[chosen]
+            return
+        with torch.inference_mode(records.is_inference()):
+            records.index_copy_(0, torch.from_numpy(pages).to(self.device), source.to(self.device)[chosen])
 
     def _allocate(self, size: int) -> Tensor:
         shape = (self._kept.pages, size)

@@ -88,6 +88,35 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in a minute")
 
 
+def test_pages_made_in_inference_mode_are_filled_by_other_threads(make_tiers: Callable[..., Tiers]) -> None:
+    """PyTorch forbids changing such tensors outside of that mode, where the thread that reads ahead is."""
+    tiers = make_tiers(100)
+    with torch.inference_mode():
+        check(tiers, 1, 2, 3)
+    tiers.prefetch(names(*range(10, 20)), yes)
+    wait_for(lambda: tiers.stats()["host"]["prefetched"] == 10)
+    with torch.inference_mode():
+        check(tiers, *range(20))
+    check(tiers, *range(20))
+
+
+def test_pages_that_could_not_be_filled_are_not_served(
+    make_tiers: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = make_tiers(100)
+    check(tiers, *range(10))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("it was a test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "_copy", fail)
+        with pytest.raises(RuntimeError):
+            check(tiers, *range(5, 30))
+        tiers.prefetch(names(*range(40, 50)), yes)
+    check(tiers, *range(60))
+
+
 # What stays
 
 
