@@ -7,8 +7,6 @@ from typing import Any
 
 import memstore
 from memstore.errors import DamagedError
-from memstore.memory.urls import is_path
-from memstore.memory.verify import in_child
 from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl
 from memstore.tools.output import Page, Report, counted
@@ -46,6 +44,9 @@ def _checked(memory: str) -> tuple[list[dict[str, Any]], int, int]:
             documents = opened.documents()
             return findings, len(documents), sum(map(len, documents))
     except DamagedError as error:
+        from memstore.memory.urls import is_path
+        from memstore.memory.verify import in_child
+
         if not is_path(memory):
             raise
         # It cannot be opened to be used, but something of it may still be read and named.

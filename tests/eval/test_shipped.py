@@ -21,7 +21,8 @@ FEWEST_RIGHT = 7
 def prose(folder: Path, tokenizer: object) -> Filler:
     """Licences and texts of installed packages, whatever there is: none of it was trained on."""
     texts = sorted(Path(pytest.__file__).parents[1].glob("*.dist-info/**/*"))
-    found = [path.read_text("utf-8", "ignore") for path in texts if re.search("LICENSE|METADATA|COPYING", path.name)]
+    named = [path for path in texts if re.search("LICENSE|METADATA|COPYING", path.name) and path.is_file()]
+    found = [path.read_text("utf-8", "ignore") for path in named]
     path = folder / "prose.txt"
     path.write_text("\n".join(found).replace("\0", ""), "utf-8")
     return load_filler(tokenizer, [path], at_most=120_000)

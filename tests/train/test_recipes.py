@@ -249,7 +249,7 @@ def test_an_aligned_prompt_ends_with_the_first_token_of_a_block(length: int) -> 
 def test_the_trainer_does_what_a_plain_loop_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_little_text(monkeypatch)
     optimisation = replace(RECIPES["passkey-cpu"].optimisation, steps=4)
-    recipe = small(optimisation=optimisation, bank=0, share_rows=False, model={"gumbel": 0.0})
+    recipe = small(optimisation=optimisation, bank=0, share_rows=False, hard_gumbel=0.0, model={"gumbel": 0.0})
     train_recipe(recipe, tmp_path / "run", runtime=RUNTIME)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
     texts = list(corpora.encoded([corpora.topics(), corpora.sources()], tokenizer))
