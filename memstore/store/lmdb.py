@@ -300,6 +300,8 @@ class LmdbStore(BlockStore):
 
     def _delete_range(self, txn: _Txn, first: Key, last: Key) -> None:
         """Delete the runs inside the range; of runs that its ends cut through, keep the rest."""
+        if first > last:
+            return  # nothing lies between them, and a run that both cut through must not lose what is outside
         cut = {run for run in (self._run(first), self._run(last)) if run < first or self._run_end(run) > last}
         for run in cut:
             self._trim(txn, run, first, last)

@@ -109,6 +109,16 @@ class StoreTests:
         assert store.keys(keys[4], keys[9]) == keys[4:10]
         assert store.keys(block(1, layer=255), block(254, layer=255)) == []
 
+    def test_a_range_that_ends_before_it_begins_is_empty(self, store: BlockStore) -> None:
+        """Deleting it deletes nothing, reading its keys gives none."""
+        put_blocks(store, range(6))
+        put_blocks(store, range(6), layer=1)
+        there = store.keys(*BLOCKS)
+        store.write(Batch(deletes=[(block(0, layer=1), block(3)), (block(4), block(1))]))
+        assert store.keys(*BLOCKS) == there
+        assert store.keys(block(4), block(1)) == []
+        assert same(store.get(block(2)), value(2))
+
     def test_tables_are_apart(self, store: BlockStore) -> None:
         """The same numbers in two tables are two values."""
         for table in Table:
