@@ -7,11 +7,15 @@ import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from memstore.errors import InvalidArgument, NotAMemory, NotFound
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
+
+if TYPE_CHECKING:  # heavy, and the second needs an extra
+    from memstore.store.lmdb import LmdbStore
+    from memstore.store.zarr import ZarrStore
 
 ENTRY_POINTS = "memstore.stores"
 """Entry point group of other packages' stores: scheme -> a callable ``(url, mode, blank) -> Opened``."""
@@ -98,37 +102,38 @@ def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
 
     if _has_tail(folder):
         raise NotAMemory(f"{folder} holds a memory in Zarr; open it as zarr:{folder}")
-    if mode == "r":
-        return Opened(LmdbStore.open(folder, read_only=True))
-    if mode == "a" and (folder / "data.mdb").exists():
-        try:
-            return Opened(LmdbStore.open(folder))
-        except NotFound:  # its creation was interrupted
-            if blank is None:
-                raise
-    if blank is None:
-        if folder.exists():
-            return Opened(LmdbStore.open(folder))  # which says what the path is instead
-        raise _missing(str(folder), mode)
-    return Opened(LmdbStore.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
+    return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists)
 
 
 def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
     from memstore.store.zarr import ZarrStore
 
+    return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder))
+
+
+def _open_folder(
+    kind: type[LmdbStore] | type[ZarrStore],
+    folder: Path,
+    url: str,
+    mode: Mode,
+    blank: Blank | None,
+    *,
+    exists: Callable[[], bool],
+) -> Opened:
+    """Open a store in a folder, or make one; ``exists`` says whether there is one, finished or not."""
     if mode == "r":
-        return Opened(ZarrStore.open(folder, read_only=True))
-    if mode == "a" and _has_tail(folder):
+        return Opened(kind.open(folder, read_only=True))
+    if mode == "a" and exists():
         try:
-            return Opened(ZarrStore.open(folder))
+            return Opened(kind.open(folder))
         except NotFound:  # its creation was interrupted
             if blank is None:
                 raise
     if blank is None:
         if folder.exists():
-            return Opened(ZarrStore.open(folder))  # which says what the path is instead
-        raise _missing(f"zarr:{folder}", mode)
-    return Opened(ZarrStore.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
+            return Opened(kind.open(folder))  # which says what the path is instead
+        raise _missing(url, mode)
+    return Opened(kind.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
 
 
 def _has_tail(folder: Path) -> bool:

@@ -279,3 +279,12 @@ def has_room(folder: Path, nbytes: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

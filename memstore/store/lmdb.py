@@ -174,7 +174,7 @@ class LmdbStore(BlockStore):
         self._lengths[Table.BLOCKS] = blocks_per_value
         self._commit(batch.deletes, [(STORE_KEY, (self._facts(),)), *batch.puts])
         for folder in (self.path, self.path.absolute().parent):
-            _sync_folder(folder)
+            environments.sync_folder(folder)
 
     def _read_facts(self) -> None:
         value = self._raw(STORE_KEY)
@@ -637,12 +637,3 @@ def _make_folder(folder: Path) -> Path:
     if strange:
         raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
     return folder
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

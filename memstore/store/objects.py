@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from memstore.store.environment import sync_folder
+
 if TYPE_CHECKING:
     from zarr.abc.store import Store
 
@@ -100,7 +102,7 @@ class FileObjects(Objects):
                 part.unlink()
             raise
         if durable:
-            _sync(target.parent)
+            sync_folder(target.parent)
 
     def read(self, pieces: Sequence[Piece]) -> list[str | None]:
         """Announce all ranges to the kernel, then copy them one by one, without the interpreter's lock."""
@@ -187,15 +189,7 @@ def _make_folder(folder: Path) -> None:
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync(folder.parent)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(folder.parent)
 
 
 class ZarrObjects(Objects):
