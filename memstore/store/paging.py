@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import resource
+import threading
 from collections.abc import Callable
 
 _WILL_NEED = 3
@@ -30,6 +31,13 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 _madvise = _find_madvise()
 
 
+class _SoFar(threading.local):
+    waits = 0
+
+
+_so_far = _SoFar()
+
+
 def will_need(address: int, length: int) -> None:
     """Start to bring ``length`` bytes of a map into memory, without waiting for them."""
     _advise(address, length, _WILL_NEED)
@@ -43,10 +51,11 @@ def bring(address: int, length: int) -> bool:
     return _advise(address, length, _POPULATE_READ) not in _IO_ERRORS
 
 
-def waits() -> int:
-    """How often this thread has asked the disk, or waited for it, so far."""
+def waited() -> bool:
+    """Whether this thread has asked the disk, or waited for it, since it called this before."""
     usage = resource.getrusage(_WHOSE)
-    return usage.ru_majflt + usage.ru_inblock
+    before, _so_far.waits = _so_far.waits, usage.ru_majflt + usage.ru_inblock
+    return _so_far.waits != before
 
 
 def _advise(address: int, length: int, advice: int) -> int:

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, ForeignMemory, NotFound
@@ -34,6 +33,7 @@ DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "
 _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, record, records, dimensions: 12 bytes
 _ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
 _EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
+_HEADER = struct.Struct("<12sIIIQ48sQQ")  # all of it, without a look into its first and its last part but one
 _SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
 _ZEROS = bytes(ALIGNMENT)
 _ADDRESS_AT, _EXTENT_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 80, 88
@@ -74,8 +74,8 @@ def encode_value(key: Key, records: Sequence[Record]) -> bytes:
     for number, record in enumerate(records):
         payload = _raw(record.payload)
         before, after = _around_item(table, document, layer, number, count, record.layout)
-        start = before + item.to_bytes(8, "little") + after + checksum(payload).to_bytes(8, "little")
-        parts += (start, checksum(start).to_bytes(8, "little"), payload)
+        start = before + item.to_bytes(8, "little") + after + _sum(payload)
+        parts += (start, _sum(start), payload)
         if rest := payload.nbytes % ALIGNMENT:
             parts.append(_ZEROS[rest:])
     return b"".join(parts)
@@ -93,6 +93,14 @@ def _around_item(
 ) -> tuple[bytes, bytes]:
     """What is before and after the item in a header up to its checksums: the same for all blocks of a layer."""
     return _head(table, number, count, layout) + _ADDRESS.pack(document, layer, 0, 0)[:-8], _extent(layout)
+
+
+def _address(key: Key) -> bytes:
+    return _ADDRESS.pack(key.document, key.layer, 0, key.item)  # [20 bytes]
+
+
+def _sum(part: bytes | memoryview) -> bytes:
+    return checksum(part).to_bytes(8, "little")
 
 
 def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
@@ -166,8 +174,12 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
 
 
 class _Plan(NamedTuple):
-    """Where the parts of one record lie in its value."""
+    """What one record of a value looks like, and where its parts lie."""
 
+    heads: tuple[bytes, ...]
+    """What a header begins with, by table."""
+    extent: bytes
+    """What it has after the address, up to the checksums."""
     start: int
     """Where the header begins."""
     body: int
@@ -178,19 +190,8 @@ class _Plan(NamedTuple):
     """Where the padding ends."""
 
 
-_COLUMNS = np.dtype(
-    {
-        "names": Key._fields,
-        "formats": ["u1", "<u4", "<u4", "<u8"],
-        "offsets": [8, 12, 16, 24],
-        "itemsize": HEADER_BYTES,
-    }
-)
-"""Where the key is in a header."""
-
-
 class ValueReader:
-    """Verifies values of one tuple of layouts, many at once, with little work for each.
+    """Verifies values of one tuple of layouts, with little work for each.
 
     Values are copied as they are, headers and all, one to each row of an array; what is handed out are views of the
     payloads in it. The headers that must be there are known beforehand but for the checksums, so comparing bytes
@@ -202,45 +203,35 @@ class ValueReader:
         self.size = 0
         """Bytes of one value."""
         self._plans: list[_Plan] = []
-        heads = b""
         for number, layout in enumerate(layouts):
-            end = self.size + HEADER_BYTES + layout.nbytes
-            self._plans.append(_Plan(self.size, self.size + HEADER_BYTES, end, end + padding(layout.nbytes)))
+            heads = tuple(_head(table, number, len(layouts), layout) for table in Table)
+            body = self.size + HEADER_BYTES
+            end = body + layout.nbytes
+            self._plans.append(_Plan(heads, _extent(layout), self.size, body, end, end + padding(layout.nbytes)))
             self.size = self._plans[-1].stop
-            heads += _head(Table(0), number, len(layouts), layout) + bytes(_ADDRESS.size) + _extent(layout)
-        self._heads = np.frombuffer(heads, np.uint8).reshape(-1, _SUMS_AT)  # with zeros where the key is
 
     def fits(self, view: memoryview, start: int, key: Key) -> bool:
         """Whether the first header at byte ``start`` is the one that ``key`` should have (checksums apart)."""
-        before, after = _around_item(*key[:3], 0, len(self.layouts), self.layouts[0])
-        return bytes(view[start : start + _SUMS_AT]) == before + key.item.to_bytes(8, "little") + after
+        first = self._plans[0]
+        return bytes(view[start : start + _SUMS_AT]) == first.heads[key.table] + _address(key) + first.extent
 
     def payloads(self, values: Bytes) -> list[Bytes]:
         """The payloads in ``values [n, size]``: for each record a view ``[n, layouts[f].nbytes]``."""
         return [values[:, plan.body : plan.end] for plan in self._plans]
 
-    def wrong(self, values: Bytes, keys: npt.NDArray[np.void]) -> int | None:
-        """The first row of ``values [n, size]`` that is not, to the last bit, a value of its key; None if all are.
+    def holds(self, copy: memoryview, key: Key) -> bool:
+        """Whether ``copy`` is, to the last bit, a value of ``key``.
 
-        ``keys [n]`` has the fields of ``Key``. To be called with a copy, not with a map: what is handed out must be
-        what was verified.
+        To be called with a copy, not with a map: what is handed out must be what was verified.
         """
-        flat, records = values.reshape(-1).data, len(self._plans)
-        found = np.concatenate([values[:, plan.start : plan.body] for plan in self._plans], axis=1)
-        expected = np.empty((len(keys), records, HEADER_BYTES), np.uint8)
-        expected[:, :, :_SUMS_AT] = self._heads
-        columns = expected.view(_COLUMNS)[:, :, 0]
-        for name in Key._fields:
-            columns[name] = keys[name][:, None]
-        said, headers = expected[:, :, _SUMS_AT:].view("<u8"), found.reshape(-1).data
-        for number, plan in enumerate(self._plans):
-            said[:, number, 0] = _checksums(flat, plan.body, plan.end - plan.body, self.size)
-            said[:, number, 1] = _checksums(headers, number * HEADER_BYTES, _HEADER_SUM_AT, records * HEADER_BYTES)
-        good = (found == expected.reshape(found.shape)).all(1)
-        for plan in self._plans:
-            if plan.stop > plan.end:
-                good &= ~values[:, plan.end : plan.stop].any(1)
-        return None if good.all() else int(good.argmin())
+        table, document, layer, item = key
+        for heads, extent, start, body, end, stop in self._plans:
+            sums = checksum(copy[body:end]), checksum(copy[start : start + _HEADER_SUM_AT])
+            if _HEADER.unpack_from(copy, start) != (heads[table], document, layer, 0, item, extent, *sums):
+                return False
+            if stop > end and any(copy[end:stop]):
+                return False
+        return True
 
     def explain(self, view: memoryview, start: int, key: Key) -> NoReturn:
         """Raise the error for a value that is not as expected."""
@@ -248,11 +239,6 @@ class ValueReader:
         check_layouts(key, records, self.layouts)
         what = f"{len(view) - end} bytes follow its records" if len(view) > end else "it changed while it was read"
         raise damaged(key, what)
-
-
-def _checksums(flat: memoryview, start: int, length: int, step: int) -> list[int]:
-    """The checksums of ``length`` bytes of each value, of which there is one every ``step`` bytes."""
-    return [checksum(flat[at : at + length]) for at in range(start, len(flat), step)]
 
 
 def fill_row(
