@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from memstore.memory.coding import decode_block_rows, read_tail
 from memstore.memory.ingest import background_workers
 from memstore.memory.layouts import block_layouts
 from memstore.memory.spec import MemorySpec
-from memstore.memory.tensors import Rows, as_tensors
-from memstore.store.contract import BlockStore
-from memstore.store.tiered import UNKEPT, Name, Tiers
+from memstore.memory.tensors import Rows
+from memstore.store.contract import BlockStore, Key
+from memstore.store.tiered import Changed, Tiers, Wanted
 
 HOST_BYTES = 256 << 20
 """Bytes of host memory for blocks of a memory on disk, unless ``memstore.open`` is told otherwise."""
@@ -55,57 +55,56 @@ class BlockReader:
             device_bytes=device_bytes,
             device=_pool_device(device) if device_bytes else None,
         )
-        self._lost: set[Name] = set()
+        self._lost: set[tuple[int, Key]] = set()
         self._left_out = 0
         self._lock = threading.Lock()
 
-    def read(
-        self, names: Sequence[Name], still: Callable[[], bool], device: torch.device | None = None
-    ) -> dict[str, Tensor]:
+    def read(self, wanted: Wanted, still: Callable[[], bool], device: torch.device | None = None) -> dict[str, Tensor]:
         """States of blocks, verified: one tensor ``[n, *shape]`` per field, on ``device`` (None: the CPU).
 
-        ``still()`` says whether the names are still right once the blocks have been read; else they are not kept.
-        Raises ``NotFound`` or ``DamagedError``.
+        ``still()`` says whether the names are still right once the blocks have been read from the store.
+        Raises ``Changed`` where they are not, ``NotFound`` or ``DamagedError``.
         """
-        plain = [] if self._spec.codec == "none" else [name for name in names if name.edits == UNKEPT]
-        if not plain:
-            return self._complete(names, still, device)
-        others = [name for name in names if name.edits != UNKEPT]
-        complete = self._complete(others, still, device)
-        last = read_tail(self._store, self._spec, plain[0].key)
-        order = torch.tensor([len(others) if name.edits == UNKEPT else others.index(name) for name in names])
+        if not wanted.blocks or self._spec.codec == "none" or max(wanted.blocks) < wanted.stop:
+            return self._complete(wanted, still, device)
+        whole = [place for place, block in enumerate(wanted.blocks) if block < wanted.stop]
+        complete = self._complete(wanted.only(whole), still, device)
+        tail = next(key for key in wanted.keys if key.item >= wanted.stop)
+        last = read_tail(self._store, self._spec, tail)
+        if not still():
+            raise Changed
+        row = {place: number for number, place in enumerate(whole)}
+        order = torch.tensor([row.get(place, len(whole)) for place in range(len(wanted.blocks))])
         return {field: torch.cat([each, last[field].to(each.device)])[order] for field, each in complete.items()}
 
-    def stored(self, names: Sequence[Name], still: Callable[[], bool]) -> list[Tensor]:
+    def stored(self, wanted: Wanted, still: Callable[[], bool]) -> list[Tensor]:
         """Complete blocks as they are stored, verified: ``[n, ...]`` for each of ``block_layouts``; see ``read``."""
-        if not names:
+        if not wanted.blocks:
             return Rows(0, self._layouts).tensors()
-        return as_tensors(self._tiers.read(names, still, None), self._layouts)
+        return self._tiers.read(wanted, still, None)
 
-    def _complete(
-        self, names: Sequence[Name], still: Callable[[], bool], device: torch.device | None
-    ) -> dict[str, Tensor]:
-        if not names:
+    def _complete(self, wanted: Wanted, still: Callable[[], bool], device: torch.device | None) -> dict[str, Tensor]:
+        if not wanted.blocks:
             return decode_block_rows(self._spec, Rows(0, self._layouts).tensors())
-        rows = self._tiers.read(names, still, device)
-        return decode_block_rows(self._spec, as_tensors(rows, self._layouts))
+        return decode_block_rows(self._spec, self._tiers.read(wanted, still, device))
 
     @property
     def prefetches(self) -> bool:
         """Whether there is room for what is brought ahead."""
         return self._tiers.prefetches
 
-    def prefetch(self, names: Sequence[Name], still: Callable[[], bool]) -> None:
+    def prefetch(self, wanted: Wanted, still: Callable[[], bool]) -> None:
         """Let a thread bring blocks into host memory; returns at once, and never raises for a block."""
-        self._tiers.prefetch(names, still)
+        self._tiers.prefetch(wanted, still)
 
-    def leave_out(self, name: Name, error: DamagedError) -> None:
-        """Count a block that could not be read and is done without; log it the first time."""
+    def leave_out(self, wanted: Wanted, error: DamagedError) -> None:
+        """Count a block, the one ``wanted``, that could not be read and is done without; log it the first time."""
         with self._lock:
             self._left_out += 1
-            if name in self._lost:
+            lost = (wanted.edits, wanted.keys[0])
+            if lost in self._lost:
                 return
-            self._lost.add(name)
+            self._lost.add(lost)
         _log.warning("a block is left out: %s", error)
 
     def stats(self) -> dict[str, Any]:

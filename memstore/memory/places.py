@@ -28,12 +28,16 @@ class Places:
     def __init__(self, number: int, state: DocumentState) -> None:
         self.home = number if state.home is None else state.home
         """The number under which new blocks are written."""
-        self.entry = Address(number).entry
-        """Key of the DOCUMENTS entry."""
+        self._number = number
         self._spans = [Piece(owner, range(start, stop)) for owner, start, stop in state.spans]
         self._stops = [span.blocks.stop for span in self._spans]
         self.start = self._stops[-1] if self._stops else 0
         """The first block that lies at home, whether it exists or not."""
+
+    @property
+    def entry(self) -> Key:
+        """Key of the DOCUMENTS entry."""
+        return Address(self._number).entry
 
     def owner(self, block: int) -> int:
         """The number under which a block lies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from operator import index
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
 from memstore.memory.places import Places
 from memstore.memory.state import DocumentState
-from memstore.store.tiered import UNKEPT, Name
+from memstore.store.tiered import Changed, Wanted
 
 T = TypeVar("T")
 
@@ -87,8 +87,7 @@ class LayerView:
         ids = _as_ids(blocks)
 
         def read(state: DocumentState) -> list[Tensor]:
-            names = self._names(ids, state) if ids else []
-            return self._shared.blocks.stored(names, self._unedited(state))
+            return self._shared.blocks.stored(self._wanted(ids, state), self._unedited(state))
 
         return self._steadily(ids, read)
 
@@ -103,7 +102,7 @@ class LayerView:
         complete = state.complete(self._shared.spec.block_size)
         ids = [block for block in _as_ids(blocks) if block in complete]
         if ids:
-            self._shared.blocks.prefetch(self._names(ids, state), self._unedited(state))
+            self._shared.blocks.prefetch(self._wanted(ids, state), self._unedited(state))
 
     def sound(self, blocks: Sequence[int]) -> list[int]:
         """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
@@ -113,7 +112,7 @@ class LayerView:
                 self.gather([block])
                 good.append(block)
             except DamagedError as error:
-                self._shared.blocks.leave_out(self._names([block], self._handle.current())[0], error)
+                self._shared.blocks.leave_out(self._wanted([block], self._handle.current()), error)
         return good
 
     def landmarks(self, blocks: range) -> Tensor:
@@ -149,13 +148,10 @@ class LayerView:
             raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
         return self.index
 
-    def _names(self, blocks: Sequence[int], state: DocumentState) -> list[Name]:
-        number = self._handle.id
-        assert number is not None
-        places, complete = Places(number, state), state.complete(self._shared.spec.block_size)
-        edits = [state.edits if block < complete.stop else UNKEPT for block in blocks]
-        parts = zip(repeat(number), edits, repeat(self._layer), blocks, places.owners(blocks))
-        return list(map(Name._make, parts))
+    def _wanted(self, blocks: Sequence[int], state: DocumentState) -> Wanted:
+        number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
+        owners, stop = Places(number, state).owners(blocks), state.complete(self._shared.spec.block_size).stop
+        return Wanted(number, state.edits, self._layer, blocks, owners, stop)
 
     def _unedited(self, state: DocumentState) -> Callable[[], bool]:
         """Whether the document was truncated since it was in ``state``: then the names of its blocks are others."""
@@ -171,8 +167,8 @@ class LayerView:
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
         live = state.live()
-        wrong = next((block for block in blocks if block not in live), None)
-        if wrong is not None:
+        if blocks and not live.start <= min(blocks) <= max(blocks) < live.stop:
+            wrong = next(block for block in blocks if block not in live)
             there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
             raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")
         return state
@@ -183,6 +179,8 @@ class LayerView:
         for block in blocks:
             try:
                 self._read_one(block)
+            except Changed:
+                break
             except (DamagedError, NotFound) as reason:
                 return DamagedError(
                     f"document {self._name!r}, layer {self._layer}, block {block} is damaged or lost ({reason}). "
@@ -210,29 +208,27 @@ class LayerView:
         while True:
             state = self._check_live(blocks)
             try:
-                found = read(state)
+                return read(state)
+            except Changed:
+                continue
             except (DamagedError, NotFound) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:
                     raise self._blame(blocks, error) from error
-                continue
-            if self._handle.current().edits == state.edits:  # else what was cached is of another moment
-                return found
 
     def _read_one(self, block: int) -> None:
         self._read([block], self._handle.current())
 
     def _read(self, blocks: list[int], state: DocumentState, device: torch.device | None = None) -> dict[str, Tensor]:
-        names = self._names(blocks, state) if blocks else []
-        return self._shared.blocks.read(names, self._unedited(state), device)
+        return self._shared.blocks.read(self._wanted(blocks, state), self._unedited(state), device)
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
     if isinstance(blocks, Tensor):
         if blocks.dim() != 1 or blocks.dtype.is_floating_point or blocks.dtype == torch.bool:
             raise InvalidArgument(f"blocks must be integers of shape [K], not {blocks.dtype} of {list(blocks.shape)}.")
-        return [int(block) for block in blocks.tolist()]
+        return list(blocks.tolist())
     try:
-        return [block.__index__() for block in blocks]
-    except (AttributeError, TypeError):
+        return list(map(index, blocks))
+    except TypeError:
         raise InvalidArgument(f"blocks must be a sequence of integers, not {type(blocks).__name__}.") from None

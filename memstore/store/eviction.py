@@ -14,10 +14,7 @@ retrieval that chooses it, and twice is already a habit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Collection, Hashable, Iterable
 
 _MOST_USES = 3
 _SMALL_SHARE = 10
@@ -33,7 +30,7 @@ class S3Fifo:
         self._new: deque[Hashable] = deque()
         self._main: deque[Hashable] = deque()
         self._left: dict[Hashable, None] = {}  # names without pages, the one that left first first
-        self._uses = np.zeros(pages, np.int8)
+        self._uses = [0] * pages
         self._room_for_new = max(1, pages // _SMALL_SHARE)
 
     def __contains__(self, name: Hashable) -> bool:
@@ -42,13 +39,14 @@ class S3Fifo:
     def __len__(self) -> int:
         return len(self._held)
 
-    def find(self, names: Sequence[Hashable]) -> npt.NDArray[np.int64]:
-        """The page of each name, -1 where it has none; counts as a use."""
-        held = self._held
-        found = np.array([held.get(name, -1) for name in names], np.int64)
-        pages = found[found >= 0]
-        self._uses[pages] = np.minimum(self._uses[pages] + 1, _MOST_USES)
-        return found
+    def find(self, names: Iterable[Hashable]) -> list[int | None]:
+        """The page of each name, None where it has none; counts as a use of each page."""
+        pages = list(map(self._held.get, names))
+        uses = self._uses
+        for page in set(pages):
+            if page is not None and uses[page] < _MOST_USES:
+                uses[page] += 1
+        return pages
 
     def place(self, names: Collection[Hashable], *, ahead: bool = False) -> list[int]:
         """A page for each of ``names``, which had none; those that had these pages have none any more.

@@ -14,7 +14,7 @@ from memstore.memory import Document, Memory
 from memstore.memory.coding import as_stored
 from memstore.memory.spec import CODECS
 from memstore.store import Batch, Key, Table
-from memstore.store.tiered import UNKEPT, Name
+from memstore.store.tiered import Wanted
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, D, G, S, landmarks, make_spec, random_tokens
 
@@ -131,10 +131,10 @@ def test_a_block_that_is_completed_while_it_is_read_is_found(make_memory: MakeMe
     append(document, S + 1, states)
     number = document.id
     assert number is not None
-    names = [Name(number, edits, 0, block, number) for block, edits in ((0, 0), (1, UNKEPT))]
+    wanted = Wanted(number, 0, 0, [1, 0, 1], [number] * 3, 1)
     append(document, S - 1, states)
-    found = memory._shared.blocks.read(names, lambda: True)
-    assert all(torch.equal(found[name], as_stored(memory.spec, states[0])[name]) for name in "kv")
+    found = memory._shared.blocks.read(wanted, lambda: True)
+    assert all(torch.equal(found[name], as_stored(memory.spec, states[0])[name][[1, 0, 1]]) for name in "kv")
 
 
 @pytest.mark.parametrize(("wrong", "right"), [(0, 1), (1, 0)])

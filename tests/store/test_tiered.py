@@ -15,7 +15,8 @@ from memstore.errors import DamagedError, NotFound
 from memstore.store import Batch, Key, Layout, RamStore, Record, Table
 from memstore.store.contract import Bytes
 from memstore.store.eviction import S3Fifo
-from memstore.store.tiered import BOOKKEEPING_BYTES, UNKEPT, Name, Pool, Tiers
+from memstore.store.pool import BOOKKEEPING_BYTES, Pool, _HostSlab
+from memstore.store.tiered import Changed, Tiers, Wanted
 
 LAYOUTS = [Layout("uint8", (40,)), Layout("int32", (6,))]
 PAGE = sum(layout.nbytes for layout in LAYOUTS) + BOOKKEEPING_BYTES
@@ -66,8 +67,8 @@ def make_tiers(store: WatchedStore) -> Iterator[Callable[..., Tiers]]:
         tiers.close()
 
 
-def names(*blocks: int, edits: int = 0) -> list[Name]:
-    return [Name(1, edits, 0, block, 1) for block in blocks]
+def wanted(*blocks: int, edits: int = 0, stop: int = 1 << 40) -> Wanted:
+    return Wanted(1, edits, 0, list(blocks), [1] * len(blocks), stop)
 
 
 def yes() -> bool:
@@ -76,8 +77,9 @@ def yes() -> bool:
 
 def check(tiers: Tiers, *blocks: int, device: torch.device | None = None) -> None:
     """What is read is what the store holds."""
-    for rows, layout in zip(tiers.read(names(*blocks), yes, device), LAYOUTS, strict=True):
-        assert np.array_equal(rows.numpy(), [payload(block, layout) for block in blocks])
+    for rows, layout in zip(tiers.read(wanted(*blocks), yes, device), LAYOUTS, strict=True):
+        assert rows.shape == (len(blocks), *layout.shape)
+        assert np.array_equal(rows.contiguous().view(torch.uint8).numpy(), [payload(block, layout) for block in blocks])
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -93,7 +95,7 @@ def test_pages_made_in_inference_mode_are_filled_by_other_threads(make_tiers: Ca
     tiers = make_tiers(100)
     with torch.inference_mode():
         check(tiers, 1, 2, 3)
-    tiers.prefetch(names(*range(10, 20)), yes)
+    tiers.prefetch(wanted(*range(10, 20)), yes)
     wait_for(lambda: tiers.stats()["host"]["prefetched"] == 10)
     with torch.inference_mode():
         check(tiers, *range(20))
@@ -110,10 +112,10 @@ def test_pages_that_could_not_be_filled_are_not_served(
         raise RuntimeError("it was a test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pool, "_copy", fail)
+        patch.setattr(_HostSlab, "fill", fail)
         with pytest.raises(RuntimeError):
             check(tiers, *range(5, 30))
-        tiers.prefetch(names(*range(40, 50)), yes)
+        tiers.prefetch(wanted(*range(40, 50)), yes)
     check(tiers, *range(60))
 
 
@@ -124,7 +126,7 @@ def test_a_scan_does_not_evict_what_is_asked_for_often() -> None:
     kept = S3Fifo(100)
 
     def ask(name: int) -> bool:
-        if kept.find([name])[0] >= 0:
+        if kept.find([name]) != [None]:
             return True
         kept.place([name])
         return False
@@ -142,11 +144,11 @@ def test_what_comes_back_soon_after_it_left_is_kept() -> None:
     kept = S3Fifo(20)
     for name in range(22):
         kept.place([name])
-    assert kept.find([0])[0] == -1
+    assert kept.find([0]) == [None]
     kept.place([0])
     for name in range(100, 300):
         kept.place([name])
-    assert kept.find([0])[0] >= 0
+    assert kept.find([0]) != [None]
 
 
 @pytest.mark.parametrize("pages", [1, 2, 9, 10, 64])
@@ -154,12 +156,12 @@ def test_every_name_has_a_page_of_its_own_whatever_is_asked(pages: int) -> None:
     kept, random = S3Fifo(pages), np.random.default_rng(pages)
     for _ in range(3000):
         name = int(random.zipf(1.3)) % 500
-        page = int(kept.find([name])[0])
-        if page < 0:
+        (page,) = kept.find([name])
+        if page is None:
             (page,) = kept.place([name])
         assert 0 <= page < pages
         assert len(kept) <= pages
-    held = [int(page) for page in kept.find(range(500)) if page >= 0]
+    held = [page for page in kept.find(range(500)) if page is not None]
     assert len(held) == len(set(held)) == len(kept)
 
 
@@ -170,7 +172,7 @@ def test_a_first_use_of_what_was_brought_ahead_is_a_first_use() -> None:
     for name in range(1000, 3000):  # a scan that is read ahead, then asked for once
         kept.place([name], ahead=True)
         kept.find([name])
-    assert all(kept.find(range(50)) >= 0)
+    assert None not in kept.find(range(50))
 
 
 # Reading
@@ -215,24 +217,33 @@ def test_other_edits_are_other_blocks_and_incomplete_ones_are_not_kept(
     make_tiers: Callable[..., Tiers], store: WatchedStore
 ) -> None:
     tiers = make_tiers(50)
-    for edits in (0, 1, UNKEPT, UNKEPT):
-        tiers.read(names(7, edits=edits), yes, None)
+    for edits, stop in ((0, 8), (1, 8), (1, 7), (1, 7)):
+        tiers.read(wanted(7, edits=edits, stop=stop), yes, None)
     assert len(store.reads) == 4
+
+
+def test_blocks_that_differ_in_anything_have_names_of_their_own() -> None:
+    most = 2**32 - 2
+    places = [(document, edits, layer) for document in (1, 2, most) for edits in (0, 1, most) for layer in (0, 1, most)]
+    blocks = [0, 1, 2**63 - 1]
+    names = [name for place in places for name in Wanted(*place, blocks, [1, 1, 1], 2**63).names]
+    assert len(set(names)) == len(names) == len(places) * len(blocks)
 
 
 def test_what_changed_while_it_was_read_is_not_kept(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
     tiers = make_tiers(50)
-    tiers.read(names(7), lambda: False, None)
+    with pytest.raises(Changed):
+        tiers.read(wanted(7), lambda: False, None)
     check(tiers, 7)
     assert len(store.reads) == 2
 
 
 def test_a_pool_takes_no_more_than_its_budget() -> None:
-    pool = Pool(10 * PAGE + 1, [layout.nbytes for layout in LAYOUTS], CPU)
+    pool = Pool(10 * PAGE + 1, LAYOUTS, CPU)
     for start in range(0, 100, 7):
         blocks = range(start, start + 7)
-        rows = [torch.zeros(7, layout.nbytes, dtype=torch.uint8) for layout in LAYOUTS]
-        pool.put(names(*blocks), rows)
+        rows = [torch.zeros(7, *layout.shape, dtype=getattr(torch, layout.dtype)) for layout in LAYOUTS]
+        pool.put(wanted(*blocks).names, rows)
         assert pool.nbytes + pool.capacity * BOOKKEEPING_BYTES <= 10 * PAGE
     assert pool.capacity == 10
 
@@ -240,7 +251,7 @@ def test_a_pool_takes_no_more_than_its_budget() -> None:
 def test_an_error_reaches_the_caller_and_is_counted(make_tiers: Callable[..., Tiers]) -> None:
     tiers = make_tiers(50)
     with pytest.raises(NotFound):
-        tiers.read(names(1, 4000), yes, None)
+        tiers.read(wanted(1, 4000), yes, None)
     assert tiers.stats()["disk"]["misses"] == 1
 
 
@@ -249,10 +260,10 @@ def test_an_error_reaches_the_caller_and_is_counted(make_tiers: Callable[..., Ti
 
 def test_what_was_brought_ahead_is_there(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
     tiers = make_tiers(50)
-    tiers.prefetch(names(5, 6, 5), yes)
+    tiers.prefetch(wanted(5, 6, 5), yes)
     wait_for(lambda: tiers.stats()["host"]["prefetched"] == 2)
     check(tiers, 6, 5)
-    tiers.prefetch(names(5, 6), yes)
+    tiers.prefetch(wanted(5, 6), yes)
     assert store.reads == [[5, 6]]
 
 
@@ -261,7 +272,7 @@ def test_a_block_on_its_way_is_waited_for_and_not_read_twice(
 ) -> None:
     tiers = make_tiers(50)
     store.gate.clear()
-    tiers.prefetch(names(5, 6), yes)
+    tiers.prefetch(wanted(5, 6), yes)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(check, tiers, 6)
         wait_for(lambda: len(store.reads) == 1)
@@ -276,10 +287,10 @@ def test_an_error_of_the_thread_is_met_by_whoever_wants_the_block(
 ) -> None:
     tiers = make_tiers(50)
     store.failing = {6}
-    tiers.prefetch(names(5, 6), yes)
+    tiers.prefetch(wanted(5, 6), yes)
     check(tiers, 5)
     with pytest.raises(DamagedError, match="it was a test"):
-        tiers.read(names(6), yes, None)
+        tiers.read(wanted(6), yes, None)
     store.failing = set()
     check(tiers, 6)
 
@@ -290,14 +301,14 @@ def test_closing_ends_the_thread_and_drops_what_it_had_not_begun(
     before = threading.active_count()
     tiers = make_tiers(400)
     store.gate.clear()
-    tiers.prefetch(names(5), yes)
+    tiers.prefetch(wanted(5), yes)
     wait_for(lambda: len(store.reads) == 1)
-    tiers.prefetch(names(6), yes)
+    tiers.prefetch(wanted(6), yes)
     threading.Timer(0.05, store.gate.set).start()
     tiers.close()
     assert store.reads == [[5]]
     wait_for(lambda: threading.active_count() == before)
-    tiers.prefetch(names(7), yes)
+    tiers.prefetch(wanted(7), yes)
     assert threading.active_count() == before
 
 
@@ -308,7 +319,7 @@ def test_many_threads_read_right_bytes_beside_each_other(make_tiers: Callable[..
         random = np.random.default_rng(seed)
         for _ in range(60):
             blocks = (random.zipf(1.3, 8) % 100).tolist()
-            tiers.prefetch(names(*(random.integers(0, 100, 8).tolist())), yes)
+            tiers.prefetch(wanted(*(random.integers(0, 100, 8).tolist())), yes)
             check(tiers, *blocks, device=CPU if seed % 2 else None)
 
     with ThreadPoolExecutor(4) as pool:
