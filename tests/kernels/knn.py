@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Inputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
         """With every tensor changed."""
-        return Inputs(**{name: change(x) if isinstance(x, Tensor) else x for name, x in vars(self).items()})
+        changed: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **changed)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """In another precision."""

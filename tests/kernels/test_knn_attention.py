@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
+from memstore.kernels.knn_attention.api import Backend
 from tests.kernels.knn import CASES, HALF, Case, Inputs, errors, inputs, plain, public, results
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -66,8 +67,9 @@ def test_an_empty_memory_or_list_leaves_local_attention_alone(backend: Any, give
 def test_no_gradient_goes_into_the_memory() -> None:
     given = inputs(Case())
     k, v, q = (x.clone().requires_grad_() for x in (given.k, given.v, given.q))
-    for backend in ("torch", "reference"):
-        knn_attention(q, k, v, given.ids, backend=backend).sum().backward()  # type: ignore[arg-type, no-untyped-call]
+    backends: list[Backend] = ["torch", "reference"]
+    for backend in backends:
+        knn_attention(q, k, v, given.ids, backend=backend).sum().backward()
         assert (k.grad, v.grad) == (None, None)
         assert q.grad is not None
 
