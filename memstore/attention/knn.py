@@ -12,7 +12,8 @@ the variant of a well-known reimplementation: one softmax over what was found an
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,15 +41,91 @@ class Neighbours(NamedTuple):
 
 
 class TokenMemory(Protocol):
-    """Tokens that can be found again by their keys."""
+    """Tokens that can be found again by their keys, a document for each row of a batch."""
 
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
         """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``."""
         ...
 
+    def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``."""
+        ...
 
-class KNNAttention(nn.Module):
-    """Causal attention to a window, and to tokens that a memory finds.
+
+class WindowAttention(nn.Module):
+    """Causal attention to a window of text, with a bias of each head by distance (Raffel et al. 2020).
+
+    A token sees itself and ``window`` tokens before it, also those of the segment before (Dai et al. 2019).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int = 512,
+        buckets: int = 32,
+        farthest: int = 128,
+    ) -> None:
+        """``buckets`` and ``farthest`` are those of ``t5_buckets``."""
+        super().__init__()
+        self.heads = heads
+        self.groups = heads if key_value_heads is None else key_value_heads
+        if (head_dim is None and hidden % heads) or heads % self.groups:
+            raise InvalidArgument(
+                "hidden must be a multiple of heads (or give head_dim), and that of key_value_heads, "
+                f"not {hidden}, {heads}, {self.groups}"
+            )
+        if window < 1:
+            raise InvalidArgument(f"window must be at least 1, not {window}")
+        self.window, self.farthest = window, farthest
+        dim = hidden // heads if head_dim is None else head_dim
+        self.q = nn.Linear(hidden, heads * dim, bias=False)
+        self.kv = nn.Linear(hidden, 2 * self.groups * dim, bias=False)
+        self.out = nn.Linear(heads * dim, hidden, bias=False)
+        self.bias = nn.Parameter(torch.zeros(buckets, heads))
+
+    def forward(self, x: Tensor, past: States | None = None, empty: Tensor | None = None) -> tuple[Tensor, States]:
+        """``x [B, T, hidden]`` after ``past``, of which the first ``empty [B]`` tokens of each row do not exist.
+
+        Returns ``[B, T, hidden]``, and the states of the segment itself.
+        """
+        q, states = self.project(x)
+        k, v = after(past, states)
+        return self.out(merged(self.attend(q, k, v, self.mask(q, k, empty), None))), states
+
+    def project(self, x: Tensor) -> tuple[Tensor, States]:
+        """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``."""
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, self.groups, -1)).permute(2, 0, 3, 1, 4)
+        return q, (k, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        """``[B, H, T, D]`` of ``q`` over a window ``k, v [B, G, n, D]``."""
+        grouped = self.heads != self.groups
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
+
+    def mask(self, q: Tensor, k: Tensor, empty: Tensor | None) -> Tensor:
+        """What is added to the scores, ``[B or 1, H, T, n]``: -inf for what is not seen, else the bias.
+
+        The last query and the last key are the same token.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        # By distance, from the nearest future to the farthest past; each query sees a piece, one place further on.
+        distance = torch.arange(1 - queries, keys, device=q.device)
+        bias = self.bias[t5_buckets(distance, buckets=len(self.bias), farthest=self.farthest)]
+        bias = bias.masked_fill(((distance < 0) | (distance > self.window)).unsqueeze(1), -torch.inf)
+        pieces = bias.flip(0).T.unfold(1, keys, 1).flip(1)  # [H, T, n]
+        if empty is None:
+            return pieces.unsqueeze(0).to(q.dtype)
+        missing = torch.arange(keys, device=q.device) < empty.unsqueeze(1)
+        return pieces.to(q.dtype).masked_fill(missing[:, None, None], -torch.inf)
+
+
+class KNNAttention(WindowAttention):
+    """Attention to a window, and to tokens that a memory finds.
 
     The layer only reads from a memory. Whoever calls it appends the states that it returns before the next segment is
     searched for, so that a segment never finds itself; while training that is after the backward pass, which needs what
@@ -60,78 +137,55 @@ class KNNAttention(nn.Module):
         hidden: int,
         heads: int,
         *,
-        key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        window: int = 512,
         top_k: int = 32,
         joint: bool = False,
-        buckets: int = 32,
-        farthest: int = 128,
         first_scale: float = 10.0,
         first_gate: float = 0.0,
+        **window: Any,
     ) -> None:
-        """``buckets`` and ``farthest`` are those of ``t5_buckets``; the rest are heads, tokens and first values."""
-        super().__init__()
-        self.heads = heads
-        self.groups = heads if key_value_heads is None else key_value_heads
-        if (head_dim is None and hidden % heads) or heads % self.groups:
-            raise InvalidArgument(
-                "hidden must be a multiple of heads (or give head_dim), and that of key_value_heads, "
-                f"not {hidden}, {heads}, {self.groups}"
-            )
-        if window < 1 or top_k < 1:
-            raise InvalidArgument(f"window and top_k must be at least 1, not {window} and {top_k}")
-        self.window, self.top_k, self.joint, self.farthest = window, top_k, joint, farthest
-        dim = hidden // heads if head_dim is None else head_dim
-        self.q = nn.Linear(hidden, heads * dim, bias=False)
-        self.kv = nn.Linear(hidden, 2 * self.groups * dim, bias=False)
-        self.out = nn.Linear(heads * dim, hidden, bias=False)
+        """``first_scale`` and ``first_gate`` are what is learned from; ``window``: see ``WindowAttention``."""
+        super().__init__(hidden, heads, **window)
+        if top_k < 1:
+            raise InvalidArgument(f"top_k must be at least 1, not {top_k}")
+        self.top_k = top_k
         self.scale = nn.Parameter(torch.full((heads,), math.log(first_scale)))
         """The logarithm of the factor on the scores of each head."""
-        self.bias = nn.Parameter(torch.zeros(buckets, heads))
         self.gate = None if joint else nn.Parameter(torch.full((heads,), first_gate))
 
     def forward(
-        self, x: Tensor, past: States | None = None, memory: TokenMemory | None = None
-    ) -> tuple[Tensor, States, Neighbours | None]:
-        """``x [B, T, hidden]`` after ``past``, at most ``window`` tokens of before.
-
-        Returns ``[B, T, hidden]``, the states of the segment itself, and what was found.
-        """
+        self,
+        x: Tensor,
+        past: States | None = None,
+        empty: Tensor | None = None,
+        memory: TokenMemory | None = None,
+    ) -> tuple[Tensor, States]:
+        """As in ``WindowAttention``; ``memory`` is searched with the queries of the segment."""
         q, states = self.project(x)
         found = None if memory is None else memory.search(q.detach(), self.top_k)
-        out = self.attend(q, states, past, found)
-        return self.out(merged(out)), states, found
+        k, v = after(past, states)
+        return self.out(merged(self.mix(q, k, v, self.mask(q, k, empty), found))), states
 
     def project(self, x: Tensor) -> tuple[Tensor, States]:
-        """Queries ``[B, H, T, D]`` and keys and values ``[B, G, T, D]``; queries and keys have length 1."""
-        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k, v = self.kv(x).unflatten(-1, (2, self.groups, -1)).permute(2, 0, 3, 1, 4)
+        """As in ``WindowAttention``; queries and keys have length 1."""
+        q, (k, v) = super().project(x)
         return F.normalize(q, dim=-1), (F.normalize(k, dim=-1), v)
 
-    def attend(self, q: Tensor, states: States, past: States | None, found: Neighbours | None) -> Tensor:
-        """``[B, H, T, D]`` of ``q`` over the window, that is ``past`` and the segment, and over what was found."""
-        k, v = states if past is None else (torch.cat(pair, 2) for pair in zip(past, states, strict=True))
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, found: Neighbours | None) -> Tensor:
+        """``[B, H, T, D]`` of ``q`` over a window, and over what was found."""
         factor = self.scale.exp()
-        scaled, bias = q * factor[:, None, None], self.window_bias(q.shape[2], k.shape[2]).to(q.dtype)
-        if found is None:
-            return F.scaled_dot_product_attention(scaled, k, v, bias, scale=1.0, enable_gqa=self.heads != self.groups)
-        if self.gate is None:
-            outs = [
-                block_attention(scaled, k, v, mask=bias, scale=1.0),
-                knn_attention_with_lse(q, *found, scale=factor),
-            ]
-            return merge_attention(*zip(*outs, strict=True))[0]
-        local = F.scaled_dot_product_attention(scaled, k, v, bias, scale=1.0, enable_gqa=self.heads != self.groups)
-        return knn_attention(q, *found, scale=factor, local=local, gate=self.gate)
+        scaled = q * factor[:, None, None]
+        if found is not None and self.gate is None:
+            local = block_attention(scaled, k, v, mask=mask, scale=1.0)
+            far = knn_attention_with_lse(q, *found, scale=factor)
+            return merge_attention(*zip(local, far, strict=True))[0]
+        out = self.attend(scaled, k, v, mask, 1.0)
+        if found is None or self.gate is None:
+            return out
+        return knn_attention(q, *found, scale=factor, local=out, gate=self.gate)
 
-    def window_bias(self, queries: int, keys: int) -> Tensor:
-        """What is added to local scores, ``[1, H, T, keys]``: by distance, -inf for what is ahead or too far back.
 
-        The last query and the last key are the same token. A token sees itself and ``window`` tokens before it.
-        """
-        device = self.bias.device
-        distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-        buckets = t5_buckets(distance, buckets=len(self.bias), farthest=self.farthest)
-        visible = (distance >= 0) & (distance <= self.window)
-        return self.bias[buckets].permute(2, 0, 1).masked_fill(~visible, -torch.inf).unsqueeze(0)
+def after(past: States | None, states: States) -> States:
+    """States that follow one another, as one."""
+    if past is None:
+        return states
+    return torch.cat([past[0], states[0]], 2), torch.cat([past[1], states[1]], 2)

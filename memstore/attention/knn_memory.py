@@ -62,20 +62,23 @@ class RecentTokens:
         return range(max(0, self.added[row] - self.capacity), self.added[row])
 
     @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor, lengths: Sequence[int] | None = None) -> None:
-        """Add tokens ``[B, G, T, D]``, of row ``b`` the first ``lengths[b]`` (all if None); the oldest ones leave."""
-        rows, groups, tokens, dim = keys.shape
-        if (rows, groups, dim) != (*self.keys.shape[:2], self.keys.shape[3]) or values.shape != keys.shape:
+    def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """Add to row ``b`` the first ``len(tokens[b])`` of ``keys, values [B, G, T, D]``; the oldest ones leave.
+
+        Which tokens they are is not kept.
+        """
+        rows, groups, _, dim = self.keys.shape
+        shape = (rows, groups, keys.shape[2], dim)
+        if len(tokens) != rows or keys.shape != shape or values.shape != shape:
             raise InvalidArgument(
-                f"expected keys and values [{self.keys.shape[0]}, {self.keys.shape[1]}, T, {self.keys.shape[3]}], "
-                f"got {list(keys.shape)} and {list(values.shape)}"
+                f"expected keys and values [{rows}, {groups}, T, {dim}] and tokens of {rows} rows, "
+                f"got {list(keys.shape)}, {list(values.shape)} and {len(tokens)}"
             )
-        for row, length in enumerate([tokens] * rows if lengths is None else lengths):
+        for row, length in enumerate(map(len, tokens)):
             kept = slice(max(0, length - self.capacity), length)
-            first = self.added[row] + kept.start
-            slots = torch.arange(first, self.added[row] + length, device=self.keys.device) % self.capacity
-            self.keys[row].index_copy_(1, slots, keys[row, :, kept].to(self.keys.dtype))
-            self.values[row].index_copy_(1, slots, values[row, :, kept].to(self.values.dtype))
+            slots = torch.arange(self.added[row] + kept.start, self.added[row] + length, device=self.keys.device)
+            for ring, states in ((self.keys, keys), (self.values, values)):
+                ring[row].index_copy_(1, slots % self.capacity, states[row, :, kept].to(ring.dtype))
             self.added[row] += length
 
     def clear(self, row: int) -> None:
@@ -102,6 +105,11 @@ class RecentTokens:
         added = torch.tensor(self.added, device=ids.device).view(-1, 1, 1, 1)
         age = (added - 1 - ids) % self.capacity
         return torch.where(ids < 0, -1, added - 1 - age)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was."""
+        self.keys, self.values = (x[rows.to(x.device)] for x in (self.keys, self.values))
+        self.added = [self.added[row] for row in rows.tolist()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is needed to go on, as tensors."""

@@ -82,7 +82,10 @@ class StoredTokens:
 
     @torch.no_grad()
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
-        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``; commits."""
+        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``; commits.
+
+        Raises what ``Document.append`` does; rows before the one that failed are committed.
+        """
         for row, (document, ids) in enumerate(zip(self.documents, tokens, strict=True)):
             states = torch.stack([keys[row, :, : len(ids)], values[row, :, : len(ids)]])  # [2, G, t, D]
             with document.append(ids) as batch:

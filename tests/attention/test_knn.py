@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from memstore.attention.knn import KNNAttention, Neighbours, States
+from memstore.attention.knn import KNNAttention, Neighbours, States, after
 from memstore.attention.knn_memory import RUN, RecentTokens, largest
 from memstore.attention.layers import merged
 from memstore.attention.positions import t5_buckets
@@ -59,7 +59,8 @@ def retrieved(published: dict[str, Tensor]) -> Neighbours:
 
 def run(layer: KNNAttention, x: Tensor, past: States | None, found: Neighbours | None) -> Tensor:
     q, states = layer.project(x)
-    out: Tensor = layer.out(merged(layer.attend(q, states, past, found)))
+    k, v = after(past, states)
+    out: Tensor = layer.out(merged(layer.mix(q, k, v, layer.mask(q, k, None), found)))
     return out
 
 
@@ -72,12 +73,13 @@ def test_the_joint_softmax_is_that_of_the_published_code(layer: KNNAttention, pu
 def test_so_are_gradients_and_the_cache_but_for_its_misplaced_bias(
     layer: KNNAttention, published: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = layer.window_bias
+    own = layer.mask
 
-    def published_bias(queries: int, keys: int) -> Tensor:  # it counts distances from the wrong end of the cache
-        return torch.where(own(queries, keys) > -torch.inf, published["rel_pos_bias"], -torch.inf)
+    def published_mask(q: Tensor, k: Tensor, empty: Tensor | None) -> Tensor:
+        """It counts distances from the wrong end of the cache."""
+        return torch.where(own(q, k, empty) > -torch.inf, published["rel_pos_bias"], -torch.inf)
 
-    monkeypatch.setattr(layer, "window_bias", published_bias)
+    monkeypatch.setattr(layer, "mask", published_mask)
     past = (published["xl_k"].unsqueeze(1), published["xl_v"].unsqueeze(1))
     x = published["x"].requires_grad_()
     out = run(layer, x, past, retrieved(published))
@@ -122,15 +124,20 @@ def by_hand(layer: KNNAttention, x: Tensor, segment: int) -> Tensor:
     return result
 
 
+def append(memory: RecentTokens, states: States) -> None:
+    """All tokens of all rows."""
+    memory.append([torch.arange(states[0].shape[2])] * len(states[0]), *states)
+
+
 def streamed(layer: KNNAttention, x: Tensor, segment: int, capacity: int = 100) -> Tensor:
     memory = RecentTokens(len(x), layer.groups, capacity, 8, dtype=x.dtype)
     past: States | None = None
     parts = []
     for part in x.split(segment, dim=1):
-        out, states, _ = layer(part, past, memory)
-        memory.append(*states)
-        joined = states if past is None else tuple(torch.cat(pair, 2) for pair in zip(past, states, strict=True))
-        past = (joined[0][:, :, -layer.window :].detach(), joined[1][:, :, -layer.window :].detach())
+        out, states = layer(part, past, memory=memory)
+        append(memory, states)
+        k, v = after(past, states)
+        past = (k[:, :, -layer.window :].detach(), v[:, :, -layer.window :].detach())
         parts.append(out)
     return torch.cat(parts, 1)
 
@@ -158,19 +165,24 @@ def test_gradients_reach_scale_gate_and_queries_but_not_the_memory() -> None:
     layer, x = made(), torch.randn(1, 10, 32, dtype=torch.float64)
     first, second = x[:, :5].clone().requires_grad_(), x[:, 5:].clone().requires_grad_()
     memory = RecentTokens(1, 2, 10, 8, dtype=torch.float64)
-    _, states, _ = layer(first, None, memory)
-    memory.append(*states)
-    out, _, found = layer(second, None, memory)
-    out.square().sum().backward()
-    assert found is not None
+    append(memory, layer(first, memory=memory)[1])
+    layer(second, memory=memory)[0].square().sum().backward()
     assert first.grad is None
     assert all(p.grad is not None and bool(p.grad.any()) for p in layer.parameters())
+
+
+def test_what_does_not_exist_of_the_past_is_not_seen() -> None:
+    layer, x = made(), torch.randn(2, 9, 32, dtype=torch.float64)
+    _, (k, v) = layer.project(x[:, :4])
+    some = layer(x[:, 4:], (k, v), torch.tensor([3, 4]))[0]
+    torch.testing.assert_close(some[0], layer(x[:1, 4:], (k[:1, :, 3:], v[:1, :, 3:]))[0][0])
+    torch.testing.assert_close(some[1], layer(x[1:, 4:])[0][0])
 
 
 def test_a_memory_that_has_nothing_changes_nothing() -> None:
     layer, x = made(), torch.randn(2, 5, 32, dtype=torch.float64)
     empty = RecentTokens(2, 2, 10, 8, dtype=torch.float64)
-    torch.testing.assert_close(layer(x, None, empty)[0], layer(x)[0])
+    torch.testing.assert_close(layer(x, memory=empty)[0], layer(x)[0])
 
 
 @pytest.mark.parametrize("count", [1, 5, RUN, 3 * RUN + 1, 40 * RUN + 7])
@@ -190,7 +202,7 @@ def test_what_is_found_is_what_was_put_whatever_left_or_was_cleared(data: st.Dat
         lengths = data.draw(st.lists(st.integers(0, 9), min_size=4, max_size=4))
         tokens = torch.arange(made, made + 4 * 9, dtype=torch.float64).view(4, 1, 9, 1).expand(-1, 2, -1, 3)
         keys = torch.stack([tokens[..., 0].sin(), tokens[..., 0].cos(), tokens[..., 0] / 97], -1)
-        memory.append(keys, tokens, lengths)
+        memory.append([torch.arange(length) for length in lengths], keys, tokens)
         for row, length in enumerate(lengths):
             model[row] += range(made + 9 * row, made + 9 * row + length)
         made += 36
@@ -219,7 +231,7 @@ def _check(memory: RecentTokens, model: list[list[int]], queries: Tensor, capaci
 
 def test_a_state_goes_on_where_it_was() -> None:
     memory, other = RecentTokens(2, 1, 5, 4), RecentTokens(2, 1, 5, 4)
-    memory.append(torch.randn(2, 1, 7, 4), torch.randn(2, 1, 7, 4), [7, 3])
+    memory.append([torch.arange(7), torch.arange(3)], torch.randn(2, 1, 7, 4), torch.randn(2, 1, 7, 4))
     other.load_state_dict(memory.state_dict())
     queries = torch.randn(2, 1, 2, 4)
     assert other.numbers(0) == range(2, 7)
@@ -231,9 +243,9 @@ def test_a_state_goes_on_where_it_was() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="hidden must be a multiple of heads"):
         KNNAttention(30, 4)
-    with pytest.raises(InvalidArgument, match="window and top_k must be at least 1"):
+    with pytest.raises(InvalidArgument, match="top_k must be at least 1"):
         KNNAttention(32, 4, top_k=0)
     with pytest.raises(InvalidArgument, match=r"expected keys and values \[2, 1, T, 4\]"):
-        RecentTokens(2, 1, 5, 4).append(torch.ones(2, 1, 3, 5), torch.ones(2, 1, 3, 5))
+        RecentTokens(2, 1, 5, 4).append([torch.arange(3)] * 2, torch.ones(2, 1, 3, 5), torch.ones(2, 1, 3, 5))
     with pytest.raises(InvalidArgument, match="must be at least 1"):
         RecentTokens(2, 1, 0, 4)

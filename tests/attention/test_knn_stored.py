@@ -45,8 +45,8 @@ def test_segments_of_any_length_are_found_as_in_tensors(where: str, tmp_path: Pa
             queries = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(seed + 99))
             torch.testing.assert_close(pairs(stored.search(queries, 5)), pairs(recent.search(queries, 5)))
             keys, values = states(12, seed)
-            recent.append(keys, values, lengths)
-            stored.append([torch.arange(length) for length in lengths], keys, values)
+            for either in (recent, stored):
+                either.append([torch.arange(length) for length in lengths], keys, values)
         assert not memory.verify()
 
 
@@ -60,7 +60,7 @@ def test_a_full_memory_has_the_last_blocks_and_no_others() -> None:
         keys, values = (torch.cat(parts, 2) for parts in zip(*everything, strict=True))
         first = memory.document("a").blocks.start * SIZE
         kept = RecentTokens(2, 2, 100, 8)
-        kept.append(keys[:, :, first:], values[:, :, first:])
+        kept.append([torch.arange(45 - first)] * 2, keys[:, :, first:], values[:, :, first:])
         queries = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1))
         assert len(keys[0, 0]) - first <= 3 * SIZE
         torch.testing.assert_close(pairs(stored.search(queries, 4)), pairs(kept.search(queries, 4)))
