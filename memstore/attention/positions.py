@@ -12,6 +12,7 @@ moved down so that the local tokens start at ``limit`` at most, with everything 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,3 +59,15 @@ def place(
         (true - shift).clamp(min=0).flatten(-2),
         direct.stop - shift,
     )
+
+
+def t5_buckets(distance: Tensor, *, buckets: int = 32, farthest: int = 128) -> Tensor:
+    """Numbers of the buckets ``[...]`` of how far back a key lies, ``distance [...]`` in tokens (Raffel et al. 2020).
+
+    The first half of the ``buckets`` are one distance each, the others grow geometrically up to ``farthest``; what lies
+    further back is in the last one, what lies ahead in the first.
+    """
+    distance = distance.clamp(min=0)
+    exact = buckets // 2
+    grown = (distance.clamp(min=1).float() / exact).log() / math.log(farthest / exact) * (buckets - exact)
+    return torch.where(distance < exact, distance, (exact + grown.long()).clamp(max=buckets - 1))

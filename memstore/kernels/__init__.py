@@ -2,5 +2,12 @@
 
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
+from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
 
-__all__ = ["block_attention", "grouped_cross_attention", "merge_attention"]
+__all__ = [
+    "block_attention",
+    "grouped_cross_attention",
+    "knn_attention",
+    "knn_attention_with_lse",
+    "merge_attention",
+]

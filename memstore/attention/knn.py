@@ -1,0 +1,191 @@
+"""Attention that also looks up single tokens in a memory: the layer of Memorizing Transformers.
+
+Wu, Rabe, Hutchins & Szegedy 2022, *Memorizing Transformers*, sections 3.1 and 3.2. The queries of a segment attend to a
+window of local text, with a bias that depends on the distance, and with the same queries to the ``top_k`` (key, value)
+pairs of a memory that score highest, without any position. A gate of each head mixes the two results. Queries and keys
+have length 1 and a learned scale, so that keys stay comparable while the model changes under them.
+
+Ours to the paper's symbols: ``gate`` is ``b_g``, ``window`` the length of the Transformer-XL cache. ``joint=True`` is
+the variant of a well-known reimplementation: one softmax over what was found and the window, and no gate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memstore.attention.layers import merged
+from memstore.attention.positions import t5_buckets
+from memstore.errors import InvalidArgument
+from memstore.kernels.block_attention import block_attention, merge_attention
+from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
+
+States = tuple[Tensor, Tensor]
+"""Keys and values ``[B, G, n, D]``."""
+
+
+class Neighbours(NamedTuple):
+    """What a memory found for the queries of a segment."""
+
+    keys: Tensor
+    """``[B, G, N, D]``, constant"""
+    values: Tensor
+    """``[B, G, N, D]``, constant"""
+    ids: Tensor
+    """``[B, H, T, K]``: rows of ``keys`` and ``values`` for each query; -1 for nothing."""
+
+
+class TokenMemory(Protocol):
+    """Tokens that can be found again by their keys, a document for each row of a batch."""
+
+    def search(self, queries: Tensor, top_k: int) -> Neighbours:
+        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``."""
+        ...
+
+    def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``."""
+        ...
+
+
+class WindowAttention(nn.Module):
+    """Causal attention to a window of text, with a bias of each head by distance (Raffel et al. 2020).
+
+    A token sees itself and ``window`` tokens before it, also those of the segment before (Dai et al. 2019).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int = 512,
+        buckets: int = 32,
+        farthest: int = 128,
+    ) -> None:
+        """``buckets`` and ``farthest`` are those of ``t5_buckets``."""
+        super().__init__()
+        self.heads = heads
+        self.groups = heads if key_value_heads is None else key_value_heads
+        if (head_dim is None and hidden % heads) or heads % self.groups:
+            raise InvalidArgument(
+                "hidden must be a multiple of heads (or give head_dim), and that of key_value_heads, "
+                f"not {hidden}, {heads}, {self.groups}"
+            )
+        if window < 1:
+            raise InvalidArgument(f"window must be at least 1, not {window}")
+        self.window, self.farthest = window, farthest
+        dim = hidden // heads if head_dim is None else head_dim
+        self.q = nn.Linear(hidden, heads * dim, bias=False)
+        self.kv = nn.Linear(hidden, 2 * self.groups * dim, bias=False)
+        self.out = nn.Linear(heads * dim, hidden, bias=False)
+        self.bias = nn.Parameter(torch.zeros(buckets, heads))
+
+    def forward(self, x: Tensor, past: States | None = None, empty: Tensor | None = None) -> tuple[Tensor, States]:
+        """``x [B, T, hidden]`` after ``past``, of which the first ``empty [B]`` tokens of each row do not exist.
+
+        Returns ``[B, T, hidden]``, and the states of the segment itself.
+        """
+        q, states = self.project(x)
+        k, v = after(past, states)
+        return self.out(merged(self.attend(q, k, v, self.mask(q, k, empty), None))), states
+
+    def project(self, x: Tensor) -> tuple[Tensor, States]:
+        """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``."""
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, self.groups, -1)).permute(2, 0, 3, 1, 4)
+        return q, (k, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        """``[B, H, T, D]`` of ``q`` over a window ``k, v [B, G, n, D]``."""
+        grouped = self.heads != self.groups
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
+
+    def mask(self, q: Tensor, k: Tensor, empty: Tensor | None) -> Tensor:
+        """What is added to the scores, ``[B or 1, H, T, n]``: -inf for what is not seen, else the bias.
+
+        The last query and the last key are the same token.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        # By distance, from the nearest future to the farthest past; each query sees a piece, one place further on.
+        distance = torch.arange(1 - queries, keys, device=q.device)
+        bias = self.bias[t5_buckets(distance, buckets=len(self.bias), farthest=self.farthest)]
+        bias = bias.masked_fill(((distance < 0) | (distance > self.window)).unsqueeze(1), -torch.inf)
+        pieces = bias.flip(0).T.unfold(1, keys, 1).flip(1)  # [H, T, n]
+        if empty is None:
+            return pieces.unsqueeze(0).to(q.dtype)
+        missing = torch.arange(keys, device=q.device) < empty.unsqueeze(1)
+        return pieces.to(q.dtype).masked_fill(missing[:, None, None], -torch.inf)
+
+
+class KNNAttention(WindowAttention):
+    """Attention to a window, and to tokens that a memory finds.
+
+    The layer only reads from a memory. Whoever calls it appends the states that it returns before the next segment is
+    searched for, so that a segment never finds itself; while training that is after the backward pass, which needs what
+    was found as it was.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        top_k: int = 32,
+        joint: bool = False,
+        first_scale: float = 10.0,
+        first_gate: float = 0.0,
+        **window: Any,
+    ) -> None:
+        """``first_scale`` and ``first_gate`` are what is learned from; ``window``: see ``WindowAttention``."""
+        super().__init__(hidden, heads, **window)
+        if top_k < 1:
+            raise InvalidArgument(f"top_k must be at least 1, not {top_k}")
+        self.top_k = top_k
+        self.scale = nn.Parameter(torch.full((heads,), math.log(first_scale)))
+        """The logarithm of the factor on the scores of each head."""
+        self.gate = None if joint else nn.Parameter(torch.full((heads,), first_gate))
+
+    def forward(
+        self,
+        x: Tensor,
+        past: States | None = None,
+        empty: Tensor | None = None,
+        memory: TokenMemory | None = None,
+    ) -> tuple[Tensor, States]:
+        """As in ``WindowAttention``; ``memory`` is searched with the queries of the segment."""
+        q, states = self.project(x)
+        found = None if memory is None else memory.search(q.detach(), self.top_k)
+        k, v = after(past, states)
+        return self.out(merged(self.mix(q, k, v, self.mask(q, k, empty), found))), states
+
+    def project(self, x: Tensor) -> tuple[Tensor, States]:
+        """As in ``WindowAttention``; queries and keys have length 1."""
+        q, (k, v) = super().project(x)
+        return F.normalize(q, dim=-1), (F.normalize(k, dim=-1), v)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, found: Neighbours | None) -> Tensor:
+        """``[B, H, T, D]`` of ``q`` over a window, and over what was found."""
+        factor = self.scale.exp()
+        scaled = q * factor[:, None, None]
+        if found is not None and self.gate is None:
+            local = block_attention(scaled, k, v, mask=mask, scale=1.0)
+            far = knn_attention_with_lse(q, *found, scale=factor)
+            return merge_attention(*zip(local, far, strict=True))[0]
+        out = self.attend(scaled, k, v, mask, 1.0)
+        if found is None or self.gate is None:
+            return out
+        return knn_attention(q, *found, scale=factor, local=out, gate=self.gate)
+
+
+def after(past: States | None, states: States) -> States:
+    """States that follow one another, as one."""
+    if past is None:
+        return states
+    return torch.cat([past[0], states[0]], 2), torch.cat([past[1], states[1]], 2)

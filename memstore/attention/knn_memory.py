@@ -1,0 +1,147 @@
+"""The memory of a kNN layer while training: the last tokens of each row, first in, first out, in plain tensors.
+
+A row streams one document; ``clear`` forgets it where the next one begins. Tokens lie in a ring, so that nothing moves
+when it is full and no token that left can be found. Search is exact: the largest score of each run of ``RUN`` tokens is
+found in one pass, and since the best ``k`` tokens lie in the ``k`` runs with the largest ones, only those are sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memstore.attention.knn import Neighbours
+from memstore.errors import InvalidArgument
+
+RUN = 64
+"""Tokens whose scores are compared before they are sorted."""
+SCORES = 1 << 22
+"""Scores that are computed at a time."""
+
+
+class RecentTokens:
+    """Keys and values of the last ``capacity`` tokens of each row."""
+
+    def __init__(
+        self,
+        rows: int,
+        groups: int,
+        capacity: int,
+        dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``groups`` key-value heads of size ``dim``."""
+        if min(rows, groups, capacity, dim) < 1:
+            raise InvalidArgument(
+                f"rows, groups, capacity and dim must be at least 1, not {rows, groups, capacity, dim}"
+            )
+        self.keys = torch.zeros(rows, groups, capacity, dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.added = [0] * rows
+        """Tokens that each row was given since it was cleared; number ``n`` lies in slot ``n % capacity``."""
+
+    def __repr__(self) -> str:
+        return f"RecentTokens({len(self.added)} rows of {[len(self.numbers(row)) for row in range(len(self.added))]})"
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that are kept."""
+        return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def numbers(self, row: int) -> range:
+        """The numbers of the tokens that a row has, counted from the beginning of its document."""
+        return range(max(0, self.added[row] - self.capacity), self.added[row])
+
+    @torch.no_grad()
+    def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """Add to row ``b`` the first ``len(tokens[b])`` of ``keys, values [B, G, T, D]``; the oldest ones leave.
+
+        Which tokens they are is not kept.
+        """
+        rows, groups, _, dim = self.keys.shape
+        shape = (rows, groups, keys.shape[2], dim)
+        if len(tokens) != rows or keys.shape != shape or values.shape != shape:
+            raise InvalidArgument(
+                f"expected keys and values [{rows}, {groups}, T, {dim}] and tokens of {rows} rows, "
+                f"got {list(keys.shape)}, {list(values.shape)} and {len(tokens)}"
+            )
+        for row, length in enumerate(map(len, tokens)):
+            kept = slice(max(0, length - self.capacity), length)
+            slots = torch.arange(self.added[row] + kept.start, self.added[row] + length, device=self.keys.device)
+            for ring, states in ((self.keys, keys), (self.values, values)):
+                ring[row].index_copy_(1, slots % self.capacity, states[row, :, kept].to(ring.dtype))
+            self.added[row] += length
+
+    def clear(self, row: int) -> None:
+        """Forget a row; the others stay as they are."""
+        self.added[row] = 0
+
+    @torch.no_grad()
+    def search(self, queries: Tensor, top_k: int) -> Neighbours:
+        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first."""
+        batch, heads, tokens, _ = queries.shape
+        groups = self.keys.shape[1]
+        ids = torch.full((batch, groups, heads // groups * tokens, top_k), -1, dtype=torch.int64, device=queries.device)
+        grouped = queries.to(self.keys.dtype).reshape(batch, groups, heads // groups * tokens, -1)
+        for row in range(batch):
+            held = len(self.numbers(row))
+            if held:
+                for group in range(groups):
+                    best = nearest(grouped[row, group], self.keys[row, group, :held], min(top_k, held))
+                    ids[row, group, :, : best.shape[-1]] = best
+        return Neighbours(self.keys, self.values, ids.view(batch, heads, tokens, top_k))
+
+    def numbers_of(self, ids: Tensor) -> Tensor:
+        """Numbers ``[B, H, T, K]`` of what ``search`` found, from the beginning of the document on; -1 for nothing."""
+        added = torch.tensor(self.added, device=ids.device).view(-1, 1, 1, 1)
+        age = (added - 1 - ids) % self.capacity
+        return torch.where(ids < 0, -1, added - 1 - age)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was."""
+        self.keys, self.values = (x[rows.to(x.device)] for x in (self.keys, self.values))
+        self.added = [self.added[row] for row in rows.tolist()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is needed to go on, as tensors."""
+        return {"keys": self.keys, "values": self.values, "added": torch.tensor(self.added)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``state_dict``. Raises ``InvalidArgument`` for the state of another size."""
+        if state["keys"].shape != self.keys.shape or len(state["added"]) != len(self.added):
+            raise InvalidArgument(
+                f"expected the state of a memory {list(self.keys.shape)}, got {list(state['keys'].shape)}; "
+                "go on with the batch and the memory size that the training began with"
+            )
+        self.keys.copy_(state["keys"])
+        self.values.copy_(state["values"])
+        self.added = state["added"].tolist()
+
+
+def nearest(queries: Tensor, keys: Tensor, top_k: int) -> Tensor:
+    """Rows of ``keys [N, D]`` with the ``top_k`` largest products with each of ``queries [R, D]``, best first."""
+    step = max(1, SCORES // len(keys))
+    return torch.cat([largest(part @ keys.T, top_k) for part in queries.split(step)])
+
+
+def largest(scores: Tensor, top_k: int) -> Tensor:
+    """Columns of the ``top_k`` largest of ``scores [R, N]``, the largest first: ``[R, top_k]``. Exact."""
+    rows, count = scores.shape
+    runs = count // RUN
+    if runs <= 2 * top_k:
+        return scores.topk(top_k, dim=1).indices
+    whole = scores[:, : runs * RUN].view(rows, runs, RUN)
+    chosen = whole.amax(2).topk(top_k, dim=1, sorted=False).indices  # [R, k]
+    columns = (chosen.unsqueeze(2) * RUN + torch.arange(RUN, device=scores.device)).flatten(1)
+    rest = torch.arange(runs * RUN, count, device=scores.device).expand(rows, -1)
+    columns = torch.cat([columns, rest], 1)
+    return columns.gather(1, scores.gather(1, columns).topk(top_k, dim=1).indices)

@@ -1,0 +1,127 @@
+"""The memory of a kNN layer in a ``Memory``: any store, any index, a document for each row.
+
+A token's key is a landmark of its block: ``keys_per_block`` is ``block_size``. An index finds blocks, by the best of
+their keys; the ``k`` best tokens lie in the ``k`` best blocks, so these are gathered and their tokens compared. With an
+exact index the result is exact. The tokens of an incomplete last block are not in the index and always compared.
+``capacity`` of the spec is the size of the memory in blocks: the oldest ones leave, and no number is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.attention.knn import Neighbours
+from memstore.attention.knn_memory import nearest
+from memstore.errors import InvalidArgument
+from memstore.memory import Document, Fingerprint, MemorySpec
+
+FIELDS = ("k", "v")
+
+
+def token_spec(
+    groups: int,
+    dim: int,
+    *,
+    fingerprint: Fingerprint,
+    capacity: int | None = None,
+    block_size: int = 64,
+    dtype: str = "float32",
+) -> MemorySpec:
+    """The layout of a memory for one layer with ``groups`` key-value heads of size ``dim``.
+
+    ``capacity`` is the size of a document in tokens, a multiple of ``block_size``; None: no limit.
+    """
+    if capacity is not None and capacity % block_size:
+        raise InvalidArgument(f"capacity must be a multiple of block_size {block_size}, not {capacity}")
+    return MemorySpec(
+        layers=1,
+        fields=dict.fromkeys(FIELDS, (groups, block_size, dim)),
+        index_layers=(0,),
+        key_heads=groups,
+        key_dim=dim,
+        block_size=block_size,
+        keys_per_block=block_size,
+        dtype=dtype,
+        capacity=None if capacity is None else capacity // block_size,
+        fingerprint=fingerprint,
+    )
+
+
+class StoredTokens:
+    """The tokens of documents as the memory of a kNN layer, one document for each row of a batch."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        """Raises ``InvalidArgument`` where a memory is not one of ``token_spec``."""
+        if not documents:
+            raise InvalidArgument("a memory of tokens needs a document for each row of the batch, and got none")
+        self.documents = list(documents)
+        self.spec = documents[0].memory.spec
+        if self.spec.layers != 1 or set(self.spec.fields) != set(FIELDS):
+            raise InvalidArgument(
+                f"expected a memory of single tokens, made with token_spec, not one of {self.spec.layers} layers "
+                f"with the fields {list(self.spec.fields)}"
+            )
+
+    @torch.no_grad()
+    def search(self, queries: Tensor, top_k: int) -> Neighbours:
+        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
+
+        Raises what ``LayerView.search`` and ``LayerView.gather`` do.
+        """
+        rows = [self._search_row(q, document, top_k) for q, document in zip(queries, self.documents, strict=True)]
+        longest = max(row.keys.shape[1] for row in rows)
+        keys, values = (
+            torch.stack([F.pad(row[part], (0, 0, 0, longest - row[part].shape[1])) for row in rows])
+            for part in range(2)
+        )
+        return Neighbours(*(x.to(queries.device) for x in (keys, values, torch.stack([row.ids for row in rows]))))
+
+    @torch.no_grad()
+    def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``; commits.
+
+        Raises what ``Document.append`` does; rows before the one that failed are committed.
+        """
+        for row, (document, ids) in enumerate(zip(self.documents, tokens, strict=True)):
+            states = torch.stack([keys[row, :, : len(ids)], values[row, :, : len(ids)]])  # [2, G, t, D]
+            with document.append(ids) as batch:
+                if batch.blocks:
+                    k, v = self._in_blocks(document, states.cpu(), len(batch.blocks))
+                    batch.put(0, landmarks=k, k=k, v=v)
+
+    def _in_blocks(self, document: Document, states: Tensor, count: int) -> Tensor:
+        """States ``[2, G, t, D]`` after those of the incomplete last block: ``[2, n, G, S, D]``, padded with zeros."""
+        size = self.spec.block_size
+        if waiting := len(document) % size:
+            last = document.layer(0).gather([document.n_blocks - 1])
+            before = torch.stack([last[name][0, :, :waiting] for name in FIELDS])
+            states = torch.cat([before.to(states.dtype), states], 2)
+        padded = F.pad(states, (0, 0, 0, count * size - states.shape[2]))
+        blocks: Tensor = padded.unflatten(2, (count, size))
+        return blocks.transpose(1, 2)
+
+    def _search_row(self, queries: Tensor, document: Document, top_k: int) -> Neighbours:
+        groups, size, dim = self.spec.fields["k"]
+        heads, tokens, _ = queries.shape
+        view, queries = document.layer(0), queries.detach().cpu().float()
+        found = view.search(queries, top_k).blocks
+        blocks = found[found >= 0].unique().tolist()
+        waiting = len(document) % size
+        if waiting:
+            blocks.append(document.n_blocks - 1)
+        ids = torch.full((groups, heads // groups * tokens, top_k), -1)
+        if not blocks:
+            none = torch.zeros(groups, 0, dim)
+            return Neighbours(none, none, ids.view(heads, tokens, top_k))
+        states = view.gather(blocks)
+        held = len(blocks) * size - (size - waiting if waiting else 0)
+        keys, values = (states[name].transpose(0, 1).flatten(1, 2)[:, :held].float() for name in FIELDS)
+        grouped = queries.reshape(groups, heads // groups * tokens, dim)
+        for group in range(groups):
+            best = nearest(grouped[group], keys[group], min(top_k, held))
+            ids[group, :, : best.shape[1]] = best
+        return Neighbours(keys, values, ids.view(heads, tokens, top_k))

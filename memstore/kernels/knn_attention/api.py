@@ -1,0 +1,201 @@
+"""Public functions of kNN attention: meaning is checked here, the work is done in the chosen back end."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+_INTEGERS = (torch.int32, torch.int64)
+_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+
+
+def knn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    local: Tensor | None = None,
+    gate: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of every query to the tokens that were found for it (Wu et al. 2022, section 3.1).
+
+    Two forms. With ``ids``, the keys and values of a memory are given once and looked up, without copies on a GPU:
+
+    Args:
+        q: queries ``[B, H, T, D]``.
+        k: keys ``[B, G, N, D]``; ``H`` is a multiple of ``G``. A constant: no gradient goes into a memory.
+        v: values ``[B, G, N, Dv]``, a constant too.
+        ids: what was found for each query ``[B, H, T, K]``, int32 or int64 below ``N``; -1 for nothing.
+        valid: only without ``ids``.
+        scale: factor on the scores, a number, or one of each head ``[H]`` that can be learned; ``D ** -0.5`` if None.
+        local: ``[B, H, T, Dv]``: the result of local attention, to be mixed in. It comes with ``gate``.
+        gate: ``[H]``: ``sigmoid(gate)`` is the part of the memory, ``1 - sigmoid(gate)`` that of ``local``. The gate of
+            a query that found nothing counts as closed.
+        backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
+            ``"auto"``: ``"triton"`` on a GPU where it can, else ``"torch"``.
+
+    Without ``ids``, what was found is given itself: ``k, v [B, H, T, K, D]``, and ``valid [B, H, T, K]`` (all if None).
+
+    Returns:
+        ``[B, H, T, Dv]``, 0 for a query that found nothing and has no ``local``; differentiable in ``q``, ``scale``,
+        ``local`` and ``gate``.
+
+    Raises:
+        InvalidArgument: shapes, types or devices do not fit, a token does not exist, or the back end is not available.
+            On a GPU, a token that does not exist is not looked for beforehand, which would wait for the device:
+            ``"triton"`` gives its query NaN, PyTorch's own operations may fail later.
+    """
+    if (local is None) != (gate is None):
+        raise InvalidArgument("local and gate come together: the gate says how much of local is in the output")
+    out, _ = _run(q, k, v, ids, valid, scale, local, gate, backend)
+    return out
+
+
+def knn_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``knn_attention`` without a gate, and the log-sum-exp of the scores ``[B, H, T]``; both are differentiable.
+
+    ``merge_attention`` puts it under one softmax with local attention. -inf where nothing was found.
+    """
+    return _run(q, k, v, ids, valid, scale, None, None, backend)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor | None,
+    valid: Tensor | None,
+    scale: float | Tensor | None,
+    local: Tensor | None,
+    gate: Tensor | None,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    if ids is None:
+        k, v, ids = _looked_up(q, k, v, valid)
+    elif valid is not None:
+        raise InvalidArgument("valid is for what is given without ids; an id of -1 is one that is not there")
+    factors = _factors(q, scale)
+    _check(q, k, v, ids, factors, local, gate)
+    k, v = k.detach(), v.detach()
+    if backend == "auto":
+        backend = "triton" if q.device.type == "cuda" and triton_problem(q, k, v) is None else "torch"
+    elif backend == "triton" and (problem := triton_problem(q, k, v)):
+        raise InvalidArgument(f"backend 'triton' {problem}")
+    if not k.shape[2]:  # an empty memory: nothing to look up, whatever the ids
+        k, v, ids = k.new_zeros((*k.shape[:2], 1, k.shape[3])), v.new_zeros((*v.shape[:2], 1, v.shape[3])), ids[..., :0]
+    if not ids.shape[-1]:
+        ids = ids.new_full((*ids.shape[:-1], 1), -1)
+    match backend:
+        case "triton":
+            from memstore.kernels.knn_attention import triton
+
+            return triton.knn_attention(q, k, v, ids, factors, local, gate)
+        case "torch":
+            from memstore.kernels.knn_attention import fused
+
+            return fused.knn_attention(q, k, v, ids, factors, local, gate)
+        case "reference":
+            from memstore.kernels.knn_attention import reference
+
+            return reference.knn_attention(q, k, v, ids, factors, local, gate)
+        case _:
+            raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
+
+
+def triton_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why Triton cannot compute this, and what to do; None if it can."""
+    largest = max(q.shape[-1], v.shape[-1])
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'torch'"
+    if largest > _LARGEST_HEAD:
+        return f"has heads of at most {_LARGEST_HEAD}, got {largest}; use 'auto' or 'torch'"
+    if not {q.dtype, k.dtype, v.dtype} <= set(_TRITON_TYPES):
+        return (
+            f"takes float32, float16 or bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "cast them, or use 'auto' or 'torch'"
+        )
+    if q.device.type != "cuda":
+        from memstore.kernels.knn_attention import triton
+
+        if not triton.interpreted():
+            return (
+                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on {q.device}; "
+                "use 'auto' or 'torch'"
+            )
+    return None
+
+
+def _looked_up(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What was given for each query as a memory of its own for each head, and where in it."""
+    if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or k.shape[:3] != q.shape[:3] or v.shape[:4] != k.shape[:4]:
+        raise InvalidArgument(
+            f"expected q [B, H, T, D] and k, v [B, H, T, K, D] (or ids, and k, v [B, G, N, D]), got {_shapes(q, k, v)}"
+        )
+    tokens, chosen = k.shape[2:4]
+    ids = torch.arange(tokens * chosen, device=q.device).view(tokens, chosen).expand(*q.shape[:2], -1, -1)
+    if valid is not None:
+        if valid.dtype != torch.bool or valid.shape != ids.shape:
+            raise InvalidArgument(f"valid must be boolean {list(ids.shape)}, got {valid.dtype} of {list(valid.shape)}")
+        ids = ids.masked_fill(~valid, -1)
+    return k.flatten(2, 3), v.flatten(2, 3), ids
+
+
+def _factors(q: Tensor, scale: float | Tensor | None) -> Tensor:
+    heads = q.shape[1] if q.dim() == 4 else 1
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if isinstance(scale, Tensor):
+        if scale.shape != (heads,):
+            raise InvalidArgument(f"a learned scale is one number for each of {heads} heads, got {list(scale.shape)}")
+        return scale
+    return torch.full((heads,), q.shape[-1] ** -0.5 if scale is None else scale, dtype=dtype, device=q.device)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
+) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or ids.dim() != 4:
+        raise InvalidArgument(
+            f"expected q [B, H, T, D], k and v [B, G, N, D] and ids [B, H, T, K], got {_shapes(q, k, v)}, "
+            f"ids {tuple(ids.shape)}"
+        )
+    if len(k) != len(q) or k.shape[-1] != q.shape[-1] or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {_shapes(q, k, v)}")
+    if ids.dtype not in _INTEGERS or ids.shape[:3] != q.shape[:3]:
+        raise InvalidArgument(
+            f"ids must be int32 or int64 [B, H, T, K] with B, H, T = {tuple(q.shape[:3])}, "
+            f"got {ids.dtype} of {tuple(ids.shape)}"
+        )
+    if local is not None and gate is not None:
+        if local.shape != (*q.shape[:3], v.shape[-1]):
+            raise InvalidArgument(f"local must be {[*q.shape[:3], v.shape[-1]]}, got {list(local.shape)}")
+        if gate.shape != (q.shape[1],):
+            raise InvalidArgument(f"gate must have one number for each of {q.shape[1]} heads, got {list(gate.shape)}")
+    tensors = [x for x in (q, k, v, ids, scale, local, gate) if x is not None]
+    if len({x.device for x in tensors}) > 1:
+        raise InvalidArgument(f"expected all tensors on one device, got {', '.join(str(x.device) for x in tensors)}")
+    if ids.device.type == "cpu" and ids.numel() and k.shape[2] and int(ids.max()) >= k.shape[2]:
+        raise InvalidArgument(f"token {int(ids.max())} does not exist; there are {k.shape[2]}")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

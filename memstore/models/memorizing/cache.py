@@ -1,0 +1,149 @@
+"""What a Memorizing Transformer remembers from one segment to the next: a window for each layer, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.attention.knn import States, TokenMemory, after
+from memstore.attention.knn_memory import RecentTokens
+from memstore.errors import InvalidArgument
+from memstore.models.memorizing.configuration import MemorizingConfig
+
+
+class MemorizingCache:
+    """The ``past_key_values`` of a Memorizing Transformer, and while training what goes on from step to step.
+
+    A document goes into the memory a whole window of tokens at a time, when the first token after them is about to be
+    computed. So what a token can look up does not depend on how the text is cut into calls, and the backward pass of a
+    segment finds the memory as the segment did.
+    """
+
+    is_compileable = False
+
+    def __init__(self, config: MemorizingConfig, rows: int, memory: TokenMemory | None = None) -> None:
+        """``memory``: such as ``StoredTokens``; if None, ``config.memory_size`` tokens in tensors."""
+        self.config = config
+        self.rows = rows
+        self.memory = memory
+        self.windows: list[States | None] = [None] * config.num_hidden_layers
+        self.empty: Tensor | None = None
+        """``[B]``: how many tokens of the windows do not exist, where rows differ."""
+        self.waiting: list[list[Tensor]] = [[] for _ in range(rows)]
+        """Tokens of each row that are not in the memory yet: the last ones of the window."""
+        self._remembers = config.memory_layer is not None and (memory is not None or config.memory_size > 0)
+        self._given = 0
+
+    def __repr__(self) -> str:
+        return f"MemorizingCache({self.rows} rows, {self.memory})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
+        """Tokens given so far, with their padding: what ``generate`` leaves out of a prompt."""
+        return self._given
+
+    @property
+    def past(self) -> int:
+        """Tokens that the windows hold."""
+        return 0 if self.windows[0] is None else self.windows[0][0].shape[2]
+
+    def room(self, remaining: Sequence[int]) -> int:
+        """How many tokens may come at once, where row ``b`` has ``remaining[b]``: until a row fills its window."""
+        counts = [sum(map(len, waiting)) for waiting in self.waiting]
+        rooms = [self.config.window - count for count, left in zip(counts, remaining, strict=True) if left > 0]
+        return min(rooms, default=self.config.window)
+
+    def begin(self) -> None:
+        """Put the windows that are full into the memory: a segment is about to be computed."""
+        self._remember(self.config.window)
+
+    def flush(self) -> None:
+        """Put everything into the memory, such as at the end of a document that is to be asked later."""
+        self._remember(1)
+
+    def end(self, tokens: Sequence[Tensor], states: Sequence[States], given: int) -> None:
+        """Keep ``states`` of a segment, ``[B, G, T, D]`` of each layer: those of the ``tokens[b]`` that row ``b`` has.
+
+        ``given`` counts the padding after them.
+        """
+        detached = [(k.detach(), v.detach()) for k, v in states]
+        for waiting, new in zip(self.waiting, tokens, strict=True):
+            waiting += [new] if self._remembers and len(new) else []
+        self._slide(torch.tensor([len(each) for each in tokens], device=detached[0][0].device), detached)
+        self._given += given
+
+    def _remember(self, least: int) -> None:
+        """Put the waiting tokens of the rows that have at least so many into the memory."""
+        counts = [sum(map(len, waiting)) for waiting in self.waiting]
+        counts = [count if count >= least else 0 for count in counts]
+        if not any(counts):
+            return
+        assert self.config.memory_layer is not None
+        window = self.windows[self.config.memory_layer]
+        assert window is not None
+        if self.memory is None:
+            sizes = (self.rows, window[0].shape[1], self.config.memory_size, window[0].shape[3])
+            self.memory = RecentTokens(*sizes, dtype=window[0].dtype, device=window[0].device)
+        lengths = torch.tensor(counts, device=window[0].device)
+        at = self.past - lengths[:, None] + torch.arange(max(counts), device=lengths.device)
+        keys, values = (_take(x, at.clamp(max=self.past - 1), 0) for x in window)
+        tokens = [
+            torch.cat(waiting) if count else torch.empty(0, dtype=torch.int64)
+            for waiting, count in zip(self.waiting, counts, strict=True)
+        ]
+        self.memory.append(tokens, keys, values)
+        self.waiting = [[] if count else waiting for waiting, count in zip(self.waiting, counts, strict=True)]
+
+    def clear(self, row: int) -> None:
+        """Forget everything of a row, where another document begins; the other rows stay as they are."""
+        self.waiting[row] = []
+        if isinstance(self.memory, RecentTokens):
+            self.memory.clear(row)
+        elif self.memory is not None:
+            raise InvalidArgument(
+                "a row that is kept in a store is not cleared: give the next document a cache and a document of its own"
+            )
+        if self.windows[0] is not None:
+            if self.empty is None:
+                self.empty = torch.zeros(self.rows, dtype=torch.int64, device=self.windows[0][0].device)
+            self.empty[row] = self.past
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        if self.memory is not None and not isinstance(self.memory, RecentTokens):
+            raise InvalidArgument("beams cannot share documents of a store; generate without them, or without a store")
+        self.rows = len(beam_idx)
+        self.waiting = [list(self.waiting[row]) for row in beam_idx.tolist()]
+        if isinstance(self.memory, RecentTokens):
+            self.memory.reorder(beam_idx)
+        self.windows = [None if both is None else (both[0][beam_idx], both[1][beam_idx]) for both in self.windows]
+        self.empty = None if self.empty is None else self.empty[beam_idx]
+
+    def crop(self, max_length: int) -> None:
+        """Refused: what has left the window cannot be brought back."""
+        raise NotImplementedError(
+            f"a Memorizing Transformer's cache cannot be cut to {max_length} tokens, for its window has moved on; "
+            "assisted generation and prompt look-up do not work with it"
+        )
+
+    def _slide(self, lengths: Tensor, states: list[States]) -> None:
+        """Keep the last ``window`` tokens that exist of each row, at the end of the windows."""
+        past, total = self.past, self.past + states[0][0].shape[2]
+        empty = torch.zeros_like(lengths) if self.empty is None else self.empty
+        keep = min(self.config.window, total)
+        windows = [after(before, new) for before, new in zip(self.windows, states, strict=True)]
+        at = past + lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
+        if bool((lengths == states[0][0].shape[2]).all()):
+            self.windows = [(k[:, :, -keep:].clone(), v[:, :, -keep:].clone()) for k, v in windows]
+        else:
+            self.windows = [(_take(k, at, keep), _take(v, at, keep)) for k, v in windows]
+        missing = (keep - (past - empty + lengths)).clamp(min=0)
+        self.empty = missing if bool(missing.any()) else None
+
+
+def _take(x: Tensor, at: Tensor, keep: int) -> Tensor:
+    """Places ``at [B, keep]`` of ``x [B, G, n, D]``; zeros for those before its beginning."""
+    index = (at + keep)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return F.pad(x, (0, 0, keep, 0)).gather(2, index)

@@ -1,0 +1,131 @@
+"""Sizes and options of a Memorizing Transformer, and the paper's presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from memstore.errors import InvalidArgument
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "window",
+    "retrieval_top_k",
+    "distance_buckets",
+)
+
+
+class MemorizingConfig(PreTrainedConfig):
+    """Configuration of ``MemorizingForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
+
+    Args:
+        vocab_size: tokens.
+        hidden_size: width of the model.
+        intermediate_size: inner width of the feed-forward layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key-value heads; as many as query heads if None.
+        num_hidden_layers: layers, the one with the memory among them.
+        memory_layer: the layer that looks tokens up, counted from 0; None: no layer does (the Transformer-XL baseline).
+        memory_size: tokens of each document that can be found; 0: none. A model can be given another one at any time.
+        retrieval_top_k: tokens that each query of each head looks up.
+        window: tokens before a token that it sees directly, those of the segment before included.
+        joint: one softmax over the window and what was found, and no gate, as in a well-known reimplementation.
+        distance_buckets: of the bias by distance.
+        farthest: the distance, in tokens, from which on all share a bucket.
+    """
+
+    model_type = "memstore-memorizing"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 512,
+        hidden_size: int = 64,
+        intermediate_size: int = 256,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int | None = None,
+        num_hidden_layers: int = 4,
+        memory_layer: int | None = 2,
+        memory_size: int = 8192,
+        retrieval_top_k: int = 32,
+        window: int = 128,
+        joint: bool = False,
+        distance_buckets: int = 32,
+        farthest: int = 128,
+        layer_norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = True,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_hidden_layers = num_hidden_layers
+        self.memory_layer = memory_layer
+        self.memory_size = memory_size
+        self.retrieval_top_k = retrieval_top_k
+        self.window = window
+        self.joint = joint
+        self.distance_buckets = distance_buckets
+        self.farthest = farthest
+        self.layer_norm_eps = layer_norm_eps
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
+        self._check()
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> MemorizingConfig:
+        """``tiny`` (for a CPU), or ``paper``: 12 layers of 1024, 8 heads of 128, memory at the 9th (section 4.2)."""
+        if name not in PRESETS:
+            raise InvalidArgument(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+    def _check(self) -> None:
+        for name in SIZES:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
+        if not isinstance(self.memory_size, int) or self.memory_size < 0:
+            raise InvalidArgument(f"memory_size must be an integer of at least 0, not {self.memory_size!r}")
+        if self.memory_layer is not None and self.memory_layer not in range(self.num_hidden_layers):
+            raise InvalidArgument(
+                f"memory_layer must be from 0 to {self.num_hidden_layers - 1}, or None, not {self.memory_layer!r}"
+            )
+        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
+            raise InvalidArgument(
+                "hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads; "
+                f"they are {self.hidden_size}, {self.num_attention_heads}, {self.num_key_value_heads}"
+            )
+        if not self.distance_buckets // 2 < self.farthest:
+            raise InvalidArgument(
+                f"farthest must be more than half of distance_buckets {self.distance_buckets}, not {self.farthest}"
+            )
+
+
+_PAPER = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 12,
+    "memory_layer": 8,
+    "memory_size": 65_536,
+    "retrieval_top_k": 32,
+    "window": 512,
+}
+PRESETS: dict[str, dict[str, Any]] = {"tiny": {}, "paper": _PAPER}

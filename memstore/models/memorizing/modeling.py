@@ -1,0 +1,218 @@
+"""A decoder with a memory of tokens in one layer (Wu et al. 2022, *Memorizing Transformers*).
+
+All layers see a window, with a bias by distance, that reaches into the segment before; one layer also looks tokens up.
+Norms stand before attention and feed-forward. Deliberate: the memory begins empty for each document, padding is left
+out of everything, and a prompt can be continued at any place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from memstore.attention.knn import KNNAttention, States, TokenMemory, WindowAttention
+from memstore.errors import InvalidArgument
+from memstore.models.memorizing.cache import MemorizingCache
+from memstore.models.memorizing.configuration import MemorizingConfig
+
+
+class MemorizingLayer(nn.Module):
+    """Attention and feed-forward."""
+
+    def __init__(self, config: MemorizingConfig, number: int) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "key_value_heads": config.num_key_value_heads,
+            "window": config.window,
+            "buckets": config.distance_buckets,
+            "farthest": config.farthest,
+        }
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.attention: WindowAttention
+        if number == config.memory_layer:
+            self.attention = KNNAttention(hidden, heads, top_k=config.retrieval_top_k, joint=config.joint, **options)
+        else:
+            self.attention = WindowAttention(hidden, heads, **options)
+        self.attention_norm = nn.LayerNorm(hidden, config.layer_norm_eps)
+        self.norm = nn.LayerNorm(hidden, config.layer_norm_eps)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(hidden, config.intermediate_size), nn.GELU(), nn.Linear(config.intermediate_size, hidden)
+        )
+
+    def forward(
+        self, x: Tensor, past: States | None, empty: Tensor | None, memory: TokenMemory | None
+    ) -> tuple[Tensor, States]:
+        """``x [B, T, hidden]`` -> the same, and the states of the segment."""
+        searched = {"memory": memory} if isinstance(self.attention, KNNAttention) else {}
+        out, states = self.attention(self.attention_norm(x), past, empty, **searched)
+        x = x + out
+        return x + self.feed_forward(self.norm(x)), states
+
+
+class MemorizingModel(nn.Module):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: MemorizingConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(MemorizingLayer(config, number) for number in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] | None = None
+
+    def forward(self, ids: Tensor, cache: MemorizingCache | None) -> tuple[Tensor, list[States]]:
+        """Tokens ``ids [B, T]`` -> ``[B, T, hidden]`` after the last norm, and the states of each layer."""
+        x = self.embed_tokens(ids)
+        empty, memory = (None, None) if cache is None else (cache.empty, cache.memory)
+        every: list[States] = []
+        for number, layer in enumerate(self.layers):
+            past = None if cache is None else cache.windows[number]
+            x, states = self._checkpointed(layer, x, past, empty, memory)
+            every.append(states)
+        return self.norm(x), every
+
+    def _checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
+        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
+            return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
+        return layer(*arguments)
+
+
+class MemorizingForCausalLM(PreTrainedModel, GenerationMixin):
+    """A Memorizing Transformer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
+
+    Rows may have padding anywhere, and a prompt can be continued through ``past_key_values``. While training, give the
+    ``MemorizingCache`` of the step before, so that documents longer than a segment are remembered.
+    """
+
+    config: MemorizingConfig
+    config_class = MemorizingConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    # transformers reads these from the class
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _no_split_modules = ["MemorizingLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config: MemorizingConfig) -> None:
+        super().__init__(config)
+        self.model = MemorizingModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: MemorizingCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the token after each of ``input_ids [B, T]``.
+
+        Args:
+            input_ids: tokens, of one segment.
+            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding.
+            past_key_values: what came before.
+            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
+            use_cache: return ``past_key_values``; the configuration's choice if None, and not while training.
+            logits_to_keep: only those of the last so many tokens; all if 0.
+            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
+
+        Raises:
+            InvalidArgument: tokens that do not exist, or shapes that do not fit.
+        """
+        self._check(input_ids, attention_mask, past_key_values)
+        keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        cache = past_key_values
+        if cache is None and keep_cache:
+            cache = MemorizingCache(self.config, len(input_ids))
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        hidden = self._segments(input_ids, mask, cache)
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            if mask is not None:
+                # What stands on padding predicts nothing.
+                labels = labels.clone()
+                labels[:, 1:][~mask[:, :-1]] = -100
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast("Any", cache))
+
+    def _segments(self, ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> Tensor:
+        """``[B, T, hidden]``; with a cache, those before can be looked up."""
+        if mask is not None and bool(mask.all()):
+            mask = None
+        # Tokens in front, padding behind: nothing that exists can see what comes after it.
+        order = None if mask is None else (~mask).int().argsort(dim=1, stable=True)
+        lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
+        packed = ids if order is None else ids.gather(1, order)
+        hidden: Tensor = self.model(packed, None)[0] if cache is None else self._continued(packed, lengths, cache)
+        if order is None:
+            return hidden
+        return torch.zeros_like(hidden).scatter(1, order.unsqueeze(-1).expand_as(hidden), hidden)
+
+    def _continued(self, ids: Tensor, lengths: list[int], cache: MemorizingCache) -> Tensor:
+        """``[B, T, hidden]`` after what the cache has, in pieces that end where a row fills its window."""
+        start, parts = 0, []
+        while start < ids.shape[1]:
+            cache.begin()
+            remaining = [length - start for length in lengths]
+            part = ids[:, start : start + cache.room(remaining)]
+            hidden, states = self.model(part, cache)
+            real = [row[: max(0, left)] for row, left in zip(part, remaining, strict=True)]
+            cache.end(real, states, part.shape[1])
+            parts.append(hidden)
+            start += part.shape[1]
+        return torch.cat(parts, 1)
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
+        self,
+        input_ids: Tensor,
+        past_key_values: MemorizingCache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if known >= input_ids.shape[1]:
+            raise InvalidArgument(
+                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
+                "give the whole conversation, or make a new cache"
+            )
+        return {
+            "input_ids": input_ids[:, known:],
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache", True),
+            "logits_to_keep": 1,
+        }
+
+    def _check(self, input_ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> None:
+        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
+        if input_ids.device.type == "cpu":
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise InvalidArgument(
+                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
+                    "was the text encoded with this model's tokenizer?"
+                )
+        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
+            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+        if cache is not None and not isinstance(cache, MemorizingCache):
+            raise InvalidArgument(
+                f"past_key_values of a Memorizing Transformer is a MemorizingCache, not {type(cache).__name__}"
+            )
+        if cache is not None and cache.rows != len(input_ids):
+            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")

@@ -1,0 +1,83 @@
+"""A kNN layer finds in a stored memory what it finds in tensors: from any store, after reopening, when it is full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import memstore
+from memstore.attention.knn import Neighbours
+from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.knn_stored import StoredTokens, token_spec
+from memstore.errors import InvalidArgument
+from tests.memory.helpers import make_fingerprint
+
+SIZE = 4
+
+
+def states(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 2, tokens, 8, generator=gen), torch.randn(2, 2, tokens, 8, generator=gen)
+
+
+def pairs(found: Neighbours) -> list[Tensor]:
+    """What was found, in order: keys and values ``[B, H, T, K, D]``, zeros for nothing."""
+    rows = torch.arange(len(found.ids))[:, None, None, None]
+    groups = (torch.arange(found.ids.shape[1]) // 2)[:, None, None]
+    there = (found.ids >= 0).unsqueeze(-1)
+    both = [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (found.keys, found.values)]  # the last row is nothing
+    return [torch.where(there, x[rows, groups, found.ids], 0) for x in both]
+
+
+def opened(url: str | Path, capacity: int | None = None) -> memstore.Memory:
+    return memstore.open(url, spec=token_spec(2, 8, fingerprint=make_fingerprint(), capacity=capacity, block_size=SIZE))
+
+
+@pytest.mark.parametrize("where", ["ram:", "lmdb"])
+def test_segments_of_any_length_are_found_as_in_tensors(where: str, tmp_path: Path) -> None:
+    recent = RecentTokens(2, 2, 100, 8)
+    with opened(where if where == "ram:" else tmp_path / "m") as memory:
+        stored = StoredTokens([memory.document("a"), memory.document("b")])
+        for seed, lengths in enumerate([(3, 1), (1, 0), (7, 9), (2, 3), (12, 4)]):
+            queries = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(seed + 99))
+            torch.testing.assert_close(pairs(stored.search(queries, 5)), pairs(recent.search(queries, 5)))
+            keys, values = states(12, seed)
+            for either in (recent, stored):
+                either.append([torch.arange(length) for length in lengths], keys, values)
+        assert not memory.verify()
+
+
+def test_a_full_memory_has_the_last_blocks_and_no_others() -> None:
+    with opened("ram:", capacity=3 * SIZE) as memory:
+        stored, everything = StoredTokens([memory.document("a"), memory.document("b")]), []
+        for seed in range(9):
+            keys, values = states(5, seed)
+            stored.append([torch.arange(5)] * 2, keys, values)
+            everything.append((keys, values))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*everything, strict=True))
+        first = memory.document("a").blocks.start * SIZE
+        kept = RecentTokens(2, 2, 100, 8)
+        kept.append([torch.arange(45 - first)] * 2, keys[:, :, first:], values[:, :, first:])
+        queries = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1))
+        assert len(keys[0, 0]) - first <= 3 * SIZE
+        torch.testing.assert_close(pairs(stored.search(queries, 4)), pairs(kept.search(queries, 4)))
+
+
+def test_another_process_would_find_the_same(tmp_path: Path) -> None:
+    queries = torch.randn(1, 4, 3, 8, generator=torch.Generator().manual_seed(1))
+    with opened(tmp_path / "m") as memory:
+        stored = StoredTokens([memory.document("a")])
+        stored.append([torch.arange(11)], *(x[:1] for x in states(11, 0)))
+        before = pairs(stored.search(queries, 6))
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        torch.testing.assert_close(pairs(StoredTokens([memory.document("a")]).search(queries, 6)), before)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="multiple of block_size 4, not 6"):
+        token_spec(2, 8, fingerprint=make_fingerprint(), capacity=6, block_size=4)
+    with pytest.raises(InvalidArgument, match="a document for each row"):
+        StoredTokens([])
