@@ -356,7 +356,6 @@ class Audit:
             message = f"the digest of document {state.name!r} is {state.digest}, that of its tokens {found}"
             yield Finding(kind="mismatch", message=message, document=state.name)
 
-
     def _hash_before(self, state: DocumentState, places: Places, block: int) -> bytes:
         """The stored hash of everything before ``block``. Raises ``DamagedError``."""
         if not block:

@@ -225,8 +225,12 @@ class Memory:
         Raises ``ForeignMemory`` where it has other arrays under a name: states go with the arrays of their memory, such
         as its router.
         """
-        other._check_writable()
-        self._named.share(other._named)
+        other.take_facts(self._named)
+
+    def take_facts(self, named: Named) -> None:
+        """Store what ``named`` of another memory has and this one lacks; see ``share_facts``."""
+        self._check_writable()
+        named.share(self._named)
 
     def verify(self) -> list[Finding]:
         """Read and check every stored value, and whether all of them fit together. Nothing is changed.
@@ -243,14 +247,13 @@ class Memory:
 
         A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
         removed, a lost entry of a document is written again from its token ids. With ``drop_blocks`` a document loses
-        its damaged blocks alone: see ``dropping.py``. ``dry_run`` changes nothing and tells what would be done first. Raises ``DamagedError`` where the tree around the values is damaged, so that nothing
-        can be changed in place, ``ReadOnlyMemory``.
+        its damaged blocks alone: see ``dropping.py``. ``dry_run`` changes nothing and tells what would be done first.
+        Raises ``DamagedError`` where the tree around the values is damaged, so that nothing can be changed in place
+        (``memstore repair --to`` saves what can be read then), ``ReadOnlyMemory``.
         """
         self._check_writable()
         with self._shared.writing:
-            return Repair(self._shared, self._document, self.verify).run(
-                dry_run=dry_run, drop_blocks=drop_blocks
-            )
+            return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
 
     def stats(self) -> dict[str, Any]:
         """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.

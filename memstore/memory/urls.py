@@ -62,6 +62,22 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
     return _plugin(scheme[1], str(url))(str(url), mode, blank)
 
 
+def open_unchecked(url: str | Path) -> BlockStore:
+    """The store at ``url``, to be read even if the tree around its values is damaged: reading may end the process.
+
+    Raises like ``open_store``.
+    """
+    if is_path(url):
+        from memstore.store.lmdb import LmdbStore
+
+        return LmdbStore.open(url, read_only=True, check=False)
+    if str(url).startswith("zarr:"):
+        from memstore.store.zarr import ZarrStore
+
+        return ZarrStore.open(str(url)[5:], read_only=True, check=False)
+    return open_store(url, "r", None).store
+
+
 def is_path(url: str | Path) -> bool:
     """Whether ``url`` names a folder."""
     return not isinstance(url, str) or _SCHEME.match(url) is None

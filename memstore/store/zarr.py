@@ -142,15 +142,16 @@ class ZarrStore(BlockStore):
         shards: Store | None = None,
         shard_bytes: int | None = None,
         read_only: bool = False,
+        check: bool = True,
     ) -> Self:
-        """Open an existing memory folder.
+        """Open an existing memory folder; ``check`` as in ``LmdbStore.open``.
 
         Raises what ``LmdbStore.open`` raises, and ``ForeignMemory`` for the shards of another memory.
         """
         folder = Path(path)
         if not (folder / TAIL_NAME).is_dir():
             raise _no_memory(folder)
-        tail = Tail.open(folder / TAIL_NAME, read_only=read_only)
+        tail = Tail.open(folder / TAIL_NAME, read_only=read_only, check=check)
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
     def write(self, batch: Batch) -> None:

@@ -24,7 +24,7 @@ def ls(memory: MemoryUrl) -> Report:
                 "document": document.name,
                 "tokens": len(document),
                 "blocks": len(document.blocks),
-                "searchable": len(document.complete_blocks),
+                "searchable": sum(map(len, document.present(document.complete_blocks))),
             }
             for document in opened.documents()
         ]

@@ -24,25 +24,31 @@ def verify(memory: MemoryUrl) -> Report:
 
         memstore verify notes.mem
     """
-    findings, documents, tokens = _checked(memory)
+    findings, documents, tokens, dropped = _checked(memory)
 
     def text(page: Page) -> None:
         if findings:
             page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings])
         else:
             page.line(f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}")
+        for name, blocks in dropped.items():
+            page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
 
-    data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings}
+    data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings, "dropped": dropped}
     return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)
 
 
-def _checked(memory: str) -> tuple[list[dict[str, Any]], int, int]:
-    """Findings, and how many documents and tokens there are."""
+Dropped = dict[str, list[tuple[int, int]]]
+
+
+def _checked(memory: str) -> tuple[list[dict[str, Any]], int, int, Dropped]:
+    """Findings, how many documents and tokens there are, and of which documents blocks are dropped: first and last."""
     try:
         with memstore.open(memory, mode="r") as opened:
             findings = [asdict(finding) for finding in opened.verify()]
             documents = opened.documents()
-            return findings, len(documents), sum(map(len, documents))
+            dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
+            return findings, len(documents), sum(map(len, documents)), dropped
     except DamagedError as error:
         from memstore.memory.urls import is_path
         from memstore.memory.verify import in_child
@@ -53,4 +59,8 @@ def _checked(memory: str) -> tuple[list[dict[str, Any]], int, int]:
         findings = [asdict(finding) for finding in in_child(memory)]
         if [finding["message"] for finding in findings] in ([], [str(error)]):
             raise
-        return findings, 0, 0
+        return findings, 0, 0, {}
+
+
+def _in_words(blocks: list[tuple[int, int]]) -> str:
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)
