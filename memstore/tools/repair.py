@@ -63,6 +63,8 @@ def repair(
         elif plan and steps:
             how = "--drop-blocks --yes" if drop_blocks else "--yes"
             page.line(f"nothing was changed; to do it: memstore repair {quote(memory)} {how}")
+            if not drop_blocks and any(step.tokens_lost for step in done.steps):
+                page.line("to keep what lies behind the damaged blocks, add --drop-blocks")
         else:
             for finding in done.left:
                 page.line(f"left as it is: {finding.message}")
