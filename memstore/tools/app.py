@@ -19,6 +19,7 @@ from memstore.tools.ask import ask
 from memstore.tools.compact import compact
 from memstore.tools.copy import copy
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
+from memstore.tools.expire import expire
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.forget import forget
 from memstore.tools.limit import limit
@@ -100,6 +101,7 @@ for function in (
     forget,
     pin,
     unpin,
+    expire,
     limit,
     compact,
     repair,
