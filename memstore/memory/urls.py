@@ -65,6 +65,20 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
     return _plugin(scheme[1], str(url))(str(url), mode, blank)
 
 
+def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> Opened:
+    """A store of another package that makes what it lacks when it is opened: as a memory, in every mode.
+
+    Nothing was ever committed where ``store.version()`` is 0. Raises ``NotFound`` and ``InvalidArgument``.
+    """
+    if mode == "x" and store.version():
+        raise InvalidArgument(f"there is a memory at {url} already; open it with mode 'a', or choose another path.")
+    if not store.version():
+        if mode == "r" or blank is None:
+            raise _missing(url, mode)
+        store.write(blank.batch)
+    return Opened(store)
+
+
 def open_unchecked(url: str | Path) -> BlockStore:
     """The store at ``url``, to be read even if the tree around its values is damaged: reading may end the process.
 
