@@ -17,11 +17,12 @@ from xxhash import xxh3_128_hexdigest
 from memstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from obstore.store import RetryConfig
     from zarr.abc.store import Store
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
 """What may stand behind ``zarr+``."""
-RETRIES = {"max_retries": 5}
+RETRIES: RetryConfig = {"max_retries": 5}
 """How often ``obstore`` tries again before a storage counts as not reached."""
 
 
