@@ -112,14 +112,17 @@ def visible(sources: Sequence[Source], block_size: int, *, tokens: int, start: i
     while reading, so that the same tokens are seen however a segment is cut into calls.
     Blocks of the other documents are candidates as far as they are complete.
     """
-    others = tuple((source, source.document.complete_blocks) for source in sources[:-1])
+    others = tuple(
+        (source, part) for source in sources[:-1] for part in source.document.present(source.document.complete_blocks)
+    )
     own = sources[-1]
     first = own.document.blocks.start * block_size
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
         return Visible(range(first, first), Candidates(others), range(first, tokens))
     between = range((first + sink) // block_size, window_start // block_size)
-    return Visible(range(first, first + sink), Candidates((*others, (own, between))), range(window_start, tokens))
+    parts = tuple((own, part) for part in own.document.present(between) or [between[:0]])
+    return Visible(range(first, first + sink), Candidates((*others, *parts)), range(window_start, tokens))
 
 
 class DocumentStates:

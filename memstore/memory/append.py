@@ -15,7 +15,8 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.memory.coding import encode_blocks
-from memstore.memory.history import beginning, chain
+from memstore.memory.hashes import beginning
+from memstore.memory.history import chain
 from memstore.memory.layouts import token_layout
 from memstore.memory.places import Places
 from memstore.memory.shared import Shared
@@ -120,7 +121,7 @@ class Append:
         """Delete the blocks for which there is no capacity any more."""
         gone = range(self.before.first, min(self.after.first, self.before.blocks))
         if gone:
-            kept = [*places.pieces(self.after.live()), *used_by_others(self._shared, document)]
+            kept = [*places.present(self.after.live()), *used_by_others(self._shared, document)]
             release(batch, self._shared, places.pieces(gone), kept)
 
     def _put_tokens(self, batch: Batch, places: Places, tokens: Tensor) -> None:

@@ -6,16 +6,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
 from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
 from memstore.memory.header import Header, read_header
-from memstore.memory.history import HASH_BYTES, HASHES_PER_RUN, broken, hash_before, history_runs
 from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
 from memstore.memory.places import Places, common, lacking
 from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, LAST_ITEM, NEXT_DOCUMENT, DocumentState
-from memstore.memory.tensors import Rows
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
 
@@ -38,6 +40,8 @@ class Finding:
     """The block, or the first one of those concerned."""
     tokens: tuple[int, int] | None = None
     """Positions in the document that are concerned, first and last, both included."""
+    table: str | None = None
+    """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks`` or ``history``."""
 
 
 @dataclass
@@ -124,7 +128,7 @@ class Audit:
             places = Places(number, state)
             for owner in (number, places.home):
                 owners.setdefault(owner, [])
-            for owner, blocks in places.pieces(state.live()):
+            for owner, blocks in places.present(state.live()):
                 owners.setdefault(owner, []).append(_User(state, blocks))
         return owners
 
@@ -165,7 +169,10 @@ class Audit:
             case Table.LANDMARKS:
                 return _differs(layouts, [run_layout(self._header.spec, self._rows_of(key))])
             case Table.HISTORY:
-                return _differs(layouts, [Layout("uint8", (self._rows_of(key) or layouts[0].shape[0], HASH_BYTES))])
+                # A document without a digest may have left its hashes here.
+                least, most = self._rows_of(key), self._rows_of(key, Table.LANDMARKS)
+                rows = min(max(least, layouts[0].shape[0]), most)
+                return _differs(layouts, [Layout("uint8", (rows, HASH_BYTES))])
 
     def _meta_problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         head = records[0].to_json()
@@ -192,10 +199,13 @@ class Audit:
         size = self._header.spec.block_size
         return max(max(0, min(size, user.state.tokens - key.item * size)) for user in self._users(key))
 
-    def _rows_of(self, key: Key) -> int:
-        """Rows of a run: up to the last block in use. 0 for hashes of which none has to be there."""
+    def _rows_of(self, key: Key, table: Table | None = None) -> int:
+        """Rows of a run: up to the last block in use. 0 for hashes of which none has to be there.
+
+        ``table`` counts as if the run were one of it.
+        """
         start, stop = self._blocks_of(key, 1).start, self._blocks_of(key, 1).stop
-        used = [self._in_runs(user, key.table) for user in self._users(key)]
+        used = [self._in_runs(user, table or key.table) for user in self._users(key)]
         return max((min(blocks.stop, stop) - start for blocks in used if common(blocks, range(start, stop))), default=0)
 
     def _in_runs(self, user: _User, table: Table) -> range:
@@ -226,6 +236,10 @@ class Audit:
         ends = [0, *(stop for _, _, stop in state.spans)]
         if [start for _, start, _ in state.spans] != ends[:-1] or ends[-1] > state.tokens // spec.block_size:
             message = f"the spans {list(state.spans)} do not follow each other from block 0 to a complete block"
+            yield Finding(kind="mismatch", message=message, document=state.name)
+        edges = [0, *(edge for part in state.dropped for edge in part)]
+        if edges != sorted(edges) or edges[-1] > state.tokens // spec.block_size or (state.dropped and state.digest):
+            message = f"the blocks that are said to be dropped, {list(state.dropped)}, are not blocks of the document"
             yield Finding(kind="mismatch", message=message, document=state.name)
 
     def _owned(self, owner: int) -> Iterator[Finding]:
@@ -299,6 +313,7 @@ class Audit:
             layer=None if key.table in (Table.TOKENS, Table.HISTORY) else key.layer,
             block=blocks.start,
             tokens=(blocks.start * size, blocks.stop * size - 1),
+            table=key.table.name.lower(),
         )
 
     def _histories(self) -> Iterator[Finding]:
@@ -316,14 +331,13 @@ class Audit:
             yield from self._digest(state, places, complete)
 
     def _history(self, state: DocumentState, places: Places, blocks: range) -> Iterator[Finding]:
-        spec, history = self._header.spec, history_runs(self._store)
-        layout = token_layout(spec.block_size)
-        ids = Rows(len(blocks), [layout])
+        layout = token_layout(self._header.spec.block_size)
+        ids = np.empty((len(blocks), layout.nbytes), np.uint8)
         try:
-            self._store.read(places.all_tokens(blocks), [layout], ids.out)
+            self._store.read(places.all_tokens(blocks), [layout], [ids])
             known = blocks.start > state.first or not blocks.start
-            start = hash_before(history, places, state, blocks.start, spec.fingerprint) if known else None
-            wrong = list(broken(history, places, blocks, ids.tensors()[0], start))
+            start = self._hash_before(state, places, blocks.start) if known else None
+            wrong = list(broken(blocks, self._hashes(places, blocks), ids, start))
         except (DamagedError, NotFound):
             return  # found already, as damaged or missing
         for block in wrong:
@@ -335,13 +349,30 @@ class Audit:
         if not complete and state.first:
             return
         try:
-            history, fingerprint = history_runs(self._store), self._header.spec.fingerprint
-            found = hash_before(history, places, state, complete.stop, fingerprint).hex()
+            found = self._hash_before(state, places, complete.stop).hex()
         except DamagedError:
             return
         if found != state.digest:
             message = f"the digest of document {state.name!r} is {state.digest}, that of its tokens {found}"
             yield Finding(kind="mismatch", message=message, document=state.name)
+
+    def _hash_before(self, state: DocumentState, places: Places, block: int) -> bytes:
+        """The stored hash of everything before ``block``. Raises ``DamagedError``."""
+        if not block:
+            return beginning(self._header.spec.fingerprint, state.reading)
+        (found,) = self._hashes(places, range(block - 1, block))
+        return found
+
+    def _hashes(self, places: Places, blocks: range) -> Iterator[bytes]:
+        """The stored hashes of ``blocks``. Raises ``DamagedError``."""
+        for owner, part in places.pieces(blocks):
+            for run, together in groupby(part, lambda block: block // HASHES_PER_RUN):
+                records = self._store.get(Key(Table.HISTORY, owner, 0, run))
+                stored = records[0].payload.tobytes() if records else b""
+                for place in (block % HASHES_PER_RUN * HASH_BYTES for block in together):
+                    if len(stored) < place + HASH_BYTES:
+                        raise DamagedError(f"the hashes of run {run} of number {owner} are not all there")
+                    yield stored[place : place + HASH_BYTES]
 
 
 def _items_of(blocks: range, length: int) -> range:

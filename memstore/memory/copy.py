@@ -56,8 +56,12 @@ def copy_document(source: Document, memory: Memory, name: str, advance: Callable
     size = memory.spec.block_size
     step = max(1, TRANSACTION_BYTES // (memory.spec.layers * sum(lay.nbytes for lay in block_layouts(memory.spec))))
     while (done := len(target)) < len(source):
-        blocks = range(done // size, min(done // size + step, source.n_blocks))
-        _copy_blocks(source, target, blocks, done)
+        wanted = range(done // size, min(done // size + step, source.n_blocks))
+        blocks = next(iter(source.present(wanted)), wanted[:0])
+        if blocks.start == wanted.start and blocks:
+            _copy_blocks(source, target, blocks, done)
+        else:
+            target.pass_over((blocks or wanted[len(wanted) :]).start - wanted.start)
         advance(len(target) - done)
     if source.located()[0].edits != edits:
         raise InvalidArgument(

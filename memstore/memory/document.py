@@ -17,7 +17,7 @@ from memstore.memory.append import Append, Tokens, as_tokens
 from memstore.memory.handle import Handle
 from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import token_layout
-from memstore.memory.places import Places
+from memstore.memory.places import Places, dropped, dropped_message, lacking
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.sharing import forking, truncation
 from memstore.memory.state import NEXT_DOCUMENT, DocumentState
@@ -99,6 +99,15 @@ class Document:
         return self._handle.current().complete(self._shared.spec.block_size)
 
     @property
+    def dropped(self) -> list[range]:
+        """Blocks that were damaged and that a repair has dropped: they cannot be found or gathered any more."""
+        return dropped(self._handle.current())
+
+    def present(self, blocks: range) -> list[range]:
+        """``blocks`` without those that were dropped, in pieces."""
+        return lacking(blocks, self.dropped)
+
+    @property
     def digest(self) -> str | None:
         """Hash of the model, ``reading``, and the tokens of all complete blocks, in hexadecimal digits.
 
@@ -124,13 +133,18 @@ class Document:
         return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
 
     def tokens(self, block: int | None = None) -> Tensor:
-        """Token ids ``[n]`` int64 of one block, or of all live blocks. Raises ``NotFound``, ``DamagedError``."""
+        """Token ids ``[n]`` int64 of one block, or of all live blocks: -1 in those that a repair has dropped.
+
+        Raises ``NotFound`` for a block that is not there, and ``DamagedError``.
+        """
         while True:
             state = self._handle.current()
             live = state.live()
             if block is not None and block not in live:
                 there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
                 raise NotFound(f"document {self.name!r} has no block {block}; it has {there}.")
+            if block is not None and any(block in gone for gone in dropped(state)):
+                raise NotFound(dropped_message(self.name, block))
             try:
                 tokens = self._read_tokens(state, live if block is None else range(block, block + 1)).long()
                 # Several reads are several moments; whole blocks change by truncations only, and those are counted.
@@ -227,6 +241,20 @@ class Document:
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.store.write(batch)
 
+    def pass_over(self, blocks: int) -> None:
+        """Go on ``blocks`` blocks later: those between are dropped ones, as in a document that this one is copied from.
+
+        Raises ``InvalidArgument`` where the last block is incomplete, or nothing is stored yet, ``ReadOnlyMemory``.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            state, places = self.located()
+            if places is None or state.tokens % self._shared.spec.block_size:
+                raise InvalidArgument(f"document {self.name!r} does not end with a complete block.")
+            batch = Batch()
+            batch.put(places.entry, state.passed_over(blocks, self._shared.spec.block_size).to_record())
+            self._shared.store.write(batch)
+
     def located(self) -> tuple[DocumentState, Places | None]:
         """Its entry, and where its blocks lie; None before its first append."""
         state = self._handle.current()
@@ -298,10 +326,15 @@ class Document:
         size = self._shared.spec.block_size
         full = range(blocks.start, min(blocks.stop, state.tokens // size))
         layout = token_layout(size)
-        rows = Rows(len(full), [layout])
         places = Places(self._handle.id, state)
-        self._shared.store.read(places.all_tokens(full), [layout], rows.out)
-        parts = [rows.tensors()[0].flatten()]
+        there = lacking(full, dropped(state))
+        rows = Rows(sum(map(len, there)), [layout])
+        keys = [key for part in there for key in places.all_tokens(part)]
+        self._shared.store.read(keys, [layout], rows.out)
+        ids = rows.tensors()[0]
+        if len(ids) < len(full):
+            ids = torch.full((len(full), size), -1, dtype=torch.int32).index_copy_(0, _offsets(there, full), ids)
+        parts = [ids.flatten()]
         if full.stop < blocks.stop:
             records = self._shared.store.get(places.tokens(full.stop))
             if records is None:
@@ -312,3 +345,8 @@ class Document:
     def _check_writable(self) -> None:
         if self._shared.mode == "r" or self._shared.store.read_only:
             raise ReadOnlyMemory(f"memory {self._shared.url} is open for reading; open it with mode 'a' to write.")
+
+
+def _offsets(parts: list[range], blocks: range) -> Tensor:
+    """Where ``parts`` lie within ``blocks``."""
+    return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)

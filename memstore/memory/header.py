@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from memstore._version import __version__
-from memstore.errors import ForeignMemory, InvalidArgument, NotAMemory
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory
 from memstore.memory.layouts import block_layouts, blocks_per_run
 from memstore.memory.spec import MemorySpec
 from memstore.memory.state import HEADER
@@ -33,7 +33,13 @@ def blank(spec: MemorySpec) -> Blank:
 
 def read_header(store: BlockStore, url: str) -> Header:
     """Raises ``NotAMemory``, ``ForeignMemory`` or ``DamagedError``."""
-    records = store.get(HEADER)
+    try:
+        records = store.get(HEADER)
+    except DamagedError as error:
+        raise DamagedError(
+            f"memory {url} has lost its header, without which nothing of it can be understood ({error}). "
+            "Restore it from a copy"
+        ) from error
     if records is None:
         raise NotAMemory(f"{url} has no header of a memory; it holds something else, or was made by hand.")
     values: dict[str, Any] = records[0].to_json()

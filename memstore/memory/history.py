@@ -7,17 +7,15 @@ blocks are equal, their whole histories are, and with them their states: blocks 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from hashlib import blake2b
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError
 from memstore.memory.fingerprint import Fingerprint
+from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, following
 from memstore.memory.places import Places
 from memstore.memory.runs import Runs
 from memstore.memory.spec import MemorySpec
@@ -25,27 +23,15 @@ from memstore.memory.state import DocumentState
 from memstore.memory.tensors import byte_rows
 from memstore.store.contract import BlockStore, Layout, Table
 
-HASH_BYTES = 16
-HASHES_PER_RUN = 240
-"""So that a run, which every append rewrites, takes one page of 4 KiB."""
-
 
 def history_runs(store: BlockStore) -> Runs:
     """The stored hashes: uint8 ``[n, HASH_BYTES]``."""
     return Runs(store, Table.HISTORY, 0, HASHES_PER_RUN, lambda rows: Layout("uint8", (rows, HASH_BYTES)))
 
 
-def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> bytes:
-    """The hash before the first block."""
-    return _hash(json.dumps([fingerprint.to_dict(), reading], sort_keys=True).encode())
-
-
 def chain(start: bytes, tokens: Tensor) -> Tensor:
     """Hashes uint8 ``[n, HASH_BYTES]`` of complete blocks ``tokens [n, S]`` int32 that come after hash ``start``."""
-    hashes = bytearray()
-    for row in byte_rows(tokens):
-        start = _hash(start + row.tobytes())
-        hashes += start
+    hashes = bytearray().join(following(start, byte_rows(tokens)))
     flat = torch.frombuffer(hashes, dtype=torch.uint8) if hashes else torch.empty(0, dtype=torch.uint8)
     return flat.reshape(-1, HASH_BYTES)
 
@@ -84,22 +70,6 @@ def agreeing(history: Runs, places: Places, state: DocumentState, hashes: Tensor
     return bisect_left(range(most), True, least, most, key=differs)
 
 
-def broken(
-    history: Runs, places: Places, blocks: range, tokens: Iterable[Tensor], start: bytes | None
-) -> Iterator[int]:
-    """The ``blocks`` of which the stored hash does not follow from the one before it and ``tokens [S]`` int32.
-
-    ``start`` is the hash before the first of them; None, where it is not known, passes the first block.
-    Raises ``DamagedError``.
-    """
-    rows = torch.cat([rows for _, rows in history.read(places, blocks)]) if blocks else torch.empty(0)
-    for block, row, ids in zip(blocks, rows, tokens, strict=True):
-        stored = _bytes(row)
-        if start is not None and _hash(start + byte_rows(ids[None])[0].tobytes()) != stored:
-            yield block
-        start = stored
-
-
 def known_prefix(
     candidates: Iterable[tuple[DocumentState, Places]], history: Runs, hashes: Tensor, size: int
 ) -> tuple[str, int] | None:
@@ -122,7 +92,3 @@ def _row(history: Runs, places: Places, block: int) -> bytes:
 
 def _bytes(row: Tensor) -> bytes:
     return row.numpy().tobytes()
-
-
-def _hash(content: bytes) -> bytes:
-    return blake2b(content, digest_size=HASH_BYTES).digest()

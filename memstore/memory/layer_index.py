@@ -10,6 +10,7 @@ from torch import Tensor
 from memstore.errors import DamagedError
 from memstore.index import Found, VectorIndex
 from memstore.memory.handle import Handle
+from memstore.memory.places import dropped, lacking
 from memstore.memory.state import DocumentState
 
 
@@ -27,6 +28,7 @@ class LayerIndex:
         self._index: VectorIndex | None = None
         self._edits = -1
         self._held = range(0)
+        self._dropped: list[range] = []  # blocks within ``_held`` that are not there
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +51,7 @@ class LayerIndex:
         with self._lock:
             if self._index is not None and self._edits == before.edits:
                 self._keep(range(min(self._held.start, after.blocks), min(self._held.stop, after.blocks)))
-                self._edits = after.edits
+                self._edits, self._dropped = after.edits, dropped(after)
 
     def _synced(self) -> VectorIndex:
         while True:
@@ -68,14 +70,16 @@ class LayerIndex:
         complete = state.complete(self._handle.shared.spec.block_size)
         if self._index is None or self._edits != state.edits:
             self._index, self._edits = self._handle.shared.new_index(), state.edits
-            self._held = range(complete.start, complete.start)
+            self._held, self._dropped = range(complete.start, complete.start), dropped(state)
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index
         runs = self._handle.shared.runs(self._layer)
-        for blocks, keys in runs.read(self._handle.places, range(self._held.stop, complete.stop)):
-            self._index.add(torch.arange(blocks.start, blocks.stop), keys)
-            self._held = range(self._held.start, blocks.stop)
+        for part in lacking(range(self._held.stop, complete.stop), self._dropped):
+            for blocks, keys in runs.read(self._handle.places, part):
+                self._index.add(torch.arange(blocks.start, blocks.stop), keys)
+                self._held = range(self._held.start, blocks.stop)
+        self._held = range(self._held.start, complete.stop)
         return self._index
 
     def _keep(self, blocks: range) -> None:
@@ -83,6 +87,7 @@ class LayerIndex:
         assert self._index is not None
         before = range(self._held.start, min(blocks.start, self._held.stop))
         after = range(max(blocks.stop, before.stop, self._held.start), self._held.stop)
-        if before or after:
-            self._index.remove(torch.tensor([*before, *after]))
+        gone = [block for part in (before, after) for left in lacking(part, self._dropped) for block in left]
+        if gone:
+            self._index.remove(torch.tensor(gone))
         self._held = blocks or range(blocks.start, blocks.start)

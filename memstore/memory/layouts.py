@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from memstore.memory.spec import MemorySpec
-from memstore.store.codecs import codec_named
 from memstore.store.contract import Layout
 
 RUN_BYTES = 64 * 1024
@@ -12,6 +11,10 @@ RUN_BYTES = 64 * 1024
 
 def block_layouts(spec: MemorySpec) -> list[Layout]:
     """Layouts of a complete block of one layer, in the order of the records: what the codec stores of each field."""
+    if spec.codec == "none":
+        return plain_layouts(spec)
+    from memstore.store.codecs import codec_named  # which needs torch, and a check of a memory should not
+
     codec = codec_named(spec.codec)
     return [layout for shape in spec.fields.values() for layout in codec.layouts(spec.dtype, shape)]
 

@@ -18,8 +18,9 @@ from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.audit import Finding
 from memstore.memory.blocks import BlockReader
 from memstore.memory.document import Document
+from memstore.memory.hashes import beginning
 from memstore.memory.header import blank, read_header
-from memstore.memory.history import beginning, chain, known_prefix
+from memstore.memory.history import chain, known_prefix
 from memstore.memory.keeper import Keeper
 from memstore.memory.keeping import WhenFull
 from memstore.memory.layouts import plain_layouts, run_layout
@@ -224,8 +225,12 @@ class Memory:
         Raises ``ForeignMemory`` where it has other arrays under a name: states go with the arrays of their memory, such
         as its router.
         """
-        other._check_writable()
-        self._named.share(other._named)
+        other.take_facts(self._named)
+
+    def take_facts(self, named: Named) -> None:
+        """Store what ``named`` of another memory has and this one lacks; see ``share_facts``."""
+        self._check_writable()
+        named.share(self._named)
 
     def verify(self) -> list[Finding]:
         """Read and check every stored value, and whether all of them fit together. Nothing is changed.
@@ -237,17 +242,18 @@ class Memory:
             return verify.in_child(self.url)
         return verify.check(self._shared.store)
 
-    def repair(self, *, dry_run: bool = False) -> Repaired:
+    def repair(self, *, dry_run: bool = False, drop_blocks: bool = False) -> Repaired:
         """Put right what ``verify`` finds, and verify again: what was done, document by document, and what is left.
 
         A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
-        removed, a lost entry of a document is written again from its token ids. ``dry_run`` changes nothing and tells
-        what would be done first. Raises ``DamagedError`` where the tree around the values is damaged, so that nothing
-        can be changed in place, ``ReadOnlyMemory``.
+        removed, a lost entry of a document is written again from its token ids. With ``drop_blocks`` a document loses
+        its damaged blocks alone: see ``dropping.py``. ``dry_run`` changes nothing and tells what would be done first.
+        Raises ``DamagedError`` where the tree around the values is damaged, so that nothing can be changed in place
+        (``memstore repair --to`` saves what can be read then), ``ReadOnlyMemory``.
         """
         self._check_writable()
         with self._shared.writing:
-            return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run)
+            return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
 
     def stats(self) -> dict[str, Any]:
         """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.
@@ -255,9 +261,10 @@ class Memory:
         Blocks that documents share count for each of them, and once in ``bytes``.
         """
         states = [(number, self._shared.state(number)) for number in self._shared.documents()]
-        live = [(state, Places(number, state).pieces(state.live())) for number, state in states if state is not None]
-        tokens = sum(state.tokens - state.first * self.spec.block_size for state, pieces in live if pieces)
-        blocks = sum(len(state.live()) for state, _ in live)
+        live = [(state, Places(number, state).present(state.live())) for number, state in states if state is not None]
+        blocks = sum(len(piece.blocks) for _, pieces in live for piece in pieces)
+        missing = sum(-state.tokens % self.spec.block_size for state, pieces in live if pieces)
+        tokens = blocks * self.spec.block_size - missing
         stored = count(piece for _, pieces in live for piece in pieces)
         incomplete = sum(1 for state, pieces in live if pieces and state.tokens % self.spec.block_size)
         disk = self._shared.store.size_bytes()

@@ -33,6 +33,9 @@ class Places:
         self._stops = [span.blocks.stop for span in self._spans]
         self.start = self._stops[-1] if self._stops else 0
         """The first block that lies at home, whether it exists or not."""
+        self.whole = max([self.start, *(stop for _, stop in state.dropped)])
+        """The first block from which on all blocks lie at home, and none was dropped."""
+        self._dropped = dropped(state)
 
     @property
     def entry(self) -> Key:
@@ -54,6 +57,10 @@ class Places:
         parts = [Piece(owner, common(span, blocks)) for owner, span in everything]
         return [part for part in parts if part.blocks]
 
+    def present(self, blocks: range) -> list[Piece]:
+        """``blocks`` without those that were dropped, cut where the owner changes."""
+        return [piece for part in lacking(blocks, self._dropped) for piece in self.pieces(part)]
+
     def below(self, stop: int) -> tuple[tuple[int, int, int], ...]:
         """The spans of a document that shares all blocks below ``stop``."""
         return tuple((owner, blocks.start, blocks.stop) for owner, blocks in self.pieces(range(stop)))
@@ -69,6 +76,16 @@ class Places:
     def block(self, layer: int, block: int) -> Key:
         """Key of the states of a block."""
         return Address(self.owner(block)).block(layer, block)
+
+
+def dropped(state: DocumentState) -> list[range]:
+    """The blocks of a document that were damaged and are gone."""
+    return [range(start, stop) for start, stop in state.dropped]
+
+
+def dropped_message(document: str, block: int) -> str:
+    """What to say to whoever wants a block that was dropped."""
+    return f"document {document!r}: block {block} was damaged, and a repair has dropped it; the others are whole."
 
 
 def common(one: range, other: range) -> range:

@@ -1,24 +1,28 @@
 """Make a damaged memory sound again: by what ``verify`` finds, never by guessing.
 
-Of a document with damaged, missing or unfitting values the longest sound prefix stays. Where a document's entry is
+Of a document with damaged, missing or unfitting values the longest sound prefix stays, or, where that is asked for,
+everything but the damaged blocks (``dropping.py``). Where a document's entry is
 damaged, everything else of it still says how long it is, so only its name is lost. Values that nothing refers to go.
 Whatever cannot be put right is left as it is, and named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
+from shlex import quote
 
 from memstore.errors import DamagedError
 from memstore.memory.audit import Audit, Finding
 from memstore.memory.document import Document
+from memstore.memory.dropping import losses, outcomes, without_blocks, without_hashes
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.state import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
 from memstore.store.checks import MAX_ITEM, MAX_LAYER
 from memstore.store.contract import Batch, Key
 
+Cure = Callable[[list[Finding], bool], "Iterable[Step]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # of JSON that is damaged, or not what it should be
 _FIRST_AGAIN = 1000  # numbers left out where nobody knows which one was used last
@@ -32,7 +36,7 @@ class Step:
     document: str | None = None
     """Name of the document, where there is one."""
     tokens_lost: int = 0
-    """Tokens at the end of the document that are gone."""
+    """Tokens of the document that are gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +58,24 @@ class Repair:
         self._document = document
         self._verify = verify
 
-    def run(self, *, dry_run: bool) -> Repaired:
+    def run(self, *, dry_run: bool, drop_blocks: bool = False) -> Repaired:
         """Repair as far as that is possible. Raises ``DamagedError`` where not even the keys can be walked."""
+        cure = self._drops if drop_blocks else self._truncations
         findings, steps = self._verify(), list[Step]()
         for _ in range(_ROUNDS):
             if any(finding.kind == "crash" for finding in findings):
                 raise DamagedError(
                     f"memory {self._shared.url} cannot be repaired in place: the tree around its values is damaged. "
-                    "Restore it from a copy, or read its documents again into a new memory"
+                    f"To save what can still be read: memstore repair {quote(self._shared.url)} --to NEW"
                 )
-            done = self._round(findings, dry_run) if findings else []
+            done = self._round(findings, cure, dry_run) if findings else []
             steps += done
             if dry_run or not done:
                 break
             findings = self._verify()
         return Repaired(steps=steps, left=findings)
 
-    def _round(self, findings: list[Finding], dry_run: bool) -> list[Step]:
+    def _round(self, findings: list[Finding], cure: Cure, dry_run: bool) -> list[Step]:
         """Put right what does not depend on anything else that is wrong."""
         audit = Audit(self._shared.store)
         audit.run()
@@ -83,7 +88,7 @@ class Repair:
         steps = list(self._unknown(batch, audit.unknown))
         if batch.deletes and not dry_run:
             self._shared.store.write(batch)
-        return [*steps, *self._truncations(findings, dry_run)]
+        return [*steps, *cure(findings, dry_run)]
 
     def _numbers(self, batch: Batch, audit: Audit) -> Iterator[Step]:
         """The number of the next document."""
@@ -118,27 +123,13 @@ class Repair:
             names.add(name)
             entry = Address(number).entry
             batch.delete(entry, entry._replace(layer=MAX_LAYER, item=MAX_ITEM))  # where it may have come to lie
-            state = self._told_by_tokens(number, name)
+            state = told_by_tokens(self._shared, number, name)
             if state is None:
                 yield Step(message=f"document number {number} has a damaged entry and no token ids, so it is gone")
             else:
                 batch.put(entry, state.to_record())
                 message = f"document number {number} had lost its entry, and with it its name: it is {name!r} now"
                 yield Step(message=message, document=name)
-
-    def _told_by_tokens(self, number: int, name: str) -> DocumentState | None:
-        """The state of a document, from the blocks that have token ids."""
-        address, size = Address(number), self._shared.spec.block_size
-        items = [key.item for key in self._shared.store.keys(address.tokens(0), address.tokens(LAST_ITEM))]
-        if not items:
-            return None
-        last = next((item for item, after in pairwise(items) if after != item + 1), items[-1])
-        try:
-            records = self._shared.store.get(address.tokens(last)) or ()
-            length = records[0].layout.shape[0]
-        except DamagedError:
-            length = size  # the block is cut off next
-        return DocumentState(name=name, tokens=last * size + length, blocks=last + 1, first=items[0])
 
     def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[Step]:
         """Values that nothing refers to."""
@@ -162,3 +153,36 @@ class Repair:
             lost = before - min(before, keep * size)
             message = f"document {name!r} ends before block {keep} now: {before - lost} tokens stay, {lost} are lost"
             yield Step(message=message, document=name, tokens_lost=lost)
+
+    def _drops(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
+        """Take out of each document its unsound blocks, at its end by cutting it."""
+        store, names = self._shared.store, losses(findings, self._shared.spec.block_size)
+        numbers = {n: state.name for n in self._shared.documents() if (state := self._shared.state(n)) is not None}
+        lost = {number: names[name] for number, name in numbers.items() if name in names}
+        for number in (number for number, loss in lost.items() if loss.hashes):
+            message = f"document {numbers[number]!r} goes on without hashes of its history: its text is not reused"
+            yield Step(message=message, document=numbers[number])
+        if not dry_run:
+            store.write(without_hashes(self._shared, lost))
+        done = outcomes(self._shared, lost)
+        if not dry_run:
+            store.write(without_blocks(self._shared, done))
+        for number, outcome in done.items():
+            blocks, tokens, stay = outcome.blocks, outcome.tokens, outcome.stay
+            message = f"document {numbers[number]!r} goes on without {blocks} damaged blocks: {tokens} tokens are lost"
+            yield Step(message=f"{message}, {stay} stay", document=numbers[number], tokens_lost=tokens)
+
+
+def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | None:
+    """The state of a document whose entry is lost, from the blocks that have token ids. Raises ``DamagedError``."""
+    address, size = Address(number), shared.spec.block_size
+    items = [key.item for key in shared.store.keys(address.tokens(0), address.tokens(LAST_ITEM))]
+    if not items:
+        return None
+    last = next((item for item, after in pairwise(items) if after != item + 1), items[-1])
+    try:
+        records = shared.store.get(address.tokens(last)) or ()
+        length = records[0].layout.shape[0]
+    except DamagedError:
+        length = size  # the block is cut off next
+    return DocumentState(name=name, tokens=last * size + length, blocks=last + 1, first=items[0])

@@ -70,7 +70,7 @@ class Runs:
         """
         run, offset = divmod(first_block, self._length)
         if offset:
-            head = self._head(self._key(places.home, run), offset, max(first_live, places.start))
+            head = self._head(self._key(places.home, run), offset, max(first_live, places.whole))
             rows = torch.cat([head, rows])
         for start in range(0, len(rows), self._length):
             number = run + start // self._length

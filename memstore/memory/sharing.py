@@ -21,7 +21,7 @@ def used_by_others(shared: Shared, *documents: int | None) -> list[Piece]:
     pieces: list[Piece] = []
     for number in shared.documents():
         if number not in documents and (state := shared.state(number)) is not None:
-            pieces += Places(number, state).pieces(state.live())
+            pieces += Places(number, state).present(state.live())
     return pieces
 
 
@@ -66,7 +66,7 @@ def truncation(
     after = replace(before.cut(blocks, shared.spec.block_size), digest=digest)
     if any(owner == places.home and used.stop > blocks for owner, used in others):
         after = replace(after, spans=places.below(blocks), home=fresh)
-    kept = [*Places(number, after).pieces(after.live()), *others]
+    kept = [*Places(number, after).present(after.live()), *others]
     release(batch, shared, places.pieces(range(blocks, LAST_ITEM)), kept)
     batch.put(places.entry, after.to_record())
     return batch, after
@@ -87,6 +87,7 @@ def forking(shared: Shared, parent: Places, state: DocumentState, name: str, blo
         spans=parent.below(whole),
         digest=digest_at(shared.history, parent, state, whole, shared.spec),
         reading=state.reading,
+        dropped=state.dropped_below(whole),
     )
     batch, places = Batch(), Places(number, fork)
     if blocks > whole:

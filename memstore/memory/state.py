@@ -35,7 +35,7 @@ class DocumentState:
     first: int = 0
     """First live block; those before it have left, because of ``capacity``."""
     edits: int = 0
-    """Number of truncations. While it stays the same, complete blocks never change."""
+    """Number of truncations and drops. While it stays the same, complete blocks never change."""
     state: str = "live"
     """Room for other states in later versions."""
     spans: tuple[tuple[int, int, int], ...] = ()
@@ -46,6 +46,8 @@ class DocumentState:
     """Hash of the history of all complete blocks, see ``history.py``; None where it was never computed."""
     reading: dict[str, Any] | None = None
     """What the states depend on beside fingerprint and tokens, in the words of whoever computed them."""
+    dropped: tuple[tuple[int, int], ...] = ()
+    """``(start, stop)``: complete blocks that were damaged and are gone, ascending; see ``dropping.py``."""
 
     def live(self) -> range:
         """All live blocks."""
@@ -67,7 +69,24 @@ class DocumentState:
         tokens = min(self.tokens, blocks * block_size)
         spans = tuple((owner, start, min(stop, blocks)) for owner, start, stop in self.spans if start < blocks)
         first = min(self.first, blocks)
-        return replace(self, tokens=tokens, blocks=blocks, first=first, edits=self.edits + 1, spans=spans)
+        return replace(
+            self,
+            tokens=tokens,
+            blocks=blocks,
+            first=first,
+            edits=self.edits + 1,
+            spans=spans,
+            dropped=self.dropped_below(blocks),
+        )
+
+    def passed_over(self, blocks: int, block_size: int) -> DocumentState:
+        """With ``blocks`` blocks more, all of them dropped."""
+        tokens, stop = self.tokens + blocks * block_size, self.blocks + blocks
+        return replace(self, tokens=tokens, blocks=stop, dropped=(*self.dropped, (self.blocks, stop)), digest=None)
+
+    def dropped_below(self, blocks: int) -> tuple[tuple[int, int], ...]:
+        """``dropped``, as far as it concerns the first ``blocks`` blocks."""
+        return tuple((start, min(stop, blocks)) for start, stop in self.dropped if start < blocks)
 
     def to_record(self) -> Record:
         """As stored: what not every document has is left out, so that plain entries stay as they always were."""
@@ -84,7 +103,8 @@ class DocumentState:
                 f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
             )
         spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
-        return cls(**values, spans=spans)
+        dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))
+        return cls(**values, spans=spans, dropped=dropped)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From the url of a memory to its store: a path, ``zarr:PATH``, ``ram:``, or a scheme of another package."""
+"""From the url of a memory to its store: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from memstore.errors import InvalidArgument, NotAMemory, NotFound
+from memstore.errors import InvalidArgument, MemstoreError, NotAMemory, NotFound
+from memstore.memory import remote
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
 
@@ -59,7 +60,39 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         return _open_ram(str(url)[4:], mode, blank)
     if scheme[1] == "zarr":
         return _open_zarr(Path(str(url)[5:]), mode, blank)
+    if remote.is_remote(url):
+        return _open_remote(str(url), mode, blank)
     return _plugin(scheme[1], str(url))(str(url), mode, blank)
+
+
+def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> Opened:
+    """A store of another package that makes what it lacks when it is opened: as a memory, in every mode.
+
+    Nothing was ever committed where ``store.version()`` is 0. Raises ``NotFound`` and ``InvalidArgument``.
+    """
+    if mode == "x" and store.version():
+        raise InvalidArgument(f"there is a memory at {url} already; open it with mode 'a', or choose another path.")
+    if not store.version():
+        if mode == "r" or blank is None:
+            raise _missing(url, mode)
+        store.write(blank.batch)
+    return Opened(store)
+
+
+def open_unchecked(url: str | Path) -> BlockStore:
+    """The store at ``url``, to be read even if the tree around its values is damaged: reading may end the process.
+
+    Raises like ``open_store``.
+    """
+    if is_path(url):
+        from memstore.store.lmdb import LmdbStore
+
+        return LmdbStore.open(url, read_only=True, check=False)
+    if str(url).startswith("zarr:"):
+        from memstore.store.zarr import ZarrStore
+
+        return ZarrStore.open(str(url)[5:], read_only=True, check=False)
+    return open_store(url, "r", None).store
 
 
 def is_path(url: str | Path) -> bool:
@@ -69,14 +102,14 @@ def is_path(url: str | Path) -> bool:
 
 def on_disk(url: str | Path) -> bool:
     """Whether other processes of this machine can open ``url`` for reading with what memstore itself brings."""
-    return is_path(url) or str(url).startswith("zarr:")
+    return is_path(url) or str(url).startswith("zarr:") or remote.is_remote(url)
 
 
 def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened]:
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:
         others = "".join(f", {name}:..." for name in sorted(plugins.names))
-        here = f"a path (for a folder of this name, ./{url}), zarr:PATH, ram:, ram:NAME"
+        here = f"a path (for a folder of this name, ./{url}), zarr:PATH, zarr+s3://BUCKET/PREFIX, ram:, ram:NAME"
         raise InvalidArgument(f"cannot open {url!r}: supported are {here}{others}.")
     return cast("Callable[[str, Mode, Blank | None], Opened]", plugins[scheme].load())
 
@@ -111,6 +144,25 @@ def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
     return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder))
 
 
+def _open_remote(url: str, mode: Mode, blank: Blank | None) -> Opened:
+    from memstore.store.zarr import ZarrStore
+
+    where = remote.places(url)
+    tail = where.tail
+    if not _has_tail(tail) and (mode == "r" or blank is None):
+        raise _missing(url, mode)
+    shards = remote.open_shards(where, read_only=mode == "r")
+    try:
+        return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), shards=shards)
+    except OSError as error:
+        if isinstance(error, MemstoreError):
+            raise
+        raise MemstoreError(
+            f"the storage of {url} cannot be used ({' '.join(str(error).split())[:200]}); nothing was changed. Check "
+            "the address and the keys to it"
+        ) from error
+
+
 def _open_folder(
     kind: type[LmdbStore] | type[ZarrStore],
     folder: Path,
@@ -119,21 +171,26 @@ def _open_folder(
     blank: Blank | None,
     *,
     exists: Callable[[], bool],
+    **options: Any,
 ) -> Opened:
-    """Open a store in a folder, or make one; ``exists`` says whether there is one, finished or not."""
+    """Open a store in a folder, or make one; ``exists`` says whether there is one, finished or not.
+
+    ``options`` are those of ``kind``.
+    """
     if mode == "r":
-        return Opened(kind.open(folder, read_only=True))
+        return Opened(kind.open(folder, read_only=True, **options))
     if mode == "a" and exists():
         try:
-            return Opened(kind.open(folder))
+            return Opened(kind.open(folder, **options))
         except NotFound:  # its creation was interrupted
             if blank is None:
                 raise
     if blank is None:
         if folder.exists():
-            return Opened(kind.open(folder))  # which says what the path is instead
+            return Opened(kind.open(folder, **options))  # which says what the path is instead
         raise _missing(url, mode)
-    return Opened(kind.create(folder, blocks_per_value=_blocks_per_value(blank.block_bytes), batch=blank.batch))
+    packing = _blocks_per_value(blank.block_bytes)
+    return Opened(kind.create(folder, blocks_per_value=packing, batch=blank.batch, **options))
 
 
 def _has_tail(folder: Path) -> bool:

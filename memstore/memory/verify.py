@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from shlex import quote
 
 from memstore.errors import MemstoreError
 from memstore.memory.audit import Audit, Finding
-from memstore.memory.urls import is_path, open_store
+from memstore.memory.urls import open_unchecked
 from memstore.store.contract import BlockStore
 
 _ATTEMPTS = 5
@@ -45,7 +46,7 @@ def in_child(path: str) -> list[Finding]:
     lines = [json.loads(line) for line in child.stdout.splitlines(keepends=True) if line.endswith("}\n")]
     findings = [_from_json(line) for line in lines if line != _DONE]
     if child.returncode or _DONE not in lines:
-        findings.append(Finding(kind="crash", message=_last_words(child.returncode, child.stderr)))
+        findings.append(Finding(kind="crash", message=_last_words(path, child.returncode, child.stderr)))
     return findings
 
 
@@ -59,26 +60,19 @@ def _from_json(line: dict[str, object]) -> Finding:
     return Finding(**line, tokens=span)  # type: ignore[arg-type]  # the child is this very module
 
 
-def _last_words(code: int, errors: str) -> str:
+def _last_words(path: str, code: int, errors: str) -> str:
     reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
     words = errors.strip().splitlines()[-1:] or ["it said nothing"]
     return (
         f"the process that checked the memory was ended {reason} ({words[0]}): probably the tree around the values is "
-        "damaged, and not every value could be read. Restore the memory from a copy, or read its documents again."
+        f"damaged, and not every value could be read. To save what can: memstore repair {quote(path)} --to NEW"
     )
 
 
 def main(path: str) -> None:
     """Check the memory at ``path`` (a folder, or ``zarr:`` and one) and print the findings."""
-    from memstore.store.lmdb import LmdbStore
-
     try:
-        # A scan says more of a damaged tree than that it is damaged.
-        store: BlockStore
-        if is_path(path):
-            store = LmdbStore.open(path, read_only=True, check=False)
-        else:
-            store = open_store(path, "r", None).store
+        store = open_unchecked(path)  # a scan says more of a damaged tree than that it is damaged
     except MemstoreError as error:
         findings = [Finding(kind="damaged", message=str(error))]
     else:

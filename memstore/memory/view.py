@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
-from memstore.memory.places import Places
+from memstore.memory.places import Places, dropped, dropped_message
 from memstore.memory.state import DocumentState
 from memstore.store.tiered import Changed, Wanted
 
@@ -100,7 +100,8 @@ class LayerView:
             return
         state = self._handle.current()
         complete = state.complete(self._shared.spec.block_size)
-        ids = [block for block in _as_ids(blocks) if block in complete]
+        gone = dropped(state)
+        ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]
         if ids:
             self._shared.blocks.prefetch(self._wanted(ids, state), self._unedited(state))
 
@@ -166,7 +167,9 @@ class LayerView:
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
-        live = state.live()
+        live, gone = state.live(), dropped(state)
+        if gone and (lost := [block for block in blocks if any(block in each for each in gone)]):
+            raise NotFound(dropped_message(self._name, lost[0]))
         if blocks and not live.start <= min(blocks) <= max(blocks) < live.stop:
             wrong = next(block for block in blocks if block not in live)
             there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, StoreFull
 from memstore.store.contract import ITEM_BYTES, Batch, Bytes, Key, Layout, Record, Table
 from memstore.store.records import MAX_DIMENSIONS, describe
 
 MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb.py``
 MAX_LAYER = 2**32 - 1
 MAX_ITEM = 2**64 - 1
+
+
+@contextmanager
+def translated(*, closed: type[Exception], full: type[Exception]) -> Iterator[None]:
+    """Errors of the library below a store as those of the contract.
+
+    ``closed`` is what it raises after it was closed, ``full`` what it raises where it cannot store something.
+    """
+    try:
+        yield
+    except closed as error:
+        raise InvalidArgument(f"this store is closed; open the memory again ({error})") from None
+    except full as error:
+        raise StoreFull(f"nothing of this batch was stored ({error}), what was committed before stands") from error
 
 
 def check_key(key: Key) -> None:

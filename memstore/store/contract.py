@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ class Table(IntEnum):
     HISTORY = 5
 
 
+_KEY = struct.Struct(">BIIQ")
+
+
 class Key(NamedTuple):
     """Address of one value. Values are ordered by table, document, layer, item."""
 
@@ -52,6 +56,16 @@ class Key(NamedTuple):
     layer: int = 0
     item: int = 0
     """Block, run of blocks, or number of an entry, depending on the table."""
+
+    def to_bytes(self) -> bytes:
+        """17 bytes, big-endian, so that they sort as keys do."""
+        return _KEY.pack(*self)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Key:
+        """The inverse of ``to_bytes``."""
+        table, *numbers = _KEY.unpack(raw)
+        return cls(Table(table), *numbers)
 
 
 @dataclass(frozen=True)
@@ -170,15 +184,17 @@ class BlockStore(ABC):
 
     @abstractmethod
     def scan(self) -> Iterator[Scanned]:
-        """Every value of every table, in order, verified; damaged ones are reported, not raised."""
+        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
 
-    @abstractmethod
     def delete(self, document: int) -> None:
         """Delete everything of one document, in one transaction."""
+        from memstore.store.checks import document_ranges  # which imports this module
 
-    @abstractmethod
+        self.write(Batch(deletes=document_ranges(document)))
+
     def sync(self) -> None:
-        """Return when everything committed so far is on disk."""
+        """Return when everything committed so far is on disk. This one is for stores whose ``write`` waits for it."""
+        self.version()
 
     @abstractmethod
     def size_bytes(self) -> int:

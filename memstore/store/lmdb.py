@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import lmdb
@@ -137,7 +138,8 @@ class LmdbStore(BlockStore):
                     raise NotAMemory(f"{folder} holds an LMDB environment of something else, not a memory")
                 raise DamagedError(
                     f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
-                    f"({what}). None of it was used; run memstore verify to see what can be read, or restore a copy"
+                    f"({what}). None of it was used. "
+                    f"To save what can be read: memstore repair {quote(cls._url(folder))} --to NEW"
                 )
             store._read_facts()
             if store._reserve:
@@ -147,6 +149,11 @@ class LmdbStore(BlockStore):
             store.close()
             raise
         return store
+
+    @classmethod
+    def _url(cls, folder: Path) -> str:
+        """What to call the memory that lies in ``folder``."""
+        return str(folder)
 
     @classmethod
     def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool, map_bytes: int) -> Self:

@@ -20,6 +20,7 @@ from memstore.store.records import (
     damaged,
     decode_header,
     decode_value,
+    encode_value,
     padding,
 )
 
@@ -93,13 +94,25 @@ def outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> d
     """
     kept: dict[int, bytes] = {}
     to_the_end = last.item >= run.item + length - 1
-    for entry in entries(view, run, length):
-        if not first <= entry.key <= last:
-            decode_value(view, entry.start, entry.key)
-            kept[entry.key.item] = bytes(view[entry.start : entry.end])
-        if to_the_end and entry.key.item + 1 >= first.item:
-            break
+    try:
+        for entry in entries(view, run, length):
+            if not first <= entry.key <= last:
+                decode_value(view, entry.start, entry.key)
+                kept[entry.key.item] = bytes(view[entry.start : entry.end])
+            if to_the_end and entry.key.item + 1 >= first.item:
+                break
+    except DamagedError:  # perhaps of a value that goes
+        return _around_damage(view, run, length, first, last)
     return kept
+
+
+def _around_damage(view: memoryview, run: Key, length: int, first: Key, last: Key) -> dict[int, bytes]:
+    """``outside``, where values from ``first`` to ``last`` cannot be walked over."""
+    kept = [found for found in scan(view, run, length) if not first <= found.key <= last]
+    for found in kept:
+        if found.damage is not None:
+            raise found.damage
+    return {found.key.item: encode_value(found.key, found.records) for found in kept}
 
 
 def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,10 @@ class Tail(LmdbStore):
     """An ``LmdbStore`` that also knows which blocks are sealed. Its format number keeps it from being opened alone."""
 
     _format = TAIL_FORMAT
+
+    @classmethod
+    def _url(cls, folder: Path) -> str:
+        return f"zarr:{folder.parent}"
 
     def commit(self, deletes: Sequence[tuple[Key, Key]], puts: Puts, then: Callable[[Any], None] | None = None) -> None:
         """``write`` for checked changes, those of the manifest among them; ``then`` may refuse the transaction."""

@@ -142,15 +142,16 @@ class ZarrStore(BlockStore):
         shards: Store | None = None,
         shard_bytes: int | None = None,
         read_only: bool = False,
+        check: bool = True,
     ) -> Self:
-        """Open an existing memory folder.
+        """Open an existing memory folder; ``check`` as in ``LmdbStore.open``.
 
         Raises what ``LmdbStore.open`` raises, and ``ForeignMemory`` for the shards of another memory.
         """
         folder = Path(path)
         if not (folder / TAIL_NAME).is_dir():
             raise _no_memory(folder)
-        tail = Tail.open(folder / TAIL_NAME, read_only=read_only)
+        tail = Tail.open(folder / TAIL_NAME, read_only=read_only, check=check)
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
     def write(self, batch: Batch) -> None:
@@ -364,14 +365,34 @@ class ZarrStore(BlockStore):
         return self._tail.used_bytes() + self._sealed_bytes()
 
     def compact(self, progress: Progress | None = None) -> Compacted:
-        """Erase what deleted values have left in the tail; shards of which nothing is alive are deleted at once anyway.
+        """Erase what deleted values have left in the tail, and in shards that they share with living ones.
 
-        Dead blocks that share a shard with living ones stay until the last of them goes. Raises what
-        ``LmdbStore.compact`` raises.
+        Shards of which nothing is alive are deleted at once anyway. Living blocks beside dead ones are written to the
+        tail again, and from there into new shards when there are enough of them; so this takes the room of one shard
+        at a time. Raises what ``LmdbStore.compact`` raises, ``StoreFull``, and ``DamagedError`` for a living block.
         """
-        sealed = self._sealed_bytes()
-        before, after = self._tail.compact(progress)
-        return Compacted(before + sealed, after + sealed)
+        before = self._sealed_bytes() + self._tail.size_bytes()
+        with self._writing:
+            for extent in self._extents():
+                for shard in sorted(extent.live_shards()):
+                    self._leave(extent, shard)
+        _, after = self._tail.compact(progress)
+        return Compacted(before, after + self._sealed_bytes())
+
+    def _extents(self) -> list[Extent]:
+        with self._tail.snapshot() as snapshot:
+            return [each for series in snapshot.all_series() for each in snapshot.extents(series, self._cache)]
+
+    def _leave(self, extent: Extent, shard: int) -> None:
+        """Move the living blocks of a shard to the tail, if there are dead ones in it; the shard is deleted then."""
+        first = extent.first + shard * extent.shard_blocks
+        living = [block for block in range(first, first + extent.shard_blocks) if extent.place(block)]
+        if len(living) == extent.shard_blocks:
+            return
+        batch = Batch()
+        for key in map(extent.series.block, living):
+            batch.put(key, *(self.get(key) or ()))
+        self._write(batch)
 
     def _sealed_bytes(self) -> int:
         with self._tail.snapshot() as snapshot:
@@ -550,7 +571,11 @@ class ZarrStore(BlockStore):
             return
         if owner is None and counters["next_extent"] == 1 and not self.read_only:
             self._claim(counters)
-        elif owner is None or self._objects.read([Piece(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]:
+            return
+        problem = owner and self._objects.read([Piece(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
+        if problem and not problem.endswith("is not there"):
+            raise OSError(problem)
+        if owner is None or problem:
             raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
 
     def _claim(self, counters: dict[str, Any]) -> None:

@@ -8,22 +8,24 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from memstore._version import __version__
-from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.tools.ask import ask
 from memstore.tools.compact import compact
 from memstore.tools.copy import copy
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
+from memstore.tools.expire import expire
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.forget import forget
 from memstore.tools.limit import limit
 from memstore.tools.ls import ls
 from memstore.tools.models import DRT, is_drt
-from memstore.tools.options import Dtype, Threads, use_threads
+from memstore.tools.options import Dtype, Threads, on_disk, use_threads
 from memstore.tools.output import Json, Report, verb
 from memstore.tools.pin import pin, unpin
 from memstore.tools.read import read
@@ -31,7 +33,7 @@ from memstore.tools.repair import repair
 from memstore.tools.show import show
 from memstore.tools.stats import stats
 from memstore.tools.train import drt
-from memstore.tools.verify import verify
+from memstore.tools.verify import ONLY_A_COPY, verify
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
@@ -99,6 +101,7 @@ for function in (
     forget,
     pin,
     unpin,
+    expire,
     limit,
     compact,
     repair,
@@ -163,7 +166,7 @@ def _run(arguments: Sequence[str]) -> int:
         _check_text(arguments)
         code: int = command.main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
-        return report_failure(error, json=json)
+        return report_failure(_with_way_out(error, arguments), json=json)
     except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode
         raise BrokenPipeError from None
     except (KeyboardInterrupt, typer.Abort):
@@ -176,6 +179,19 @@ def _run(arguments: Sequence[str]) -> int:
         return report_failure(_explained(error), json=json)
     # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interrupted itself.
     return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
+
+
+def _with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
+    """Damage, with what to type next; where only a copy helps, the error says so itself."""
+    memory = next((each for each in arguments[1:] if on_disk(each)), None)
+    said = any(words in str(error) for words in ("memstore repair", ONLY_A_COPY))
+    if memory is None or not isinstance(error, DamagedError) or said:
+        return error
+    quoted = quote(memory)
+    return DamagedError(
+        f"{error}\nThe rest is as it was. What is wrong: memstore verify {quoted}; to put it right: memstore repair "
+        f"{quoted}"
+    )
 
 
 def _check_text(arguments: Sequence[str]) -> None:

@@ -44,6 +44,12 @@ Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without i
 TopK = Annotated[int, typer.Option(min=1, help="Blocks retrieved at a time.")]
 
 
+def on_disk(argument: str) -> bool:
+    """Whether an argument of the command line names a memory, sound or not."""
+    folder = argument.removeprefix("zarr:")
+    return any(os.path.exists(f"{folder}/{name}") for name in ("data.mdb", "tail"))  # noqa: PTH110 - of any text
+
+
 def existing(memory: Memory, name: str) -> Document:
     """The document ``name`` of a memory that is open for writing. Raises ``NotFound``."""
     documents = {document.name: document for document in memory.documents()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from shlex import quote
 from typing import Any
 
 import memstore
@@ -11,6 +12,8 @@ from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl
 from memstore.tools.output import Page, Report, counted
 
+ONLY_A_COPY = "estore it from a copy"
+"""In the message of what nothing else helps against."""
 COLUMNS = ("kind", "document", "layer", "block", "message")
 
 
@@ -24,33 +27,56 @@ def verify(memory: MemoryUrl) -> Report:
 
         memstore verify notes.mem
     """
-    findings, documents, tokens = _checked(memory)
+    opens, findings, documents, tokens, dropped = _checked(memory)
 
     def text(page: Page) -> None:
         if findings:
             page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings])
+            if opens and all(finding["kind"] != "crash" for finding in findings):
+                page.line(f"to see what can be put right: memstore repair {quote(memory)}")
+            elif not any(ONLY_A_COPY in finding["message"] for finding in findings):
+                page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
         else:
             page.line(f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}")
+        for name, blocks in dropped.items():
+            page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
 
-    data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings}
+    data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings, "dropped": dropped}
     return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)
 
 
-def _checked(memory: str) -> tuple[list[dict[str, Any]], int, int]:
-    """Findings, and how many documents and tokens there are."""
+Dropped = dict[str, list[tuple[int, int]]]
+
+
+def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int, int, Dropped]:
+    """What there is to tell of a memory.
+
+    Whether it can be opened, findings, how many documents and tokens there are, and which blocks documents lack: first
+    and last.
+    """
     try:
-        with memstore.open(memory, mode="r") as opened:
-            findings = [asdict(finding) for finding in opened.verify()]
-            documents = opened.documents()
-            return findings, len(documents), sum(map(len, documents))
+        opened = memstore.open(memory, mode="r")
     except DamagedError as error:
-        from memstore.memory.urls import is_path
+        from memstore.memory.urls import on_disk
         from memstore.memory.verify import in_child
 
-        if not is_path(memory):
+        if not on_disk(memory):
             raise
         # It cannot be opened to be used, but something of it may still be read and named.
         findings = [asdict(finding) for finding in in_child(memory)]
         if [finding["message"] for finding in findings] in ([], [str(error)]):
             raise
-        return findings, 0, 0
+        return False, findings, 0, 0, {}
+    with opened:
+        findings = [asdict(finding) for finding in opened.verify()]
+        try:
+            documents = opened.documents()
+            tokens = sum(map(len, documents))
+        except DamagedError:  # which is among the findings
+            return True, findings, 0, 0, {}
+        dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
+        return True, findings, len(documents), tokens, dropped
+
+
+def _in_words(blocks: list[tuple[int, int]]) -> str:
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)

@@ -77,6 +77,27 @@ def test_a_flipped_bit_in_a_block_that_is_wanted_is_named(folder: Path, field: s
     assert (finding.document, finding.layer, finding.block) == ("text", layer, block)
 
 
+@pytest.mark.parametrize("top_k", [2, "all"])
+def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: Any) -> None:
+    with memstore.open(folder) as memory:
+        wanted = answer(memory)["lists"][-1][0]
+        payload = memory.document("text").layer(3).gather([wanted])["k"][0].numpy().tobytes()
+    flip(folder / "data.mdb", payload)
+    model, retrieval = tiny("llama"), replace(RETRIEVAL, top_k=top_k)
+    with memstore.open(folder) as memory:
+        assert memory.repair(drop_blocks=True).left == []
+        with memstore.attach(model, memory, document="text", retrieval=retrieval, **SIZES) as attached, torch.no_grad():
+            logits = model(tokens(9, seed=5)[None]).logits
+            retrieved = {block for step in attached.trace for block in step.blocks}
+            assert bool(logits.isfinite().all())
+            assert wanted not in retrieved
+            assert top_k == 2 or retrieved == set()
+        assert memory.verify() == []
+    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+        assert attached.read(tokens(LENGTH), document="text").new_tokens == 0
+        assert attached.read(tokens(LENGTH + 50), document="text").new_tokens == 50
+
+
 @pytest.mark.parametrize("share", ["model", "group"])
 def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, share: Any

@@ -16,7 +16,18 @@ from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, StoreFull
 from memstore.memory import Memory, keeping
 from memstore.memory.keeping import BELIEVED, DAY
 from tests.memory.conftest import MakeMemory
-from tests.memory.helpers import S, append, check_content, make_spec, random_tokens, run_python
+from tests.memory.helpers import (
+    D,
+    G,
+    S,
+    append,
+    check_content,
+    in_blocks,
+    make_spec,
+    random_tokens,
+    run_python,
+    states,
+)
 
 LONG = 60 * S  # tokens
 
@@ -326,3 +337,33 @@ with memstore.open(sys.argv[1]) as memory:
             assert memory.verify() == []
             for document in memory.documents():
                 check_content(document, random_tokens(LONG, int(document.name)))
+
+
+def test_compact_erases_dead_blocks_beside_living_ones_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 4 * 4 * G * S * D)  # four blocks of float32
+    tokens, path = random_tokens(10 * S), tmp_path / "m"
+    with memstore.open(f"zarr:{path}", spec=make_spec()) as memory:
+        append(memory.document("whale"), tokens)
+        dead = states(in_blocks(tokens), 1)["k"][6].contiguous().numpy().tobytes()
+        alive = states(in_blocks(tokens), 1)["k"][4].contiguous().numpy().tobytes()
+        memory.document("whale").truncate(5)
+        before = [file for file in path.rglob("*") if file.is_file() and dead in file.read_bytes()]
+        assert any("blocks" in file.parts for file in before)
+        done = memory.compact()
+        assert done.before > 0
+        assert done.after > 0
+        check_content(memory.document("whale"), tokens[: 5 * S])
+    holding = {
+        what: [file for file in path.rglob("*") if file.is_file() and value in file.read_bytes()]
+        for what, value in {"dead": dead, "alive": alive}.items()
+    }
+    assert holding["dead"] == []
+    assert holding["alive"] != []
+    with memstore.open(f"zarr:{path}") as memory:
+        assert memory.verify() == []
+        append(memory.document("whale"), tokens[5 * S :])
+        check_content(memory.document("whale"), tokens)
+        memory.compact()
+        check_content(memory.document("whale"), tokens)

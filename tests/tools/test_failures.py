@@ -26,7 +26,22 @@ from memstore.errors import (
 from memstore.tools.failures import Interrupted, exit_code
 from tests.tools.conftest import Cli
 
-VERBS = ["read", "ask", "ls", "show", "verify", "stats", "forget", "pin", "unpin", "limit", "compact", "repair", "demo"]
+VERBS = [
+    "read",
+    "ask",
+    "ls",
+    "show",
+    "verify",
+    "stats",
+    "forget",
+    "pin",
+    "unpin",
+    "expire",
+    "limit",
+    "compact",
+    "repair",
+    "demo",
+]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 
 import memstore
 from memstore.errors import StoreFull
+from memstore.memory import keeping
+from memstore.tools.expire import parse_duration
 from memstore.tools.limit import parse_size
 from tests.tools.conftest import Cli, append
 from tests.tools.test_failures import flip
@@ -60,6 +62,29 @@ def test_pins_and_limits(cli: Cli, memory: Path) -> None:
     assert "no limit; when full: evict-oldest-document" in cli("limit", memory).out
 
 
+def test_a_document_expires(cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "utc", lambda: 86_400.0)
+    done = cli("expire", memory, "whale", "--after", "36h")
+    assert (done.code, done.out) == (0, "'whale' expires at 1970-01-03 12:00 UTC\n")
+    assert cli("expire", memory, "ship", "--after", "1w", "--json").json["expires"] == "1970-01-09T00:00:00+00:00"
+    assert cli("expire", memory, "ship", "--after", "never").out == "'ship' is kept for ever\n"
+    monkeypatch.setattr(keeping, "utc", lambda: 4 * 86_400.0)
+    assert names(memory) == ["whale", "ship"]
+    with memstore.open(memory) as opened:
+        append(opened.document("sea"), 4)
+    assert names(memory) == ["ship", "sea"]
+
+
+def test_a_pinned_document_does_not_expire_yet(cli: Cli, memory: Path) -> None:
+    cli("pin", memory, "whale")
+    assert "but is pinned: nothing happens before memstore unpin" in cli("expire", memory, "whale", "--after", "1s").out
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("45m", 2700), ("1.5h", 5400), ("30 D", 2_592_000)])
+def test_times(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1", 1), ("500MB", 500_000_000), ("10gb", 10**10), ("8 GiB", 2**33), ("1.5k", 1500), ("none", None)],
@@ -78,6 +103,11 @@ def test_sizes(text: str, size: int | None) -> None:
             2,
             "--when-full must be one of refuse, evict-",
         ),
+        (["expire", "{memory}", "whale"], 2, "--after"),
+        (["expire", "{memory}", "whale", "--after", "soon"], 2, "--after must be a time such as 45m"),
+        (["expire", "{memory}", "whale", "--after", "0d"], 2, "--after must be a time"),
+        (["expire", "{memory}", "whale", "--after", "9999999w"], 2, "--after must be a time"),
+        (["expire", "{memory}", "boat", "--after", "1d"], 3, "has no document 'boat'"),
         (["pin", "{memory}", "boat"], 3, "has no document 'boat'; it has 'whale', 'ship'"),
         (["unpin", "{memory}/none", "whale"], 3, "none"),
         (["repair", "{memory}/none"], 3, "none"),
@@ -111,6 +141,7 @@ def test_repair_shows_what_it_would_do_and_then_does_it(cli: Cli, memory: Path) 
     assert plan.out.splitlines() == [
         "would do: document 'whale' ends before block 1 now: 4 tokens stay, 6 are lost",
         f"nothing was changed; to do it: memstore repair {memory} --yes",
+        "to keep what lies behind the damaged blocks, add --drop-blocks",
     ]
     done = cli("repair", memory, "--yes")
     assert (done.code, done.out.splitlines()[-1]) == (0, "the memory is sound")

@@ -22,8 +22,21 @@ def test_ls_lists_the_documents(cli: Cli, memory: Path) -> None:
 
 def test_ls_json(cli: Cli, memory: Path) -> None:
     assert cli("ls", memory, "--json").json["documents"] == [
-        {"document": "whale", "tokens": 10, "blocks": 3, "searchable": 2},
-        {"document": "ship", "tokens": 4, "blocks": 1, "searchable": 1},
+        {"document": "whale", "tokens": 10, "blocks": 3, "searchable": 2, "pinned": False, "expires": None},
+        {"document": "ship", "tokens": 4, "blocks": 1, "searchable": 1, "pinned": False, "expires": None},
+    ]
+
+
+def test_ls_shows_pins_and_expiry_where_there_are_any(cli: Cli, memory: Path) -> None:
+    assert cli("pin", memory, "ship").code == 0
+    assert cli("ls", memory).out.splitlines()[0].split() == ["document", "tokens", "blocks", "searchable", "pinned"]
+    assert cli("expire", memory, "whale", "--after", "30d").code == 0
+    lines = [line.split() for line in cli("ls", memory).out.splitlines()]
+    assert lines[0] == ["document", "tokens", "blocks", "searchable", "pinned", "expires"]
+    listed = {each["document"]: each for each in cli("ls", memory, "--json").json["documents"]}
+    assert lines[1:] == [
+        ["whale", "10", "3", "2", "no", listed["whale"]["expires"]],
+        ["ship", "4", "1", "1", "yes", "-"],
     ]
 
 

@@ -1,0 +1,284 @@
+"""Save what can still be read of a memory that cannot be repaired in place, into a new one.
+
+Where the tree around the values is damaged, reading can end the process that reads. So a child process reads, block by
+block, and says before each what it is at. When it dies, the next one goes on behind that block. A block is saved if
+its token ids, its states in all layers and its landmarks are there and pass their checksums; any other is lost, and the
+document in the new memory says so as it does of dropped blocks. Nothing is guessed; the damaged memory is only read.
+
+Run as ``python -m memstore.memory.salvage`` it takes one JSON object on standard input, and prints one per line.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore import errors
+from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.memory.blocks import BlockReader
+from memstore.memory.copy import TRANSACTION_BYTES
+from memstore.memory.document import Document
+from memstore.memory.header import read_header
+from memstore.memory.keeper import Keeper
+from memstore.memory.layouts import block_layouts, plain_layouts, token_layout
+from memstore.memory.memory import Memory, open_memory
+from memstore.memory.named import Named
+from memstore.memory.places import Places
+from memstore.memory.repair import told_by_tokens
+from memstore.memory.shared import Shared
+from memstore.memory.sharing import forgetting
+from memstore.memory.state import Address, DocumentState
+from memstore.memory.tensors import Rows
+from memstore.memory.urls import open_unchecked
+
+_MOST_CRASHES = 1000
+_PATIENCE = 300  # seconds for one block: a tree whose pages lead in a circle is walked for ever
+_WHOLE = -1  # in the place of a block: the entry of a document
+_LISTING, _FACTS = (0, 0), (0, 1)  # what else a child can be at, in the place of (document, block)
+
+At = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What was saved of one document."""
+
+    document: str
+    tokens: int
+    """How many of its tokens the new memory has."""
+    tokens_lost: int
+    """How many it had beside them, in blocks of which not everything could be read."""
+    message: str
+    """The same in words, and why."""
+
+
+def salvage(source: str | Path, target: str | Path) -> list[Saved]:
+    """Save what can be read of the memory at ``source`` into a new one at ``target``, document by document.
+
+    Documents that shared blocks share none in the new memory. Raises ``InvalidArgument`` where something is at
+    ``target``, ``DamagedError`` where not even the header can be read, ``StoreFull`` and whatever opening raises.
+    """
+    skip, again = set[At](), False
+    while True:
+        child = _Child(source, target, skip, again=again)
+        if child.done:
+            return [Saved(**each) for each in child.saved]
+        if child.at is None or child.at in skip or len(skip) == _MOST_CRASHES:
+            raise DamagedError(
+                f"memory {source} cannot be read: the process that tried was ended {child.end}. Restore it from a copy"
+            )
+        skip, again = {*skip, child.at}, child.made or again
+
+
+class _Child:
+    """One run of the process that reads."""
+
+    def __init__(self, source: str | Path, target: str | Path, skip: set[At], *, again: bool) -> None:
+        order = {"source": str(source), "target": str(target), "skip": sorted(skip), "again": again}
+        command = [sys.executable, "-m", "memstore.memory.salvage"]
+        run = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)  # noqa: S603
+        lines = [json.loads(line) for line in run.stdout.splitlines(keepends=True) if line.endswith("}\n")]
+        for line in lines:
+            if "failed" in line:
+                raise getattr(errors, line["failed"])(line["message"])
+        self.saved = [line["saved"] for line in lines if "saved" in line]
+        self.at = next((tuple(line["at"]) for line in reversed(lines) if "at" in line), None)
+        self.made = any("made" in line for line in lines)
+        self.done = not run.returncode and {"done": True} in lines
+        words = run.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        code = run.returncode
+        self.end = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code} ({words[0]})"
+
+
+def main() -> None:
+    """What the child does."""
+    order = json.load(sys.stdin)
+    try:
+        _save_all(order["source"], order["target"], {tuple(at) for at in order["skip"]}, again=order["again"])
+    except MemstoreError as error:
+        _say(failed=type(error).__name__, message=str(error))
+    else:
+        _say(done=True)
+
+
+def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
+    store = open_unchecked(source)
+    header = read_header(store, source)
+    blocks = BlockReader(store, header.spec, host_bytes=0)
+    keeper = Keeper(store, source, lambda numbers, gone: forgetting(old, numbers, gone))
+    old = Shared(store, header.spec, source, "r", "exact", header.blocks_per_run, blocks, keeper)
+    with open_memory(target, spec=header.spec, mode="a" if again else "x") as new:
+        _say(made=True)
+        if _begin(_FACTS, skip):
+            _share_facts(old, new)
+        for number in _numbers(old, skip):
+            _say(saved=_Rescue(old, new, number, skip).run())
+    store.close()
+
+
+def _share_facts(old: Shared, new: Memory) -> None:
+    try:
+        new.take_facts(Named(old))
+    except DamagedError as error:
+        _say(saved={"document": "", "tokens": 0, "tokens_lost": 0, "message": f"facts of the memory are lost: {error}"})
+
+
+def _numbers(old: Shared, skip: set[At]) -> Iterator[int]:
+    """Numbers of the documents: those of the keys, or, where these cannot be walked, all that were ever given."""
+    if _begin(_LISTING, skip):
+        first, last = Address(0).entry, Address(2**32 - 2).entry
+        yield from sorted({key.document for key in old.store.keys(first, last)})
+    else:
+        yield from range(1, old.next_document())
+
+
+class _Rescue:
+    """One document."""
+
+    def __init__(self, old: Shared, new: Memory, number: int, skip: set[At]) -> None:
+        self._old = old
+        self._new = new
+        self._number = number
+        self._skip = skip
+        self._size = old.spec.block_size
+        self._lost: list[str] = []
+        """Why blocks were lost."""
+        self._waiting: list[_Block] = []
+
+    def run(self) -> dict[str, Any]:
+        """Save it; what ``Saved`` says of it."""
+        state = self._state() if _begin((self._number, _WHOLE), self._skip) else None
+        if state is None:
+            message = f"document number {self._number} is lost: its entry, and with it its name, cannot be read"
+            return {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}
+        target, places = self._target(state), Places(self._number, state)
+        for part in Places(self._number, state).present(range(target.n_blocks, state.blocks)):
+            for block in part.blocks:
+                self._save(target, state, places, block)
+        self._flush(target)
+        return self._told(target, state, places)
+
+    def _state(self) -> DocumentState | None:
+        name = f"recovered-{self._number}"
+        try:
+            return self._old.state(self._number)
+        except DamagedError:
+            try:
+                return told_by_tokens(self._old, self._number, name)
+            except DamagedError:
+                return None
+
+    def _target(self, state: DocumentState) -> Document:
+        target = self._new.document(state.name)
+        if target.id is None:
+            target.begin(state.first, state.reading)
+        return target
+
+    def _save(self, target: Document, state: DocumentState, places: Places, block: int) -> None:
+        try:
+            if not _begin((self._number, block), self._skip):
+                raise DamagedError("reading it ended the process that read")
+            found = _read(self._old, places, state, block)
+        except (DamagedError, NotFound) as error:
+            self._lost.append(f"block {block}: {error}")
+            self._flush(target)
+            return
+        if target.n_blocks + len(self._waiting) < block:  # those between are lost, or were dropped long ago
+            target.pass_over(block - target.n_blocks)
+        self._waiting.append(found)
+        if sum(each.nbytes for each in self._waiting) >= TRANSACTION_BYTES:
+            self._flush(target)
+
+    def _flush(self, target: Document) -> None:
+        blocks, self._waiting = self._waiting, []
+        if not blocks:
+            return
+        complete = blocks if len(blocks[-1].ids) == self._size else blocks[:-1]
+        with target.append(torch.cat([block.ids for block in blocks])) as batch:
+            for layer in range(self._old.spec.layers):
+                stored = _stacked(self._old, complete, layer)
+                last = {
+                    name: blocks[-1].states[i][layer : layer + 1] if len(complete) < len(blocks) else empty
+                    for i, (name, empty) in enumerate(_no_states(self._old).items())
+                }
+                marks = [block.landmarks[layer] for block in blocks if layer in block.landmarks]
+                batch.put_stored(layer, stored, last, landmarks=torch.cat(marks) if marks else None)
+
+    def _told(self, target: Document, state: DocumentState, places: Places) -> dict[str, Any]:
+        there = sum(map(len, target.present(target.blocks))) * self._size - (-len(target) % self._size)
+        blocks = sum(len(piece.blocks) for piece in places.present(state.live()))
+        lost = max(0, blocks * self._size - (-state.tokens % self._size) - there)
+        message = f"document {state.name!r}: {there} tokens saved, {lost} lost"
+        if not lost and state.digest not in (None, target.digest):
+            message += "; but its token ids are not those that were read, so do not trust it"
+        if lost and self._lost:
+            message += f"; {self._lost[0]}" + (f", and {len(self._lost) - 1} more" if len(self._lost) > 1 else "")
+        return {"document": state.name, "tokens": there, "tokens_lost": lost, "message": message}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """All that is stored of one block."""
+
+    ids: Tensor
+    """``[t]`` int32"""
+    states: list[Tensor]
+    """``[layers, ...]`` for each of the layouts"""
+    landmarks: Mapping[int, Tensor]
+    """Layer -> ``[1, G, P, D]`` float32"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its states."""
+        return sum(states.nbytes for states in self.states)
+
+
+def _read(old: Shared, places: Places, state: DocumentState, block: int) -> _Block:
+    """Read one block with all checks. Raises ``DamagedError`` and ``NotFound``."""
+    spec, length = old.spec, min(old.spec.block_size, state.tokens - block * old.spec.block_size)
+    ids = Rows(1, [token_layout(length)])
+    old.store.read([places.tokens(block)], [token_layout(length)], ids.out)
+    layouts = block_layouts(spec) if length == spec.block_size else plain_layouts(spec)
+    rows = Rows(spec.layers, layouts)
+    old.store.read([places.block(layer, block) for layer in range(spec.layers)], layouts, rows.out)
+    here = range(block, block + 1)
+    marks = {layer: torch.cat([keys for _, keys in old.runs(layer).read(places, here)]) for layer in spec.index_layers}
+    return _Block(ids.tensors()[0][0], rows.tensors(), marks)
+
+
+def _stacked(old: Shared, blocks: list[_Block], layer: int) -> list[Tensor]:
+    """``[n, ...]`` for each layout of complete blocks."""
+    if not blocks:
+        return Rows(0, block_layouts(old.spec)).tensors()
+    return [torch.stack([block.states[i][layer] for block in blocks]) for i in range(len(blocks[0].states))]
+
+
+def _no_states(old: Shared) -> dict[str, Tensor]:
+    return dict(zip(old.spec.fields, Rows(0, plain_layouts(old.spec)).tensors(), strict=True))
+
+
+def _begin(at: At, skip: set[At]) -> bool:
+    """Say what is to be read next; False where reading it has ended a process before."""
+    if at in skip:
+        return False
+    _say(at=at)
+    signal.alarm(_PATIENCE)
+    return True
+
+
+def _say(**line: Any) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

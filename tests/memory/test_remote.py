@@ -1,0 +1,101 @@
+"""Memories whose shards lie elsewhere: through the urls of object storage, here of one that is a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zarr
+
+import memstore
+from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, NotFound
+from memstore.memory.remote import places
+from memstore.memory.urls import open_store
+from memstore.memory.verify import in_child
+from tests.memory.helpers import D, G, S, append, check_content, make_spec, random_tokens
+
+TOKENS = random_tokens(9 * S + 1)
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+def test_a_memory_lies_in_two_places(tmp_path: Path) -> None:
+    url = f"zarr+file://{tmp_path}/bucket/prefix"
+    with memstore.open(url, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+        assert memory.url == url
+    for mode in ("r", "a"):
+        with memstore.open(url, mode=mode) as memory:  # type: ignore[arg-type]  # one of them
+            check_content(memory.document("whale"), TOKENS)
+    assert in_child(url) == []
+    (tail,) = (tmp_path / "data" / "memstore" / "tails").iterdir()
+    assert (tail / "tail" / "data.mdb").exists()
+    assert not (tail / "blocks").exists()
+    group = zarr.open_group(tmp_path / "bucket" / "prefix", mode="r")
+    assert len(list(group["blocks"].groups())) == 3  # type: ignore[union-attr]  # one for each layer
+
+
+def test_the_tail_lies_where_the_url_says(tmp_path: Path) -> None:
+    shards, tail = f"zarr+file://{tmp_path}/bucket", tmp_path / "tail"
+    with memstore.open(f"{shards}?tail={tail}", spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    with pytest.raises(NotFound, match=r"there is no memory at zarr\+file"):
+        memstore.open(shards, mode="r")
+    with pytest.raises(ForeignMemory, match="belong to another memory"):
+        memstore.open(f"{shards}?tail={tmp_path}/other", spec=make_spec())
+    with pytest.raises(ForeignMemory, match="are not those of memory"):
+        memstore.open(f"zarr+file://{tmp_path}/elsewhere?tail={tail}")
+    with memstore.open(f"{shards}?tail={tail}") as memory:
+        check_content(memory.document("whale"), TOKENS)
+        assert memory.verify() == []
+
+
+def test_memories_are_copied_there_and_back(tmp_path: Path) -> None:
+    url = f"zarr+file://{tmp_path}/bucket"
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    memstore.copy(tmp_path / "m", url)
+    memstore.copy(url, tmp_path / "back")
+    with memstore.open(tmp_path / "back") as memory:
+        check_content(memory.document("whale"), TOKENS)
+
+
+def test_one_place_for_one_url() -> None:
+    one = places("zarr+s3://bucket/notes")
+    assert one == places("zarr+s3://bucket/notes/")
+    assert one.shards == "s3://bucket/notes"
+    assert one.tail != places("zarr+s3://bucket/other").tail
+    assert places("zarr+gs://bucket/notes?tail=/disk/notes") == ("gs://bucket/notes", Path("/disk/notes"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["zarr+ftp://host/x", "zarr+s3:", "zarr+s3://", "zarr+s3://b/p?region=x", "zarr+s3://b/p?tail=", "zarr+s3://b#x"],
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"cannot open 'zarr\+"):
+        memstore.open(url, spec=make_spec())
+
+
+def test_a_storage_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "here",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("memstore.memory.remote.RETRIES", {"max_retries": 0})
+    with pytest.raises(MemstoreError, match=r"the storage of zarr\+s3://bucket/prefix\S* cannot be used .* the keys"):
+        memstore.open(f"zarr+s3://bucket/prefix?tail={tmp_path}/tail", spec=make_spec())
+
+
+def test_only_reading_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        open_store(f"zarr+file://{tmp_path}/bucket", "r", None)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,295 @@
+"""Every fault as a user meets it: what happened, what is safe, and what to type next, in three lines at most."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import memstore
+from memstore.memory.state import HEADER
+from memstore.store import Batch, LmdbStore, Record
+from memstore.store.writer import WriterLock
+from tests.faults.lmdb_pages import by_kind
+from tests.faults.processes import run
+from tests.tools.conftest import Cli, Outcome, append, tiny_spec
+from tests.tools.test_failures import flip
+
+READING = (["ls"], ["show", "whale", "1"], ["stats"])
+WRITING = (["forget", "ship"], ["pin", "ship"], ["limit", "--max-bytes", "1GB"], ["compact"])
+NOBODY = 65534  # the number of a user without rights
+
+
+def fill(url: str) -> dict[str, bytes]:
+    """Make a memory; values of it as they are stored."""
+    torch.manual_seed(0)
+    with memstore.open(url, spec=tiny_spec()) as memory:
+        append(memory.document("whale"), 21)
+        append(memory.document("ship"), 4)
+        view = memory.document("whale").layer(1)
+        return {
+            "states": view.gather([1])["k"].numpy().tobytes(),
+            "tokens": torch.arange(4, 8, dtype=torch.int32).numpy().tobytes(),
+            "landmarks": view.landmarks(range(1, 2)).numpy().tobytes(),
+            "documents": b'"name": "whale"',
+            "header": b'"blocks_per_run"',
+        }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    path = tmp_path_factory.mktemp("seen") / "whole"
+    return path, fill(str(path))
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """The same in Zarr, with two blocks in a shard."""
+    path = tmp_path_factory.mktemp("seen") / "sealed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * 2 * 4 * 8)
+        return path, fill(f"zarr:{path}")
+
+
+@pytest.fixture
+def notes(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> Path:
+    shutil.copytree(whole[0], tmp_path / "notes")
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def archive(sealed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> Path:
+    shutil.copytree(sealed[0], tmp_path / "archive")
+    return tmp_path / "archive"
+
+
+def call(cli: Cli, memory: object, verb: list[str]) -> Outcome:
+    """Run a verb on a memory. Whatever comes of it is short and no traceback."""
+    done = cli(verb[0], memory, *verb[1:])
+    lines = [line for line in done.err.splitlines() if not line.startswith("copying")]
+    assert "Traceback" not in done.err + done.out, done
+    assert "mistake in memstore" not in done.err, done
+    assert len(lines) <= 3, done
+    assert all(len(line) < 400 for line in lines), done
+    assert done.code or not lines, done
+    return done
+
+
+def typed(done: Outcome) -> list[list[str]]:
+    """The commands that an outcome tells to type, without the word memstore."""
+    found = re.findall(r"memstore ((?:verify|repair|compact|forget|ls) .*?)(?=;|$)", done.out + done.err, re.MULTILINE)
+    return [shlex.split(command) for command in found]
+
+
+def follow(cli: Cli, done: Outcome, saved: Path) -> Outcome:
+    """Type what a user is told to type, until nothing more is told; the last outcome."""
+    for _ in range(4):
+        commands = [[str(saved) if word == "NEW" else word for word in command] for command in typed(done)]
+        if not commands:
+            break
+        done = cli(*commands[-1])
+        assert "Traceback" not in done.err + done.out
+    return done
+
+
+@pytest.mark.parametrize("what", ["states", "tokens", "landmarks", "documents"])
+def test_a_flipped_bit_in_a_value(
+    cli: Cli, whole: tuple[Path, dict[str, bytes]], notes: Path, tmp_path: Path, what: str
+) -> None:
+    flip(notes / "data.mdb", whole[1][what])
+    outcomes = [call(cli, notes, verb) for verb in READING]
+    failed = [done for done in outcomes if done.code]
+    assert {done.code for done in failed} == {4}
+    assert len(failed) == (3 if what == "documents" else 1)
+    for done in failed:
+        assert "is damaged" in done.err
+        assert "nothing of it was used" in done.err
+        assert ["verify", str(notes)] in typed(done)
+        assert ["repair", str(notes)] in typed(done)
+    copied = call(cli, notes, ["copy", str(tmp_path / "copy")])
+    assert (copied.code, ["repair", str(notes)] in typed(copied)) == (4, True)
+    verified = call(cli, notes, ["verify"])
+    assert (verified.code, typed(verified)) == (4, [["repair", str(notes)]])
+    last = follow(cli, verified, tmp_path / "saved")
+    assert (last.code, "the memory is sound" in last.out) == (0, True)
+    assert call(cli, notes, ["verify"]).code == 0
+    assert call(cli, notes, ["ls"]).code == 0
+
+
+def test_blocks_behind_the_damage_can_be_kept(cli: Cli, whole: tuple[Path, dict[str, bytes]], notes: Path) -> None:
+    flip(notes / "data.mdb", whole[1]["states"])
+    assert "--drop-blocks" in call(cli, notes, ["repair"]).out
+    done = call(cli, notes, ["repair", "--drop-blocks", "--yes"])
+    assert (done.code, "goes on without 1 damaged blocks: 4 tokens are lost, 17 stay" in done.out) == (0, True)
+    verified = call(cli, notes, ["verify"])
+    assert (verified.code, "document 'whale' lacks blocks that a repair has dropped: 1" in verified.out) == (0, True)
+    shown = call(cli, notes, ["show", "whale", "1"])
+    assert (shown.code, "a repair has dropped it" in shown.err) == (3, True)
+    assert call(cli, notes, ["show", "whale", "2"]).code == 0
+
+
+def test_a_header_that_is_lost(cli: Cli, whole: tuple[Path, dict[str, bytes]], notes: Path) -> None:
+    flip(notes / "data.mdb", whole[1]["header"])
+    for verb in (*READING, *WRITING, ["verify"], ["repair"]):
+        done = call(cli, notes, verb)
+        assert (done.code, "Restore it from a copy" in done.err + done.out, typed(done)) == (4, True, [])
+
+
+def test_a_damaged_page_of_the_tree(cli: Cli, notes: Path, tmp_path: Path) -> None:
+    page = by_kind(notes / "data.mdb")["leaf"][0].start
+    data = bytearray((notes / "data.mdb").read_bytes())
+    data[page + 11] ^= 0x40
+    (notes / "data.mdb").write_bytes(data)
+    for verb in (*READING, *WRITING, ["repair"], ["copy", str(tmp_path / "copy")]):
+        done = call(cli, notes, verb)
+        assert (done.code, "None of it was used" in done.err) == (4, True)
+        assert typed(done) == [["repair", str(notes), "--to", "NEW"]]
+    verified = call(cli, notes, ["verify"])
+    assert typed(verified) == [["repair", str(notes), "--to", "NEW"]]
+    last = follow(cli, verified, tmp_path / "saved")
+    assert "is a sound memory now" in last.out
+    assert (notes / "data.mdb").read_bytes() == bytes(data)
+    assert call(cli, tmp_path / "saved", ["verify"]).code == 0
+
+
+@pytest.mark.parametrize("length", [0, 100])
+def test_a_file_that_lost_its_end(cli: Cli, notes: Path, length: int) -> None:
+    os.truncate(notes / "data.mdb", length)
+    for verb in (*READING, *WRITING, ["verify"], ["repair"]):
+        done = call(cli, notes, verb)
+        assert (done.code, "was truncated" in done.err, "restore it from a copy" in done.err) == (4, True, True)
+
+
+@pytest.mark.parametrize("kind", ["empty", "other", "unfinished"])
+def test_a_folder_that_is_no_memory(cli: Cli, notes: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / kind
+    folder.mkdir()
+    if kind == "other":
+        (folder / "thesis.txt").write_text("Call me Ishmael.")
+    if kind == "unfinished":
+        shutil.copy(notes / "lock.mdb", folder)
+    for verb in (*READING, *WRITING, ["verify"], ["repair"], ["copy", str(tmp_path / "copy")]):
+        done = call(cli, folder, verb)
+        assert (done.code, done.err.count(str(folder))) == (3, 1)
+    assert (folder / "thesis.txt").exists() == (kind == "other")
+
+
+def test_a_memory_of_a_newer_format(cli: Cli, notes: Path) -> None:
+    store, batch = LmdbStore.open(notes), Batch()
+    records = store.get(HEADER)
+    assert records is not None
+    batch.put(HEADER, Record.from_json({**records[0].to_json(), "format": 2, "library": "9.0"}))
+    store.write(batch)
+    store.close()
+    before = (notes / "data.mdb").read_bytes()
+    for verb in (*READING, *WRITING, ["repair"], ["verify"]):
+        done = call(cli, notes, verb)
+        assert (done.code, "made by memstore 9.0" in done.err, "Upgrade memstore" in done.err) == (5, True, True)
+    assert (notes / "data.mdb").read_bytes() == before
+
+
+def test_a_memory_that_somebody_writes(cli: Cli, notes: Path) -> None:
+    lock = WriterLock(notes)
+    try:
+        for verb in (*WRITING, ["repair"]):
+            done = call(cli, notes, verb)
+            assert (done.code, f"process {os.getpid()}" in done.err, "wait for it" in done.err) == (5, True, True)
+        assert [call(cli, notes, verb).code for verb in (*READING, ["verify"])] == [0] * 4
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize("store", ["lmdb", "zarr"])
+def test_a_folder_that_may_not_be_written(cli: Cli, notes: Path, archive: Path, store: str) -> None:
+    folder, url = (notes, str(notes)) if store == "lmdb" else (archive, f"zarr:{archive}")
+    if not os.getuid():
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        for path in folder.parents[:3]:
+            path.chmod(path.stat().st_mode | 0o755)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+    def without_rights(say: Callable[[str], None]) -> None:
+        if not os.getuid():
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        for verb in (*WRITING, ["repair"]):
+            done = call(cli, url, verb)
+            assert (done.code, "cannot be written" in done.err) == (5, True), done
+        assert [call(cli, url, verb).code for verb in READING] == [0, 0, 0]
+        say("all is said")
+
+    ending = run(without_rights)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert ending.lines == ["all is said"]
+
+
+def test_a_full_disk(cli: Cli, notes: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        done = call(cli, notes, ["copy", str(tmp_path / "copy")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 5, done
+    assert "no room" in done.err
+    assert "Free some space" in done.err
+    assert call(cli, notes, ["copy", str(tmp_path / "copy")]).code == 0
+    assert call(cli, tmp_path / "copy", ["verify"]).code == 0
+
+
+def shards(archive: Path) -> list[Path]:
+    return sorted(path for path in (archive / "blocks").rglob("*") if path.is_file() and path.name != "zarr.json")
+
+
+@pytest.mark.parametrize("how", ["missing", "shorter", "flipped"])
+def test_a_zarr_shard_that_is_damaged(cli: Cli, archive: Path, tmp_path: Path, how: str) -> None:
+    for shard in shards(archive):
+        if how == "missing":
+            shard.unlink()
+        elif how == "shorter":
+            os.truncate(shard, 10)
+        else:
+            data = bytearray(shard.read_bytes())
+            data[100] ^= 1
+            shard.write_bytes(data)
+    url = f"zarr:{archive}"
+    assert [call(cli, url, verb).code for verb in (["ls"], ["stats"])] == [0, 0]
+    shown = call(cli, url, ["show", "whale", "0"])
+    assert (shown.code, ["repair", url] in typed(shown)) == (4, True)
+    verified = call(cli, url, ["verify"])
+    assert (verified.code, typed(verified)) == (4, [["repair", url]])
+    last = follow(cli, verified, tmp_path / "saved")
+    assert (last.code, "the memory is sound" in last.out) == (0, True)
+    assert call(cli, url, ["verify"]).code == 0
+
+
+@pytest.mark.parametrize("what", ["manifest", "tree", "empty"])
+def test_a_zarr_tail_that_is_damaged(cli: Cli, archive: Path, tmp_path: Path, what: str) -> None:
+    tail, url = archive / "tail" / "data.mdb", f"zarr:{archive}"
+    data = bytearray(tail.read_bytes())
+    if what == "manifest":
+        place = data.index(b'"shard_blocks"')
+        while place >= 0:
+            data[place] ^= 1
+            place = data.find(b'"shard_blocks"')
+    elif what == "tree":
+        data[by_kind(tail)["leaf"][0].start + 11] ^= 0x40
+    tail.write_bytes(b"" if what == "empty" else data)
+    outcomes = [call(cli, url, verb) for verb in (["show", "whale", "0"], ["verify"])]
+    assert [done.code for done in outcomes] == [4, 4]
+    for done in outcomes:
+        assert typed(done) or "restore it from a copy" in done.err
+    if what == "tree":
+        assert "is a sound memory now" in follow(cli, outcomes[1], tmp_path / "saved").out
+        assert call(cli, tmp_path / "saved", ["verify"]).code == 0
