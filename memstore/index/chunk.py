@@ -46,21 +46,24 @@ class Chunk:
         self.count = 0
         """Blocks that are there."""
         self._ascending = True
+        self._sealed = False
 
     @classmethod
     def of(cls, ids: Tensor, keys: Tensor, codes: Codes | None) -> Chunk:
-        """A full chunk around ascending ``ids [n]``, ``keys [G, n, P, D]`` and their codes; nothing is copied."""
+        """A chunk around ``ids [n]``, ``keys [G, n, P, D]`` and their codes; nothing is copied, nor ever written to."""
         heads, n, keys_per_block, dim = keys.shape
         chunk = cls(0, (heads, keys_per_block, dim), keys.dtype, keys.device)
         chunk.ids, chunk.keys, chunk.codes = ids, keys, codes
         chunk.alive = torch.ones(n, dtype=torch.bool)
         chunk.used = chunk.count = n
+        chunk._sealed = True
+        chunk._ascending = bool((ids[1:] > ids[:-1]).all())
         return chunk
 
     @property
     def room(self) -> int:
         """Blocks that can still be added."""
-        return self.ids.numel() - self.used
+        return 0 if self._sealed else self.ids.numel() - self.used
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ best k. ``q . centre`` is the same for all keys and never needed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -38,6 +39,21 @@ class Codes:
         self.longest = torch.empty(heads, groups)
         """Length of the longest code."""
         self.groups = 0
+
+    @classmethod
+    def of(cls, keys_per_block: int, tensors: Mapping[str, Tensor]) -> Codes:
+        """Codes around what ``tensors`` gave; nothing is copied."""
+        heads, groups, _, dim = tensors["values"].shape
+        codes = cls(0, (heads, keys_per_block, dim), tensors["centre"])
+        codes.values, codes.scales = tensors["values"], tensors["scales"]
+        codes.lost, codes.longest = tensors["lost"], tensors["longest"]
+        codes.groups = groups
+        return codes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, to be saved."""
+        whole = {"values": self.values, "scales": self.scales, "lost": self.lost, "longest": self.longest}
+        return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | {"centre": self.centre}
 
     @property
     def nbytes(self) -> int:
@@ -91,13 +107,13 @@ def encode_queries(queries: Tensor) -> CodedQueries:
 
 
 def products(codes: Tensor, queries: Tensor) -> Tensor:
-    """Largest product of each of ``queries [R, D]`` with each group of ``codes [n, keys, D]``: ``[R, n]`` int32."""
+    """Largest product of each group of ``codes [n, keys, D]`` with each of ``queries [R, D]``: ``[n, R]`` int32."""
     groups, keys, dim = codes.shape
     rows = len(queries)
     # Reducing along the longer of the two leaves whole vectors to the processor.
     if rows >= keys:
-        return torch._int_mm(codes.view(-1, dim), queries.T).view(groups, keys, rows).amax(1).T
-    return torch._int_mm(queries, codes.view(-1, dim).T).view(rows, groups, keys).amax(2)
+        return torch._int_mm(codes.view(-1, dim), queries.T).view(groups, keys, rows).amax(1)
+    return torch._int_mm(queries, codes.view(-1, dim).T).view(rows, groups, keys).amax(2).T
 
 
 def usable(device: torch.device, dim: int) -> bool:
@@ -114,7 +130,7 @@ def _products_work() -> bool:
     keys = (torch.arange(8 * 32 * 24) * 89 % 255 - 127).to(torch.int8).view(8, 32, 24)
     for rows in (3, 40):
         queries = (torch.arange(rows * 24) * 41 % 255 - 127).to(torch.int8).view(rows, 24)
-        truth = torch.einsum("rd,gkd->rgk", queries.long(), keys.long()).amax(2)
+        truth = torch.einsum("rd,gkd->grk", queries.long(), keys.long()).amax(2)
         if not torch.equal(products(keys, queries).long(), truth):
             return False
     return True

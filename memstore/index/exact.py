@@ -25,7 +25,7 @@ FIRST_CHUNK_KEYS = 4096
 LARGEST_CHUNK_KEYS = 1 << 18
 TILE_KEYS = 8192
 TILE_QUERIES = 64
-GATHERED_NUMBERS = 1 << 22
+GATHERED_NUMBERS = 1 << 18
 FEWEST_GROUPS = 64
 """Groups for each block wanted from which on it pays to read codes first."""
 
@@ -152,33 +152,57 @@ class ExactIndex(VectorIndex):
         return scores.reshape(shape).to(queries.device), torch.cat(ids)[order_of_ids].to(queries.device)
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind, and what it holds."""
-        return {"kind": "exact", "coded": any(chunk.codes is not None for chunk in self._chunks.values())}
+        """Its kind."""
+        return {"kind": "exact"}
 
     def save(self, path: Path) -> None:
         """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
-        files.save(path, **self._tensors())
+        files.save(path, self._about, self._tensors())
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
-        shape = (self.key_heads, self.keys_per_block, self.key_dim)
-        ids, keys = files.load(path, shape, self.dtype)
-        self._clear()
-        self.add(ids, keys)
+        """Replace the content by what ``save`` wrote, mapped from the file. On an error, nothing is.
 
-    def _clear(self) -> None:
-        self._chunks, self._centre, self._largest_id = {}, None, -1
+        Raises ``NotFound`` or ``DamagedError``.
+        """
+        self._take(files.load(path, self._about).tensors)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a file must agree with."""
+        sizes = {"key_heads": self.key_heads, "keys_per_block": self.keys_per_block, "key_dim": self.key_dim}
+        return sizes | {"dtype": str(self.dtype).removeprefix("torch.")}
 
     def _tensors(self) -> dict[str, Tensor]:
-        alive = [chunk.alive[: chunk.used] for chunk in self._chunks.values()]
-        ids = [chunk.live() for chunk in self._chunks.values()]
-        keys = [chunk.keys[:, : chunk.used][:, rows] for chunk, rows in zip(self._chunks.values(), alive, strict=True)]
+        """All blocks, in the order of their places, with their codes."""
+        chunks = self._chunks.values()
+        alive = [chunk.alive[: chunk.used] for chunk in chunks]
         none = torch.empty(self.key_heads, 0, self.keys_per_block, self.key_dim, dtype=self.dtype)
-        by_id = torch.cat(ids).argsort() if ids else torch.empty(0, dtype=torch.int64)
-        return {
-            "ids": (torch.cat(ids) if ids else by_id)[by_id].cpu(),
-            "keys": (torch.cat(keys, 1) if keys else none)[:, by_id].transpose(0, 1).contiguous().cpu(),
+        keys = [_rows(chunk.keys[:, : chunk.used], rows) for chunk, rows in zip(chunks, alive, strict=True)]
+        tensors = {
+            "ids": torch.cat([torch.empty(0, dtype=torch.int64), *(chunk.live().cpu() for chunk in chunks)]),
+            "keys": torch.cat([none, *(piece.cpu() for piece in keys)], 1),
         }
+        if self._uses_codes and len(self) > codes.group_rows(self.keys_per_block):
+            centre = tensors["keys"].float().mean((1, 2)) if self._centre is None else self._centre
+            made = codes.Codes(len(self), (self.key_heads, self.keys_per_block, self.key_dim), centre)
+            made.extend(tensors["keys"], len(self))
+            tensors |= {f"code_{name}": tensor for name, tensor in made.tensors().items()}
+        return tensors
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        ids, keys = tensors["ids"], tensors["keys"]
+        coded = {name.removeprefix("code_"): tensor for name, tensor in tensors.items() if name.startswith("code_")}
+        self._chunks, self._centre = {}, None
+        if ids.numel():
+            made = codes.Codes.of(self.keys_per_block, coded) if coded and self._uses_codes else None
+            self._centre = None if made is None else made.centre
+            self._chunks[self._next] = Chunk.of(ids.to(self.device), keys.to(self.device), made)
+            self._next += 1
+        self._largest_id = int(ids.max()) if ids.numel() else -1
+
+    @property
+    def _uses_codes(self) -> bool:
+        return self._coded and codes.usable(self.device, self.key_dim)
 
     def _grouped(self, queries: Tensor) -> Tensor:
         checks.check_queries(queries, self.key_heads, self.key_dim)
@@ -274,7 +298,7 @@ class ExactIndex(VectorIndex):
             held = sum(chunk.ids.numel() for chunk in self._chunks.values()) * self.keys_per_block
             keys = min(max(held, FIRST_CHUNK_KEYS), LARGEST_CHUNK_KEYS)
             sizes = (self.key_heads, self.keys_per_block, self.key_dim)
-            if last is not None and self._centre is None and self._coded and codes.usable(self.device, self.key_dim):
+            if last is not None and self._centre is None and self._uses_codes:
                 # Keys of a model share a large mean. The first chunk knows it well enough.
                 self._centre = last.keys[:, : last.used].float().mean((1, 2))
             last = Chunk(max(1, keys // self.keys_per_block), sizes, self.dtype, self.device, self._centre)
@@ -307,6 +331,11 @@ def _scan(number: int, chunk: Chunk, allowed: range | Tensor | None) -> _Scan:
     whole = wanted[:coded].view(chunk.codes.groups, -1).all(1)
     wanted[:coded].view(chunk.codes.groups, -1)[whole] = False
     return _Scan(number, chunk, Part(chunk.codes, whole), wanted.nonzero().squeeze(1))
+
+
+def _rows(keys: Tensor, alive: Tensor) -> Tensor:
+    """``keys [G, n, P, D]`` of the rows that are alive."""
+    return keys if bool(alive.all()) else keys[:, alive]
 
 
 def _whole_groups(part: Part | None) -> int:

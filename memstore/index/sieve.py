@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memstore.index.codes import CodedQueries, Codes, encode_queries, products
 
-TILE_KEYS = 8192
+TILE_KEYS = 4096
 NEIGHBOURS = 32
 """Groups whose best product stands for all of them, once more."""
 LARGEST_SHARE = 8
@@ -45,7 +45,7 @@ class Sieved(NamedTuple):
 def sieve(parts: Sequence[Part], queries: Tensor, head: int, k: int) -> Sieved:
     """For ``queries [R, D]`` float32 of key head ``head``. There must be more than ``k`` whole groups."""
     coded = encode_queries(queries)
-    scores = _best_of_groups(parts, coded, head)  # [R, n]
+    scores = _best_of_groups(parts, coded, head)  # [n, R]
     lost = _padded(torch.cat([part.codes.lost[head, : part.codes.groups] for part in parts]), 0.0)
     longest = _padded(torch.cat([part.codes.longest[head, : part.codes.groups] for part in parts]), 0.0)
     centre = parts[0].codes.centre[head]
@@ -53,7 +53,7 @@ def sieve(parts: Sequence[Part], queries: Tensor, head: int, k: int) -> Sieved:
     limit = _limit(scores, doubt, k)
     query, group = _at_least(scores, doubt, limit)
     counts = torch.bincount(query, minlength=len(queries))
-    helped = counts * LARGEST_SHARE <= scores.shape[1]
+    helped = counts * LARGEST_SHARE <= len(scores)
     kept = helped[query]
     starts = torch.tensor([0, *(part.codes.groups for part in parts)]).cumsum(0)
     query, group = query[kept], group[kept]
@@ -76,21 +76,24 @@ class _Doubt(NamedTuple):
 
 
 def _best_of_groups(parts: Sequence[Part], queries: CodedQueries, head: int) -> Tensor:
-    """Best product of each group with each query: ``[R, n]`` float32, -inf for groups that do not count."""
+    """Best product of each group with each query: ``[n, R]`` float32, -inf for groups that do not count."""
     total = sum(part.codes.groups for part in parts)
-    scores = torch.full((len(queries.values), -(-total // NEIGHBOURS) * NEIGHBOURS), -torch.inf)
+    scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries.values))
+    scores[total:] = -torch.inf
     start = 0
     for codes, whole in parts:
         step = max(1, TILE_KEYS // codes.keys_per_group)
         for first in range(0, codes.groups, step):
             last = min(first + step, codes.groups)
-            if whole is not None and not bool(whole[first:last].any()):
+            out = scores[start + first : start + last]
+            counting = None if whole is None else whole[first:last].unsqueeze(1)
+            if counting is not None and not bool(counting.any()):
+                out.fill_(-torch.inf)
                 continue
-            best = products(codes.values[head, first:last], queries.values)
-            out = scores[:, start + first : start + last]
-            torch.mul(best, codes.scales[head, first:last], out=out)
-            if whole is not None:
-                out.masked_fill_(~whole[first:last], -torch.inf)
+            out.copy_(products(codes.values[head, first:last], queries.values))
+            out.mul_(codes.scales[head, first:last].unsqueeze(1))
+            if counting is not None:
+                out.masked_fill_(~counting, -torch.inf)
         start += codes.groups
     return scores
 
@@ -107,23 +110,23 @@ def _rounding(queries: CodedQueries, lost: Tensor, longest: Tensor, centre: Tens
 
 def _limit(scores: Tensor, doubt: _Doubt, k: int) -> Tensor:
     """``[R]``: at least ``k`` blocks are truly as good as this."""
-    rows = len(scores)
-    near = scores.view(rows, -1, NEIGHBOURS)
-    places = near.amax(2).topk(min(k, near.shape[1]), dim=1, sorted=False).indices  # [R, K]
-    groups = (places.unsqueeze(2) * NEIGHBOURS + torch.arange(NEIGHBOURS)).flatten(1)
-    columns = groups.gather(1, scores.gather(1, groups).topk(k, dim=1, sorted=False).indices)  # [R, k]
+    rows = scores.shape[1]
     query = torch.arange(rows).unsqueeze(1)
-    return (scores.gather(1, columns) - doubt.of(query, doubt.lost[columns], doubt.longest[columns])).amin(1)
+    near = scores.view(-1, NEIGHBOURS, rows).amax(1).T  # [R, n / NEIGHBOURS]
+    places = near.topk(min(k, near.shape[1]), dim=1, sorted=False).indices  # [R, K]
+    groups = (places.unsqueeze(2) * NEIGHBOURS + torch.arange(NEIGHBOURS)).flatten(1)
+    best, column = scores[groups, query].topk(k, dim=1, sorted=False)
+    chosen = groups.gather(1, column)  # [R, k]
+    return (best - doubt.of(query, doubt.lost[chosen], doubt.longest[chosen])).amin(1)
 
 
 def _at_least(scores: Tensor, doubt: _Doubt, limit: Tensor) -> tuple[Tensor, Tensor]:
     """Pairs ``query [W], group [W]``, ordered by query, of groups that may reach the limit of their query."""
-    rows = len(scores)
-    near = scores.view(rows, -1, NEIGHBOURS)
+    rows = scores.shape[1]
+    near = scores.view(-1, NEIGHBOURS, rows)
     lost, longest = (each.view(-1, NEIGHBOURS) for each in (doubt.lost, doubt.longest))
-    all_queries = torch.arange(rows).unsqueeze(1)
-    highest = near.amax(2) + doubt.of(all_queries, lost.amax(1), longest.amax(1))
+    highest = near.amax(1).T + doubt.of(torch.arange(rows).unsqueeze(1), lost.amax(1), longest.amax(1))
     query, place = (highest >= limit.unsqueeze(1)).nonzero().unbind(1)
-    highest = near[query, place] + doubt.of(query.unsqueeze(1), lost[place], longest[place])  # [V, NEIGHBOURS]
+    highest = near[place, :, query] + doubt.of(query.unsqueeze(1), lost[place], longest[place])  # [V, NEIGHBOURS]
     row, column = (highest >= limit[query].unsqueeze(1)).nonzero().unbind(1)
     return query[row], place[row] * NEIGHBOURS + column
