@@ -62,6 +62,20 @@ class FaissIndex(ExactIndex):
         self._building: _Building | None = None
         self._refused = 0
 
+    @classmethod
+    def around(cls, index: ExactIndex, settings: str) -> FaissIndex:
+        """An index with the blocks of ``index``, which is not used any more; nothing is copied."""
+        made = cls(index.key_heads, index.key_dim, index.keys_per_block, index.dtype, index.device, settings)
+        made._chunks, made._next = index._chunks, index._next
+        made._centre, made._largest_id = index._centre, index._largest_id
+        made._start()
+        return made
+
+    @property
+    def lists(self) -> int:
+        """Inverted lists of each head; 0 for structures that have none."""
+        return 0 if self._base is None else faiss_base.lists(self._base.heads[0])
+
     def __repr__(self) -> str:
         known = 0 if self._base is None else len(self._base.ids) - self._base.hidden
         return f"FaissIndex({self.settings.factory}, {len(self)} blocks, {known} of them in FAISS)"
@@ -75,8 +89,7 @@ class FaissIndex(ExactIndex):
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         super().add(ids, keys)
         self._adopt()
-        if self._building is None and len(self) >= max(self._fewest, 2 * self._refused) and self._outdated():
-            self._building = self._build()
+        self._start()
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
@@ -107,6 +120,12 @@ class FaissIndex(ExactIndex):
             return self._settle(best, rows, head)
 
         return self._each_head(queries, k, search)
+
+    @property
+    def base(self) -> Base | None:
+        """What FAISS knows; another one each time that it was built."""
+        self._adopt()
+        return self._base
 
     def finish(self) -> None:
         """Let FAISS learn every block that it does not know, and wait for it."""
@@ -172,6 +191,11 @@ class FaissIndex(ExactIndex):
             return True
         known = len(self._base.ids) - self._base.hidden
         return max(len(self) - known, self._base.hidden) * LARGEST_TAIL > len(self._base.ids)
+
+    def _start(self) -> None:
+        """Let a thread build the next base if it is time to."""
+        if self._building is None and len(self) >= max(self._fewest, 2 * self._refused) and self._outdated():
+            self._building = self._build()
 
     def _build(self) -> _Building:
         pieces = [(number, chunk, chunk.alive[: chunk.used].clone()) for number, chunk in self._chunks.items()]
