@@ -274,7 +274,7 @@ class ExactIndex(VectorIndex):
             here = left.part == number
             for whole, piece in zip(table, found, strict=True):
                 whole[left.query[here], column[here]] = piece
-        return choose(*(tensor.flatten(1) for tensor in table), k)
+        return choose(table.scores.flatten(1), table.ids.flatten(1), table.places.flatten(1), k)
 
     def _score_groups(self, scan: _Scan, left: Sieved, number: int, queries: Tensor, head: int) -> Best:
         """Scores of all blocks of the groups left in one chunk: ``[w, rows per group]`` each."""

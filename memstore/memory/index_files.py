@@ -161,7 +161,7 @@ def _spread(blocks: range) -> list[int]:
 
 def _sum(source: Source, block: int) -> str:
     rows: list[Tensor] = [rows for _, rows in source.landmarks.read(source.places, range(block, block + 1))]
-    return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]))
+    return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]).tobytes())
 
 
 def _digest(value: Any) -> str:

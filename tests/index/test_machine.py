@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,6 @@ class Machine(RuleBasedStateMachine):
     ],
 )
 def test_any_history_equals_the_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = type("Named", (Machine,), {"name": name, "dtype": dtype})
+    machine: Any = type("Named", (Machine,), {"name": name, "dtype": dtype})
     machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
     machine.TestCase("runTest").runTest()
