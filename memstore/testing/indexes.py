@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -198,6 +199,55 @@ class IndexTests(ABC):
         assert len(other) == len(index)
         self.check(other, ids[rest], keys[rest], small_integers(2, 5, 8, seed=1), 6)
 
+    def test_what_is_loaded_goes_on_as_before(self, tmp_path: Path) -> None:
+        index, ids, keys = self.filled(40)
+        index.finish()
+        index.save(tmp_path / "index")
+        other = self.make(key_heads=2, key_dim=8, keys_per_block=3)
+        other.load(tmp_path / "index")
+        other.remove(ids[30:])
+        other.add(ids[30:35], keys[:5])
+        other.finish()
+        now = torch.cat([keys[:30], keys[:5]])
+        self.check(other, ids[:35], now, small_integers(2, 5, 8, seed=1), 6)
+        self.check(index, ids, keys, small_integers(2, 5, 8, seed=1), 6)
+
+    def test_a_window_that_moves_on_is_always_what_was_added_last(self) -> None:
+        index = self.make(key_heads=2, key_dim=8, keys_per_block=3)
+        keys = small_integers(400, 2, 3, 8)
+        for start in range(0, 400, 25):
+            index.add(torch.arange(start, start + 25), keys[start : start + 25])
+            if start >= 100:
+                index.remove(torch.arange(start - 100, start - 75))
+            if start == 200:
+                index.finish()
+        assert len(index) == 100
+        self.check(index, torch.arange(300, 400), keys[300:], small_integers(4, 3, 8, seed=1), 7)
+
+    def test_finishing_changes_no_answer_but_an_approximate_one(self) -> None:
+        index, ids, keys = self.filled(63)
+        index.finish()
+        index.finish()
+        self.check(index, ids, keys, small_integers(4, 5, 8, seed=1), 9)
+        index.add(torch.tensor([1, 3]), 9 * keys[:2].abs() + 9)
+        assert sorted(index.search(torch.ones(2, 1, 8), 2).ids[0, 0].tolist()) == [1, 3]
+        index.close()
+
+    def test_scores_are_true_and_no_block_is_found_twice(self) -> None:
+        index, ids, keys = self.filled(63)
+        index.finish()
+        queries = small_integers(4, 5, 8, seed=1)
+        found, truth = index.search(queries, 9), brute_force(ids, keys, queries, 63)
+        scores = torch.zeros(4, 5, 127).scatter_(-1, truth.ids, truth.scores)
+        here = found.ids >= 0
+        assert torch.equal(scores.gather(-1, found.ids.clamp(min=0))[here], found.scores[here])
+        for row in found.ids.flatten(0, 1).tolist():
+            blocks = [block for block in row if block >= 0]
+            assert len(set(blocks)) == len(blocks)
+
+    def test_its_facts_are_json(self) -> None:
+        assert json.loads(json.dumps(dict(self.filled(5)[0].facts())))["kind"]
+
     def test_an_empty_index_can_be_saved(self, tmp_path: Path) -> None:
         self.make(key_heads=2, key_dim=8, keys_per_block=3).save(tmp_path / "index")
         index, _, _ = self.filled(4)
@@ -209,8 +259,11 @@ class IndexTests(ABC):
         index.save(tmp_path / "index")
         (tmp_path / "short").write_bytes((tmp_path / "index").read_bytes()[:-100])
         (tmp_path / "text").write_text("something else")
+        content = bytearray((tmp_path / "index").read_bytes())
+        content[-200] ^= 1
+        (tmp_path / "flipped").write_bytes(content)
         self.filled(4, dim=16)[0].save(tmp_path / "foreign")
-        for name in ("short", "text", "foreign"):
+        for name in ("short", "text", "foreign", "flipped"):
             with pytest.raises(DamagedError):
                 index.load(tmp_path / name)
         with pytest.raises(NotFound):

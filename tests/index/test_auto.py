@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memstore.errors import InvalidArgument
+from memstore.index import VectorIndex, auto, faiss, open_index
+from memstore.testing.indexes import IndexTests, brute_force
+
+
+class TestAuto(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return open_index("auto", key_heads=key_heads, key_dim=key_dim, keys_per_block=keys_per_block)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few thousand blocks are a large index."""
+    monkeypatch.setattr(auto, "LARGE", 1 << 14)
+    monkeypatch.setattr(faiss, "FEWEST_KEYS", 512)
+
+
+def filled(settings: str, keys: torch.Tensor) -> VectorIndex:
+    index = open_index(f"auto{settings}", key_heads=1, key_dim=16, keys_per_block=1)
+    index.add(torch.arange(len(keys)), keys)
+    return index
+
+
+def clustered(n: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return 8 * torch.randn(16, 16)[torch.arange(n) % 16].view(n, 1, 1, 16) + torch.randn(n, 1, 1, 16)
+
+
+def test_a_small_index_is_exact_and_says_so() -> None:
+    facts = filled("", clustered(100)).facts()
+    assert (facts["picked"], facts["why"]) == ("exact", "100 blocks: exact search is fast")
+
+
+def test_a_large_one_is_exact_until_real_queries_have_shown_that_faiss_finds_enough(large: None) -> None:
+    pytest.importorskip("faiss", reason="FAISS is not installed")
+    keys = clustered(20_000)
+    index = filled("", keys)
+    index.finish()
+    assert index.facts()["picked"] == "exact"
+    queries = keys[: auto.LOGGED // 4].view(1, -1, 16)
+    for query in queries.split(1, dim=1):
+        found = index.search(query, 5)
+        assert torch.equal(found.ids[..., 0], brute_force(torch.arange(len(keys)), keys, query, 1).ids[..., 0])
+    index.finish()
+    facts = index.facts()
+    assert str(facts["picked"]).startswith("faiss:IVF")
+    assert "recall" in str(facts["why"])
+    found, truth = index.search(queries, 8), brute_force(torch.arange(len(keys)), keys, queries, 8)
+    assert (found.scores >= truth.scores[..., -1:] - 1e-3).float().mean() >= 0.95
+
+
+def test_it_stays_exact_where_a_recall_of_one_is_asked_for(large: None) -> None:
+    keys = clustered(3000)
+    index = filled(":recall=1", keys)
+    queries = torch.randn(1, 9, 16)
+    found, truth = index.search(queries, 4), brute_force(torch.arange(len(keys)), keys, queries, 4)
+    assert torch.equal(found.ids, truth.ids)
+    assert index.facts()["why"] == "a recall of 1 was asked for"
+
+
+def test_it_stays_exact_and_says_how_to_change_that_where_faiss_is_missing(
+    large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "find_spec", lambda name: None)
+    facts = filled("", clustered(3000)).facts()
+    assert facts["picked"] == "exact"
+    assert "pip install 'torch-memstore[faiss]'" in str(facts["why"])
+
+
+@pytest.mark.parametrize("settings", ["recall=2", "recall=0", "recall=x", "speed=1", "0.9"])
+def test_what_it_does_not_understand_is_refused(settings: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"auto:recall=0\.99"):
+        open_index(f"auto:{settings}", key_heads=1, key_dim=4, keys_per_block=1)

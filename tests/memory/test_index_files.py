@@ -1,0 +1,235 @@
+"""Indexes that are kept beside the store: used where they fit, and built anew from the store wherever they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import memstore
+from memstore.errors import ReadOnlyMemory
+from memstore.index import ExactIndex
+from memstore.memory import Memory, layer_index
+from memstore.testing.indexes import brute_force, small_integers
+from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, landmarks, make_spec, random_tokens
+
+TOKENS = random_tokens(400)
+KINDS = ["exact", "faiss:Flat"]
+
+
+@pytest.fixture(autouse=True)
+def every_index_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_index, "WORTH_KEEPING", 1)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks were added to indexes from the store, addition by addition."""
+    added: list[int] = []
+    add = ExactIndex.add
+
+    def counted(self: ExactIndex, ids: torch.Tensor, keys: torch.Tensor) -> None:
+        added.append(len(ids))
+        add(self, ids, keys)
+
+    monkeypatch.setattr(ExactIndex, "add", counted)
+    return added
+
+
+def make(url: str, index: str = "exact", *, tokens: torch.Tensor = TOKENS) -> None:
+    with memstore.open(url, spec=make_spec(), index=index) as memory:
+        append(memory.document("a"), tokens)
+        memory.build_indexes()
+
+
+def check_search(memory: Memory, tokens: torch.Tensor = TOKENS, first: int = 0) -> None:
+    """Searching finds what brute force over the landmarks of ``tokens`` finds."""
+    queries = small_integers(2 * G, 3, KEY_DIM, seed=1)
+    for layer in (0, 2):
+        keys = landmarks(in_blocks(tokens[: len(tokens) // S * S]), layer)
+        blocks = torch.arange(first, first + len(keys) - first)
+        found = memory.document("a").layer(layer).search(queries, 5)
+        expected = brute_force(blocks, keys[first:], queries, 5)
+        assert torch.equal(found.scores, expected.scores)
+        assert torch.equal(found.blocks, expected.ids)
+
+
+@pytest.mark.parametrize("scheme", ["", "zarr:"])
+@pytest.mark.parametrize("index", KINDS)
+def test_the_next_process_finds_them_and_builds_nothing(
+    tmp_path: Path, built: list[int], index: str, scheme: str
+) -> None:
+    url = f"{scheme}{tmp_path / 'm'}"
+    make(url, index)
+    built.clear()
+    with memstore.open(url, mode="r", index=index) as memory:
+        check_search(memory)
+    assert built == []
+
+
+def test_closing_keeps_what_was_searched(tmp_path: Path, built: list[int]) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("a"), TOKENS)
+        check_search(memory)
+    built.clear()
+    with memstore.open(tmp_path / "m") as memory:
+        check_search(memory)
+    assert built == []
+
+
+def test_what_was_appended_since_is_added_from_the_store(tmp_path: Path, built: list[int]) -> None:
+    url = str(tmp_path / "m")
+    make(url, tokens=TOKENS[:200])
+    with memstore.open(url) as memory:
+        append(memory.document("a"), TOKENS[200:])
+    built.clear()
+    with memstore.open(url, mode="r") as memory:
+        check_search(memory)
+    assert built == [50, 50]
+
+
+def test_blocks_that_left_since_are_not_found(tmp_path: Path, built: list[int]) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60)) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        memory.build_indexes()
+        append(memory.document("a"), TOKENS[200:])
+        check_search(memory, first=40)
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        check_search(memory, first=40)
+
+
+def other_landmarks(folder: Path) -> None:
+    """Another memory of the same model and size, read with other keys, comes to lie under the old indexes."""
+    shutil.move(folder / "index", folder.parent / "index")
+    shutil.rmtree(folder)
+    with memstore.open(folder, spec=make_spec()) as memory:
+        append(memory.document("a"), random_tokens(400, seed=5))
+    shutil.move(folder.parent / "index", folder / "index")
+
+
+def truncated(folder: Path) -> None:
+    shutil.copytree(folder / "index", folder.parent / "kept")
+    with memstore.open(folder) as memory:
+        memory.document("a").truncate(10)
+        append(memory.document("a"), random_tokens(360, seed=6))
+    shutil.rmtree(folder / "index")
+    shutil.move(folder.parent / "kept", folder / "index")
+
+
+def flip_a_bit(folder: Path) -> None:
+    for file in (folder / "index").glob("*.index"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+
+
+def cut_short(folder: Path) -> None:
+    for file in (folder / "index").glob("*.index"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def lose_the_index(folder: Path) -> None:
+    for file in (folder / "index").glob("*.index"):
+        file.unlink()
+
+
+def lie_about_the_range(folder: Path) -> None:
+    for file in (folder / "index").glob("*.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"stop": 99}))
+
+
+def write_nonsense(folder: Path) -> None:
+    for file in (folder / "index").glob("*.json"):
+        file.write_text("[1, 2")
+
+
+DAMAGE: list[Callable[[Path], None]] = [flip_a_bit, cut_short, lose_the_index, lie_about_the_range, write_nonsense]
+
+
+@pytest.mark.parametrize("harm", DAMAGE)
+@pytest.mark.parametrize("index", KINDS)
+def test_a_damaged_index_is_built_anew(
+    tmp_path: Path, built: list[int], harm: Callable[[Path], None], index: str
+) -> None:
+    make(str(tmp_path / "m"), index)
+    harm(tmp_path / "m")
+    built.clear()
+    with memstore.open(tmp_path / "m", index=index) as memory:
+        check_search(memory)
+        memory.build_indexes()
+    assert built == [100, 100]
+    with memstore.open(tmp_path / "m", mode="r", index=index) as memory:
+        check_search(memory)
+    assert built == [100, 100]
+
+
+def test_the_index_of_another_memory_is_not_used(tmp_path: Path) -> None:
+    make(str(tmp_path / "m"))
+    other_landmarks(tmp_path / "m")
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        check_search(memory, random_tokens(400, seed=5))
+
+
+def test_the_index_of_a_document_that_was_truncated_since_is_not_used(tmp_path: Path) -> None:
+    make(str(tmp_path / "m"))
+    truncated(tmp_path / "m")
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        check_search(memory, torch.cat([TOKENS[:40], random_tokens(360, seed=6)]))
+
+
+def test_forgetting_and_compacting_remove_what_knew_of_it(tmp_path: Path) -> None:
+    make(str(tmp_path / "m"))
+    with memstore.open(tmp_path / "m") as memory:
+        append(memory.document("b"), TOKENS)
+        memory.build_indexes()
+        assert len(list((tmp_path / "m" / "index").glob("*.index"))) == 4
+        memory.forget("a")
+        assert len(list((tmp_path / "m" / "index").glob("*.index"))) == 2
+        memory.document("b").truncate(3)
+        memory.compact()
+        assert list((tmp_path / "m" / "index").iterdir()) == []
+
+
+def test_a_reader_keeps_nothing(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("a"), TOKENS)
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        check_search(memory)
+        with pytest.raises(ReadOnlyMemory):
+            memory.build_indexes()
+    assert not (tmp_path / "m" / "index").exists()
+
+
+def test_no_room_for_an_index_closes_the_memory_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: ExactIndex, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ExactIndex, "save", full)
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("a"), TOKENS)
+        check_search(memory)
+    assert "No space left" in caplog.text
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        check_search(memory)
+
+
+def test_stats_tell_the_index_and_its_recall_also_where_nobody_has_searched(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(), index="faiss:Flat") as memory:
+        append(memory.document("a"), TOKENS)
+        memory.document("a").layer(0).search(small_integers(G, 3, KEY_DIM), 3)
+        memory.build_indexes()
+    with memstore.open(tmp_path / "m", mode="r", index="faiss:Flat") as memory:
+        told = {each["layer"]: each for each in memory.stats()["indexes"]}
+    assert told.keys() == {0, 2}
+    assert told[0]["kind"] == "faiss"
+    assert told[0]["recall"] == told[2]["recall"] == 1.0
+    assert (told[0]["recall_queries"], told[2]["recall_queries"]) == ("logged", "keys")
+    assert told[0]["blocks"] == 100
+    assert told[0]["file_bytes"] > 0
