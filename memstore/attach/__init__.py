@@ -33,6 +33,7 @@ def attach(
     codec: str = "none",
     routing_layers: tuple[int, ...] | None = None,
     tokenizer: Any = None,
+    index: str = "exact",
 ) -> Attached:
     """Attach a memory to a stock causal LM, for the length of a ``with`` block.
 
@@ -55,6 +56,7 @@ def attach(
             that end within a segment has states that differ by what the codec loses.
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
         tokenizer: if given, it must be the one the memory was made with, and general text is used to fit the router.
+        index: the vector index of memories that are opened here, see ``memstore.open``.
 
     Raises:
         UnsupportedModel: the model cannot be attached; the message says why.
@@ -80,7 +82,9 @@ def attach(
             if isinstance(each, Memory):
                 memories.append(each)
                 continue
-            owned.append(_open(each, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers, codec)))
+            owned.append(
+                _open(each, index, lambda: spec_for(architecture, fingerprint, retrieval, routing_layers, codec))
+            )
             memories.append(owned[-1])
         for memory in memories:
             _check_memory(memory, fingerprint, retrieval, memories[0].spec.index_layers)
@@ -122,14 +126,14 @@ def _existing_block_size(url: str | Path) -> int | None:
         return None
 
 
-def _open(url: str | Path, spec: Callable[[], MemorySpec]) -> Memory:
+def _open(url: str | Path, index: str, spec: Callable[[], MemorySpec]) -> Memory:
     """The memory at ``url``; made with the spec that ``spec()`` gives if there is none."""
     from memstore.memory import open_memory
 
     try:
-        return open_memory(url)
+        return open_memory(url, index=index)
     except NotFound:
-        return open_memory(url, spec=spec())
+        return open_memory(url, index=index, spec=spec())
 
 
 def _check_sizes(block_size: int, **sizes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -10,34 +11,47 @@ from memstore.index.contract import Found, IndexCapabilities, VectorIndex
 
 if TYPE_CHECKING:
     from memstore.index.exact import ExactIndex
+    from memstore.index.faiss import FaissIndex
 
-__all__ = ["ENTRY_POINTS", "ExactIndex", "Found", "IndexCapabilities", "VectorIndex", "open_index"]
+__all__ = ["ENTRY_POINTS", "ExactIndex", "FaissIndex", "Found", "IndexCapabilities", "VectorIndex", "open_index"]
 
 ENTRY_POINTS = "memstore.indexes"
-"""Entry point group of other packages' indexes: name -> a class with the constructor of ``ExactIndex``."""
+"""Entry point group of other packages' indexes: kind -> a class with the constructor of ``VectorIndex``."""
+
+_HOMES = {
+    "auto": ("memstore.index.auto", "AutoIndex"),
+    "exact": ("memstore.index.exact", "ExactIndex"),
+    "faiss": ("memstore.index.faiss", "FaissIndex"),
+}
+_NAMES = {name: home for home, name in _HOMES.values()}
 
 
 def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, **options: Any) -> VectorIndex:
-    """A new, empty index of the kind ``name``: ``"exact"``, or one that another package provides.
+    """A new, empty index. ``name`` is a kind, and settings of that kind behind a colon: ``"faiss:IVF1024,Flat"``.
 
-    ``options`` (``dtype``, ``device``, ...) go to its constructor. Raises ``InvalidArgument`` for an unknown name.
+    Kinds are ``exact``, ``faiss``, ``auto`` and those that other packages provide. ``options`` (``dtype``, ``device``)
+    go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for settings that it does not understand and
+    where a library that it needs is missing.
     """
-    options |= {"key_heads": key_heads, "key_dim": key_dim, "keys_per_block": keys_per_block}
-    if name == "exact":
-        from memstore.index.exact import ExactIndex
-
-        return ExactIndex(**options)
-    plugins = entry_points(group=ENTRY_POINTS)
-    if name not in plugins.names:
-        known = ", ".join(sorted({"exact", *plugins.names}))
-        raise InvalidArgument(f"There is no index {name!r}; there is: {known}.")
-    index: VectorIndex = plugins[name].load()(**options)
+    kind, _, settings = name.partition(":")
+    index: VectorIndex = _class(kind)(
+        key_heads=key_heads, key_dim=key_dim, keys_per_block=keys_per_block, settings=settings, **options
+    )
     return index
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ExactIndex":
-        from memstore.index.exact import ExactIndex
+def _class(kind: str) -> Any:
+    if kind in _HOMES:
+        module, name = _HOMES[kind]
+        return getattr(import_module(module), name)
+    plugins = entry_points(group=ENTRY_POINTS)
+    if kind not in plugins.names:
+        known = ", ".join(sorted({*_HOMES, *plugins.names}))
+        raise InvalidArgument(f"There is no index {kind!r}; there is: {known}. Settings follow a colon: faiss:HNSW32.")
+    return plugins[kind].load()
 
-        return ExactIndex
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -32,16 +34,34 @@ class IndexCapabilities:
 
 
 class VectorIndex(ABC):
-    """Blocks of keys, each block with ``P`` keys for each of ``H`` heads.
+    """Blocks of keys, each block with ``P`` keys for each of ``G`` heads.
 
-    Always rebuildable from the store, which is the single source of truth. A block added is searchable at once.
+    Always rebuildable from the store, which is the single source of truth. A block added is searchable at once. Where
+    ``capabilities.exact`` is False a search may miss blocks, but every block it returns is there, is allowed, and has
+    its true score.
     """
 
     capabilities: IndexCapabilities
 
     @abstractmethod
+    def __init__(
+        self,
+        key_heads: int,
+        key_dim: int,
+        keys_per_block: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        settings: str = "",
+    ) -> None:
+        """An empty index for ``key_heads`` G, ``keys_per_block`` P and ``key_dim`` D.
+
+        Keys come as ``dtype`` can hold them without loss. ``settings`` is what follows the colon in the name of the
+        index. Raises ``InvalidArgument``, also where a library is missing.
+        """
+
+    @abstractmethod
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, H, P, D]``."""
+        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``."""
 
     @abstractmethod
     def remove(self, ids: Tensor) -> None:
@@ -55,6 +75,16 @@ class VectorIndex(ABC):
         """Score of every block: ``([H, T, N] float32, ids [N])``. Only where ``capabilities.dense``."""
         raise NotImplementedError(f"{type(self).__name__} cannot score every block; use search()")
 
+    def finish(self) -> None:  # noqa: B027 - most indexes have nothing to do
+        """Do now, and wait for, what the index would do beside the next searches (training, rebuilding)."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What ``memstore stats`` tells of the index: JSON values, among them ``"kind"``."""
+        return {"kind": type(self).__name__}
+
+    def close(self) -> None:  # noqa: B027 - most indexes hold nothing
+        """Release what garbage collection would not: threads, connections. The index is not used afterwards."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Number of blocks."""
@@ -66,8 +96,8 @@ class VectorIndex(ABC):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path``."""
+        """Write the index to the file ``path``, replacing it at once or not at all."""
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote."""
+        """Replace the content by what ``save`` wrote. Raises ``NotFound`` or ``DamagedError``, with nothing changed."""

@@ -52,12 +52,15 @@ class ExactIndex(VectorIndex):
         keys_per_block: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        settings: str = "",
     ) -> None:
         for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
             if size < 1:
                 raise InvalidArgument(f"{name} must be at least 1, not {size}.")
         if dtype not in (torch.float32, torch.bfloat16):
             raise InvalidArgument(f"dtype of an exact index must be torch.float32 or torch.bfloat16, not {dtype}.")
+        if settings:
+            raise InvalidArgument(f"An exact index has no settings; write 'exact', not 'exact:{settings}'.")
         self.key_heads = key_heads
         self.key_dim = key_dim
         self.keys_per_block = keys_per_block

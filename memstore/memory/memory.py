@@ -52,7 +52,7 @@ def open_memory(
     ``url`` is a path, ``zarr:PATH`` (a folder whose old blocks are Zarr arrays), ``ram:`` (gone when closed) or
     ``ram:NAME`` (one memory per name, until the process ends).
     ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
-    ``index`` is the kind of vector index, see ``memstore.index.open_index``.
+    ``index`` is the vector index that finds blocks: "exact", "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
     ``host_bytes`` of host memory keep the blocks that are asked for often (256 MiB for a memory on disk unless said;
     0 for none), ``device_bytes`` those on the accelerator ``device``.
     ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.

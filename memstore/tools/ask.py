@@ -10,7 +10,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.models import Loaded, encode, load_model
-from memstore.tools.options import Device, MemoryUrl, Threads, TopK, use_threads
+from memstore.tools.options import Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def ask(
     dtype: Dtype = None,
     threads: Threads = None,
     device: Device = "cpu",
+    index: Index = "exact",
 ) -> Report:
     """Let the model that read a memory go on from your question.
 
@@ -49,7 +50,7 @@ def ask(
     if not question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     use_threads(threads)
-    with memstore.open(memory, mode="r") as opened:
+    with memstore.open(memory, mode="r", index=index) as opened:
         name = document_name(opened, document)
         loaded = load_recorded(opened, model, dtype, device=device)
         attach = memstore.attach(

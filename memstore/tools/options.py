@@ -40,6 +40,9 @@ Model = Annotated[
     str,
     typer.Option(help="A Hugging Face directory or hub id, or smollm2: a small model taken from the package index."),
 ]
+Index = Annotated[
+    str, typer.Option(help="What finds blocks: exact, faiss:IVF1024,Flat or another factory string, auto, ...")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
 TopK = Annotated[int, typer.Option(min=1, help="Blocks retrieved at a time.")]
 

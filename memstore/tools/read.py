@@ -12,7 +12,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.spec import CODECS
 from memstore.tools.failures import Interrupted
 from memstore.tools.models import SMOLLM2, Loaded, encode, load_model
-from memstore.tools.options import BlockSize, Codec, Device, Dtype, MemoryUrl, Model, Threads, TopK, use_threads
+from memstore.tools.options import BlockSize, Codec, Device, Dtype, Index, MemoryUrl, Model, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.texts import STDIN, read_text
 
@@ -42,6 +42,7 @@ def read(
     top_k: TopK = 8,
     threads: Threads = None,
     device: Device = "cpu",
+    index: Index = "exact",
     encoding: Encoding = "utf-8",
 ) -> Report:
     """Let a model read a text into a memory.
@@ -63,7 +64,13 @@ def read(
     loaded = load_model(model, dtype, device=device)
     retrieval = memstore.Retrieval(top_k=top_k)
     attach = memstore.attach(
-        loaded.model, memory, tokenizer=loaded.tokenizer, retrieval=retrieval, block_size=block_size, codec=codec
+        loaded.model,
+        memory,
+        tokenizer=loaded.tokenizer,
+        retrieval=retrieval,
+        block_size=block_size,
+        codec=codec,
+        index=index,
     )
     with attach as attached:
         attached.memories[0].put_info("model", model_info(model, loaded))

@@ -131,11 +131,13 @@ class Reader:
         mode: Mode = "a",
         segment_blocks: int = SEGMENT_BLOCKS,
         on_error: OnError = "raise",
+        index: str = "exact",
     ) -> None:
         """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
 
         ``on_error`` is what becomes of a block that an answer wants and that cannot be read. "raise": ``DamagedError``;
         "miss": it is left out, counted in ``memory.stats()`` and logged once. Damage met by ``read`` always raises.
+        ``index`` is the vector index of a memory that is opened here, see ``memstore.open``.
 
         Raises ``ForeignMemory`` for a memory of another model (other weights, block size or state type),
         ``InvalidArgument``, and what ``memstore.open`` raises.
@@ -151,7 +153,7 @@ class Reader:
         self.segment = segment_blocks * model.config.tokens_per_block
         spec = memory_spec(model, tokenizer, _codec_of(memory, mode) if codec is None else codec)
         self._own = not isinstance(memory, Memory)
-        self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode)
+        self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode, index=index)
         try:
             check_same(spec, self.memory)
             self.document = self.memory.document(document)
