@@ -20,6 +20,7 @@ ENTRY_POINTS = "memstore.indexes"
 
 _HOMES = {
     "auto": ("memstore.index.auto", "AutoIndex"),
+    "codes": ("memstore.index.code_index", "CodeIndex"),
     "exact": ("memstore.index.exact", "ExactIndex"),
     "faiss": ("memstore.index.faiss", "FaissIndex"),
 }
