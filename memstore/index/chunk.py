@@ -1,4 +1,4 @@
-"""A fixed piece of an exact index: preallocated keys that are never copied again."""
+"""A fixed piece of an exact index: preallocated keys that are never copied again, and their codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from memstore.index.codes import Codes
 
 
 class Tile(NamedTuple):
@@ -21,47 +23,92 @@ class Tile(NamedTuple):
 
 
 class Chunk:
-    """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, of which rows ``< used`` are filled."""
+    """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, of which rows ``< used`` are filled.
 
-    def __init__(self, capacity: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    With a ``centre [G, D]``, complete groups of blocks are also kept as int8 codes around it.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        centre: Tensor | None = None,
+    ) -> None:
         heads, keys_per_block, dim = sizes
         with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
             self.keys = torch.empty(heads, capacity, keys_per_block, dim, dtype=dtype, device=device)
-            self.ids = torch.full((capacity,), -1, dtype=torch.int64, device=device)
+            self.ids = torch.empty(capacity, dtype=torch.int64, device=device)
+            self.alive = torch.zeros(capacity, dtype=torch.bool, device=device)
+            self.codes = None if centre is None else Codes(capacity, sizes, centre)
         self.used = 0
+        self.count = 0
+        """Blocks that are there."""
+        self._ascending = True
+        self._sealed = False
+
+    @classmethod
+    def of(cls, ids: Tensor, keys: Tensor, codes: Codes | None) -> Chunk:
+        """A chunk around ``ids [n]``, ``keys [G, n, P, D]`` and their codes; nothing is copied, nor ever written to."""
+        heads, n, keys_per_block, dim = keys.shape
+        chunk = cls(0, (heads, keys_per_block, dim), keys.dtype, keys.device)
+        chunk.ids, chunk.keys, chunk.codes = ids, keys, codes
+        chunk.alive = torch.ones(n, dtype=torch.bool)
+        chunk.used = chunk.count = n
+        chunk._sealed = True
+        chunk._ascending = bool((ids[1:] > ids[:-1]).all())
+        return chunk
 
     @property
     def room(self) -> int:
         """Blocks that can still be added."""
-        return self.ids.numel() - self.used
+        return 0 if self._sealed else self.ids.numel() - self.used
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, filled or not."""
-        return self.keys.nbytes + self.ids.nbytes
+        return self.keys.nbytes + self.ids.nbytes + self.alive.nbytes + (self.codes.nbytes if self.codes else 0)
+
+    @property
+    def largest_id(self) -> int:
+        """Of the blocks that are there."""
+        return int(self.ids[self.used - 1] if self._ascending else self.live().max())
 
     def live(self) -> Tensor:
         """Ids ``[n]`` of the blocks in this chunk, in the order they were added."""
-        ids = self.ids[: self.used]
-        return ids[ids >= 0]
+        return self.ids[: self.used][self.alive[: self.used]]
 
     def fill(self, ids: Tensor, keys: Tensor) -> None:
-        """Copy blocks ``ids [n]`` with ``keys [n, G, P, D]`` to the next free rows."""
+        """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]`` to the next free rows."""
         rows = slice(self.used, self.used + ids.numel())
+        self._ascending &= not self.used or int(ids[0]) > int(self.ids[self.used - 1])
         self.keys[:, rows].copy_(keys.transpose(0, 1))
         self.ids[rows] = ids
+        self.alive[rows] = True
         self.used += ids.numel()
+        self.count += ids.numel()
+        if self.codes is not None:
+            self.codes.extend(self.keys, self.used)
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of the ascending ``ids [n]`` are here."""
+        return self._find(ids)[1]
 
     def drop(self, ids: Tensor) -> None:
-        """Forget those of ``ids`` that are here; rows at the end become free again."""
-        used = self.ids[: self.used]
-        used[torch.isin(used, ids)] = -1
-        alive = (used >= 0).nonzero()
-        self.used = int(alive[-1]) + 1 if alive.numel() else 0
+        """Forget those of the ascending ``ids [n]`` that are here; rows at the end become free again."""
+        rows, here = self._find(ids)
+        self.alive[rows[here]] = False
+        self.count -= int(here.sum())
+        if not self.alive[self.used - 1 : self.used].any():
+            alive = self.alive[: self.used].nonzero()
+            self.used = int(alive[-1]) + 1 if alive.numel() else 0
+        self._ascending |= not self.used
+        if self.codes is not None:
+            self.codes.cut(self.used)
 
-    def tiles(self, rows_per_tile: int, allowed: range | Tensor | None) -> Iterator[Tile]:
-        """The live, allowed blocks, at most ``rows_per_tile`` at a time: views where they are adjacent, else copies."""
-        rows = self._rows(allowed)
+    def tiles(self, rows_per_tile: int, rows: Tensor) -> Iterator[Tile]:
+        """The blocks at ascending ``rows [n]``, some at a time: views where they are adjacent, else copies."""
         for start in range(0, rows.numel(), rows_per_tile):
             piece = rows[start : start + rows_per_tile]
             first, last = int(piece[0]), int(piece[-1])
@@ -70,9 +117,10 @@ class Chunk:
             else:
                 yield Tile(self.keys.index_select(1, piece), self.ids[piece], piece)
 
-    def _rows(self, allowed: range | Tensor | None) -> Tensor:
+    def wanted(self, allowed: range | Tensor | None) -> Tensor:
+        """Which rows ``[used]`` hold a block that is ``allowed``."""
         ids = self.ids[: self.used]
-        wanted = ids >= 0
+        wanted = self.alive[: self.used].clone()
         match allowed:
             case Tensor():
                 wanted &= torch.isin(ids, allowed.to(ids.device))
@@ -80,4 +128,19 @@ class Chunk:
                 wanted &= (ids >= allowed.start) & (ids < allowed.stop)
             case range():
                 wanted &= torch.isin(ids, torch.tensor(allowed, dtype=torch.int64, device=ids.device))
-        return wanted.nonzero().squeeze(1)
+        return wanted
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""
+        if not self.used or not ids.numel():
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        held, order = self.ids[: self.used], None
+        if not self._ascending:
+            held, order = held.sort(stable=True)
+        if int(ids[0]) > int(held[-1]) or int(ids[-1]) < int(held[0]):
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        # The last of equal ids: where one was removed and added again, the row before it is dead.
+        rows = (torch.searchsorted(held, ids, right=True) - 1).clamp(min=0)
+        same = held[rows] == ids
+        rows = rows if order is None else order[rows]
+        return rows, same & self.alive[rows]

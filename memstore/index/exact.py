@@ -1,44 +1,52 @@
-"""Exact search: every key is scored. The default index, and the oracle of all others.
+"""Exact search: the true top k. The default index, and the oracle of all others.
 
-Keys lie in chunks that grow geometrically and are never copied again. A search walks over them in tiles whose scores
-stay in the processor's cache, keeps the best ``k`` blocks of each tile, and merges them as it goes.
+Keys lie in chunks that grow geometrically and are never copied again. A search of many keys first reads them in 8 bits
+(``sieve.py``), which rules most of them out for certain, and scores what is left in float32. Where that does not apply
+it walks over the keys in tiles whose scores stay in the processor's cache. Either way it never holds all scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, files
+from memstore.index import checks, codes, files
+from memstore.index.best import PLACES, Best, choose, merge, nothing, order
 from memstore.index.chunk import Chunk, Tile
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.index.sieve import Part, Sieved, sieve
 
 FIRST_CHUNK_KEYS = 4096
 LARGEST_CHUNK_KEYS = 1 << 18
 TILE_KEYS = 8192
-TILE_QUERIES = 256
-GATHERED_NUMBERS = 1 << 22
-PLACES = 1 << 32
+TILE_QUERIES = 64
+GATHERED_NUMBERS = 1 << 18
+FEWEST_GROUPS = 64
+"""Groups for each block wanted from which on it pays to read codes first."""
 
 
-class _Best(NamedTuple):
-    scores: Tensor  # [R, k] float32
-    ids: Tensor  # [R, k]
-    places: Tensor  # [R, k]: chunk * PLACES + row
+class _Scan(NamedTuple):
+    """What a search has to look at in one chunk."""
+
+    number: int
+    chunk: Chunk
+    part: Part | None
+    """Groups whose codes are read first."""
+    rows: Tensor
+    """``[n]``: the rows that are scored directly."""
 
 
 class ExactIndex(VectorIndex):
-    """Keys ``[G, D]`` of ``P`` per block, searched by brute force.
+    """Keys ``[G, D]`` of ``P`` per block. The result is the true top k of the keys as ``dtype`` holds them.
 
-    With ``dtype=torch.float32`` the result is the true top k. With ``torch.bfloat16`` (half the memory, several times
-    the speed) candidates are chosen by products rounded to bfloat16, so blocks whose scores differ by less than one
-    part in 256 may change places at the end of the list; the scores returned are computed in float32.
-    Blocks with equal scores are ordered by id, the smaller first.
+    Scores are computed in float32. Blocks with equal scores are ordered by id, the smaller first. Codes in 8 bits are
+    kept beside the keys where the processor is faster with them (``codes=False`` leaves them out): a quarter of the
+    keys' bytes in float32, half in bfloat16.
 
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
@@ -53,6 +61,8 @@ class ExactIndex(VectorIndex):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         settings: str = "",
+        *,
+        codes: bool = True,
     ) -> None:
         for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
             if size < 1:
@@ -66,19 +76,22 @@ class ExactIndex(VectorIndex):
         self.keys_per_block = keys_per_block
         self.dtype = dtype
         self.device = torch.device(device)
-        self._chunks: list[Chunk] = []
+        self._coded = codes
+        self._chunks: dict[int, Chunk] = {}
+        self._next = 0
+        self._centre: Tensor | None = None
         self._largest_id = -1
 
     def __len__(self) -> int:
-        return sum(chunk.live().numel() for chunk in self._chunks)
+        return sum(chunk.count for chunk in self._chunks.values())
 
     def __repr__(self) -> str:
         return f"ExactIndex({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim} {self.dtype})"
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys and ids."""
-        return sum(chunk.nbytes for chunk in self._chunks)
+        """Bytes allocated for keys, codes and ids."""
+        return sum(chunk.nbytes for chunk in self._chunks.values())
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
@@ -101,102 +114,202 @@ class ExactIndex(VectorIndex):
         checks.check_ids(ids)
         ids = ids.to(self.device)
         self._require(self._present(ids), ids, "not in the index")
-        for chunk in self._chunks:
+        for number, chunk in list(self._chunks.items()):
             chunk.drop(ids)
-        self._chunks = [chunk for chunk in self._chunks if chunk.used]
-        self._largest_id = max((int(chunk.live().max()) for chunk in self._chunks), default=-1)
+            if not chunk.used:
+                del self._chunks[number]
+        self._largest_id = max((chunk.largest_id for chunk in self._chunks.values()), default=-1)
+        self._centre = self._centre if self._chunks else None
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
         """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
         checks.check_top_k(k)
         checks.check_allowed(allowed)
         grouped = self._grouped(queries)
-        founds = [self._search_head(grouped[head], head, k, allowed) for head in range(self.key_heads)]
+        scans = self._scans(allowed, k)
+        founds = [self._search_head(scans, grouped[head], head, k) for head in range(self.key_heads)]
         shape = (*queries.shape[:2], k)
         scores, ids, offsets = (torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True))
         return Found(scores.to(queries.device), ids.to(queries.device), offsets.to(queries.device))
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``."""
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``.
+
+        Products of bfloat16 keys are rounded to bfloat16, which is several times as fast.
+        """
         checks.check_allowed(allowed)
         grouped = self._grouped(queries)
         parts: list[Tensor] = []
         ids: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self.device)]
-        for _, tile in self._tiles(allowed):
-            heads = [_block_scores(tile, grouped[head], head) for head in range(self.key_heads)]
-            parts.append(torch.stack(heads))
-            ids.append(tile.ids)
-        order = torch.cat(ids).argsort()
-        scores = torch.cat(parts, -1)[..., order] if parts else grouped.new_empty((*grouped.shape[:2], 0)).float()
-        shape = (*queries.shape[:2], order.numel())
-        return scores.reshape(shape).to(queries.device), torch.cat(ids)[order].to(queries.device)
+        for chunk in self._chunks.values():
+            for tile in chunk.tiles(self._tile_rows, chunk.wanted(allowed).nonzero().squeeze(1)):
+                heads = [_rounded_scores(tile, grouped[head], head) for head in range(self.key_heads)]
+                parts.append(torch.stack(heads))
+                ids.append(tile.ids)
+        order_of_ids = torch.cat(ids).argsort()
+        scores = torch.cat(parts, -1)[..., order_of_ids] if parts else grouped.new_empty((*grouped.shape[:2], 0))
+        shape = (*queries.shape[:2], order_of_ids.numel())
+        return scores.reshape(shape).to(queries.device), torch.cat(ids)[order_of_ids].to(queries.device)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Its kind."""
+        return {"kind": "exact"}
 
     def save(self, path: Path) -> None:
         """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
-        live = [chunk.ids[: chunk.used] >= 0 for chunk in self._chunks]
-        ids = [chunk.ids[: chunk.used][rows] for chunk, rows in zip(self._chunks, live, strict=True)]
-        keys = [chunk.keys[:, : chunk.used][:, rows] for chunk, rows in zip(self._chunks, live, strict=True)]
-        none = torch.empty(self.key_heads, 0, self.keys_per_block, self.key_dim, dtype=self.dtype)
-        order = torch.cat(ids).argsort() if ids else torch.empty(0, dtype=torch.int64)
-        files.save(
-            path,
-            ids=(torch.cat(ids) if ids else order)[order].cpu(),
-            keys=(torch.cat(keys, 1) if keys else none)[:, order].transpose(0, 1).contiguous().cpu(),
-        )
+        files.save(path, self._about, self._tensors())
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
-        shape = (self.key_heads, self.keys_per_block, self.key_dim)
-        ids, keys = files.load(path, shape, self.dtype)
-        self._chunks, self._largest_id = [], -1
-        self.add(ids, keys)
+        """Replace the content by what ``save`` wrote, mapped from the file. On an error, nothing is.
+
+        Raises ``NotFound`` or ``DamagedError``.
+        """
+        self._take(files.load(path, self._about).tensors)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a file must agree with."""
+        sizes = {"key_heads": self.key_heads, "keys_per_block": self.keys_per_block, "key_dim": self.key_dim}
+        return sizes | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All blocks, in the order of their places, with their codes."""
+        chunks = self._chunks.values()
+        alive = [chunk.alive[: chunk.used] for chunk in chunks]
+        none = torch.empty(self.key_heads, 0, self.keys_per_block, self.key_dim, dtype=self.dtype)
+        keys = [_rows(chunk.keys[:, : chunk.used], rows) for chunk, rows in zip(chunks, alive, strict=True)]
+        tensors = {
+            "ids": torch.cat([torch.empty(0, dtype=torch.int64), *(chunk.live().cpu() for chunk in chunks)]),
+            "keys": torch.cat([none, *(piece.cpu() for piece in keys)], 1),
+        }
+        if self._uses_codes and len(self) > codes.group_rows(self.keys_per_block):
+            centre = tensors["keys"].float().mean((1, 2)) if self._centre is None else self._centre
+            made = codes.Codes(len(self), (self.key_heads, self.keys_per_block, self.key_dim), centre)
+            made.extend(tensors["keys"], len(self))
+            tensors |= {f"code_{name}": tensor for name, tensor in made.tensors().items()}
+        return tensors
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        ids, keys = tensors["ids"], tensors["keys"]
+        coded = {name.removeprefix("code_"): tensor for name, tensor in tensors.items() if name.startswith("code_")}
+        self._chunks, self._centre = {}, None
+        if ids.numel():
+            made = codes.Codes.of(self.keys_per_block, coded) if coded and self._uses_codes else None
+            self._centre = None if made is None else made.centre
+            self._chunks[self._next] = Chunk.of(ids.to(self.device), keys.to(self.device), made)
+            self._next += 1
+        self._largest_id = int(ids.max()) if ids.numel() else -1
+
+    @property
+    def _uses_codes(self) -> bool:
+        return self._coded and codes.usable(self.device, self.key_dim)
 
     def _grouped(self, queries: Tensor) -> Tensor:
         checks.check_queries(queries, self.key_heads, self.key_dim)
         # The query heads of one key head become more rows of one product: [G, R*T, D].
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 
-    def _tiles(self, allowed: range | Tensor | None) -> Iterator[tuple[int, Tile]]:
-        rows = max(1, TILE_KEYS // self.keys_per_block)
-        for number, chunk in enumerate(self._chunks):
-            for tile in chunk.tiles(rows, allowed):
-                yield number, tile
+    @property
+    def _tile_rows(self) -> int:
+        return max(1, TILE_KEYS // self.keys_per_block)
 
-    def _search_head(self, queries: Tensor, head: int, k: int, allowed: range | Tensor | None) -> Found:
-        parts = torch.split(queries, TILE_QUERIES)  # of [R, D]
-        bests = [_nothing(len(part), k, self.device) for part in parts]
-        for number, tile in self._tiles(allowed):
-            for i, part in enumerate(parts):
-                bests[i] = _merge(bests[i], _best_of_tile(number, tile, part, head, k), k)
-        best = _Best(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
+    def _scans(self, allowed: range | Tensor | None, k: int) -> list[_Scan]:
+        """What to look at, and how: codes first where there are enough of them to pay."""
+        scans = [_scan(number, chunk, allowed) for number, chunk in self._chunks.items()]
+        if sum(_whole_groups(scan.part) for scan in scans) >= FEWEST_GROUPS * k:
+            return scans
+        return [scan if scan.part is None else _without_codes(scan) for scan in scans]
+
+    def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Found:
+        bests = [self._search_part(scans, part, head, k) for part in torch.split(queries, TILE_QUERIES)]
+        best = Best(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
         return self._settle(best, queries, head)
 
-    def _settle(self, best: _Best, queries: Tensor, head: int) -> Found:
+    def _search_part(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Best:
+        """The best blocks for ``queries [R, D]``, few enough that a tile's scores stay in the cache."""
+        best = nothing(len(queries), k, self.device)
+        coded = [scan for scan in scans if scan.part is not None]
+        if coded and len(queries):
+            left = sieve([scan.part for scan in coded if scan.part is not None], queries, head, k)
+            best = merge(best, self._best_of_groups(coded, left, queries, head, k), k)
+            rest = (~left.helped).nonzero().squeeze(1)
+            if rest.numel():
+                plain = [scan._replace(part=None, rows=_rows_of_groups(scan)) for scan in coded]
+                found = self._scan_rows(plain, queries[rest], head, nothing(len(rest), k, self.device))
+                best = Best(*(mine.index_copy(0, rest, new) for mine, new in zip(best, found, strict=True)))
+        return self._scan_rows(scans, queries, head, best)
+
+    def _scan_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: Best) -> Best:
+        k = best.scores.shape[1]
+        for number, chunk, _, rows in scans:
+            for tile in chunk.tiles(self._tile_rows, rows):
+                scores = _block_scores(tile, queries, head).contiguous()
+                best = merge(best, choose(scores, tile.ids, tile.rows + number * PLACES, k), k)
+        return best
+
+    def _best_of_groups(self, scans: Sequence[_Scan], left: Sieved, queries: Tensor, head: int, k: int) -> Best:
+        """The best blocks of the groups that the sieve has left, for each query those of its own."""
+        pairs = [self._score_groups(scan, left, number, queries, head) for number, scan in enumerate(scans)]
+        counts = torch.bincount(left.query, minlength=len(queries))
+        per_group = pairs[0].scores.shape[1]
+        # Each pair gets a place in the row of its query: pairs are ordered by query.
+        column = torch.arange(len(left.query)) - (counts.cumsum(0) - counts)[left.query]
+        shape = (len(queries), max(int(counts.max()), k), per_group)
+        table = Best(torch.full(shape, -torch.inf), torch.full(shape, -1), torch.full(shape, -1))
+        for number, found in enumerate(pairs):
+            here = left.part == number
+            for whole, piece in zip(table, found, strict=True):
+                whole[left.query[here], column[here]] = piece
+        return choose(*(tensor.flatten(1) for tensor in table), k)
+
+    def _score_groups(self, scan: _Scan, left: Sieved, number: int, queries: Tensor, head: int) -> Best:
+        """Scores of all blocks of the groups left in one chunk: ``[w, rows per group]`` each."""
+        here = left.part == number
+        query, group = left.query[here], left.group[here]
+        per_group = codes.group_rows(self.keys_per_block)
+        whole = scan.chunk.used // per_group
+        keys = scan.chunk.keys[head, : whole * per_group].view(whole, -1, self.key_dim)  # [n, keys, D]
+        scores = torch.empty(len(group), per_group)
+        step = max(1, GATHERED_NUMBERS // (keys.shape[1] * self.key_dim))
+        for first in range(0, len(group), step):
+            part = slice(first, first + step)
+            products = torch.bmm(keys[group[part]].float(), queries[query[part]].unsqueeze(2))
+            scores[part] = products.view(-1, per_group, self.keys_per_block).amax(2)
+        rows = group.unsqueeze(1) * per_group + torch.arange(per_group)
+        return Best(scores, scan.chunk.ids[rows], rows + scan.number * PLACES)
+
+    def _settle(self, best: Best, queries: Tensor, head: int) -> Found:
         """Score the winners again, in float32 whatever the keys are, and find which of their keys matched."""
         scores, offsets = best.scores.clone(), torch.full_like(best.ids, -1)
         per_step = max(1, GATHERED_NUMBERS // (self.keys_per_block * self.key_dim))
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in self._chunks.items():
             here = (best.places.div(PLACES, rounding_mode="floor") == number).nonzero()
             for step in torch.split(here, per_step):
                 row, column = step.unbind(1)
                 keys = chunk.keys[head][best.places[row, column] % PLACES]  # [w, P, D]
                 products = torch.bmm(keys.float(), queries[row].unsqueeze(2)).squeeze(2)
                 scores[row, column], offsets[row, column] = products.max(1)
-        order = _order(scores, best.ids)
-        return Found(scores.gather(1, order), best.ids.gather(1, order), offsets.gather(1, order))
+        columns = order(scores, best.ids)
+        return Found(scores.gather(1, columns), best.ids.gather(1, columns), offsets.gather(1, columns))
 
     def _chunk_with_room(self) -> Chunk:
-        if not self._chunks or not self._chunks[-1].room:
-            held = sum(chunk.ids.numel() for chunk in self._chunks) * self.keys_per_block
+        last = self._chunks.get(self._next - 1)
+        if last is None or not last.room:
+            held = sum(chunk.ids.numel() for chunk in self._chunks.values()) * self.keys_per_block
             keys = min(max(held, FIRST_CHUNK_KEYS), LARGEST_CHUNK_KEYS)
             sizes = (self.key_heads, self.keys_per_block, self.key_dim)
-            self._chunks.append(Chunk(max(1, keys // self.keys_per_block), sizes, self.dtype, self.device))
-        return self._chunks[-1]
+            if last is not None and self._centre is None and self._uses_codes:
+                # Keys of a model share a large mean. The first chunk knows it well enough.
+                self._centre = last.keys[:, : last.used].float().mean((1, 2))
+            last = Chunk(max(1, keys // self.keys_per_block), sizes, self.dtype, self.device, self._centre)
+            self._chunks[self._next] = last
+            self._next += 1
+        return last
 
     def _present(self, ids: Tensor) -> Tensor:
         present = torch.zeros_like(ids, dtype=torch.bool)
-        for chunk in self._chunks:
-            present |= torch.isin(ids, chunk.live())
+        for chunk in self._chunks.values():
+            present |= chunk.holds(ids)
         return present
 
     @staticmethod
@@ -206,48 +319,53 @@ class ExactIndex(VectorIndex):
             raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
 
 
-def _nothing(rows: int, k: int, device: torch.device) -> _Best:
-    scores = torch.full((rows, k), -torch.inf, device=device)
-    none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
-    return _Best(scores, none, none)
+def _scan(number: int, chunk: Chunk, allowed: range | Tensor | None) -> _Scan:
+    coded = 0 if chunk.codes is None else chunk.codes.groups * chunk.codes.rows_per_group
+    if allowed is None and chunk.count == chunk.used:
+        rows = torch.arange(coded, chunk.used, device=chunk.ids.device)
+        return _Scan(number, chunk, Part(chunk.codes, None) if chunk.codes is not None and coded else None, rows)
+    wanted = chunk.wanted(allowed)
+    if chunk.codes is None or not coded:
+        return _Scan(number, chunk, None, wanted.nonzero().squeeze(1))
+    # Groups of which only some blocks count are scored directly: their best product may be that of another block.
+    whole = wanted[:coded].view(chunk.codes.groups, -1).all(1)
+    wanted[:coded].view(chunk.codes.groups, -1)[whole] = False
+    return _Scan(number, chunk, Part(chunk.codes, whole), wanted.nonzero().squeeze(1))
+
+
+def _rows(keys: Tensor, alive: Tensor) -> Tensor:
+    """``keys [G, n, P, D]`` of the rows that are alive."""
+    return keys if bool(alive.all()) else keys[:, alive]
+
+
+def _whole_groups(part: Part | None) -> int:
+    if part is None:
+        return 0
+    return part.codes.groups if part.whole is None else int(part.whole.sum())
+
+
+def _rows_of_groups(scan: _Scan) -> Tensor:
+    """The rows of a chunk that only its codes have stood for."""
+    assert scan.part is not None
+    codes, whole = scan.part
+    groups = torch.arange(codes.groups) if whole is None else whole.nonzero().squeeze(1)
+    return (groups.unsqueeze(1) * codes.rows_per_group + torch.arange(codes.rows_per_group)).flatten()
+
+
+def _without_codes(scan: _Scan) -> _Scan:
+    return scan._replace(part=None, rows=torch.cat([_rows_of_groups(scan), scan.rows]).sort().values)
 
 
 def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
     """``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with the keys of each block."""
     keys = tile.keys[head]  # [n, P, D]
-    products = keys.flatten(0, 1) @ queries.to(keys.dtype).T  # [n*P, R]
+    products = keys.flatten(0, 1).float() @ queries.T  # [n*P, R]
+    return products.view(*keys.shape[:2], -1).amax(1).T
+
+
+def _rounded_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
+    """The same, with products in the type of the keys."""
+    keys = tile.keys[head]
+    products = keys.flatten(0, 1) @ queries.to(keys.dtype).T
     # In this order because a maximum over bfloat16 is slow on CPUs.
     return products.float().reshape(*keys.shape[:2], -1).amax(1).T
-
-
-def _best_of_tile(number: int, tile: Tile, queries: Tensor, head: int, k: int) -> _Best:
-    """The best blocks of a tile of chunk ``number`` for ``queries [R, D]``, in any order."""
-    scores = _block_scores(tile, queries, head).contiguous()
-    columns = _top(scores, tile.ids, min(k, scores.shape[1]))  # [R, k]
-    return _Best(scores.gather(1, columns), tile.ids[columns], tile.rows[columns] + number * PLACES)
-
-
-def _top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
-    """Columns ``[R, k]`` of the ``k`` largest of ``scores [R, n]``; among equal ones those with the smallest ids."""
-    top, columns = scores.topk(k, dim=1, sorted=False)
-    worst = top.amin(1, keepdim=True)
-    # topk takes any of several equal scores. Only where the last place is contested, choose again by id.
-    contested = ((scores >= worst).sum(1) > k).nonzero().squeeze(1)
-    if contested.numel():
-        rivals, limit = scores[contested], worst[contested]
-        rank = torch.where(rivals == limit, -1.0 - ids.double(), -torch.inf).masked_fill(rivals > limit, 0.0)
-        columns[contested] = rank.topk(k, dim=1, sorted=False).indices
-    return columns
-
-
-def _merge(one: _Best, other: _Best, k: int) -> _Best:
-    """The ``k`` best of both."""
-    scores, ids, places = (torch.cat(pair, 1) for pair in zip(one, other, strict=True))
-    order = _order(scores, ids)[:, :k]
-    return _Best(scores.gather(1, order), ids.gather(1, order), places.gather(1, order))
-
-
-def _order(scores: Tensor, ids: Tensor) -> Tensor:
-    """Columns that put ``[R, n]`` in order: best score first, equal scores by ascending id, empty places last."""
-    by_id = ids.argsort(dim=1)
-    return by_id.gather(1, scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True))

@@ -1,50 +1,83 @@
-"""Files of an index: one safetensors file with ids ``[n]`` and keys ``[n, G, P, D]``."""
+"""Files of an index: safetensors with a checksum for each tensor, written whole or not at all, and mapped when read."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.index import checks
+from memstore.errors import DamagedError, NotFound
 
-KIND = "memstore index 1"
+KIND = "memstore index 2"
 
 
-def save(path: Path, *, ids: Tensor, keys: Tensor) -> None:
-    """Write to a file beside ``path``, then put it in its place: a crash leaves the old file or the new one."""
+class Content(NamedTuple):
+    """What a file holds."""
+
+    tensors: dict[str, Tensor]
+    """Mapped from the file: their bytes are read when they are used."""
+    facts: dict[str, Any]
+
+
+def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write to a file beside ``path``, then put it in its place: a crash leaves the old file or the new one.
+
+    ``facts`` are JSON values that ``load`` has to meet again.
+    """
     from safetensors.torch import save_file
 
-    partial = path.with_name(f"{path.name}.partial")
-    save_file({"ids": ids, "keys": keys}, partial, metadata={"kind": KIND})
-    partial.replace(path)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(facts)
+    sums = {name: _checksum(tensor) for name, tensor in whole.items()} | {"": _digest(text.encode())}
+    metadata = {"kind": KIND, "facts": text, "checksums": json.dumps(sums)}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(whole, partial, metadata=metadata)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def load(path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``ids [n]`` and ``keys [n, G, P, D]`` for blocks of ``shape``. Raises ``NotFound`` or ``DamagedError``."""
+def load(path: Path, facts: Mapping[str, Any]) -> Content:
+    """What ``save`` wrote with (at least) these ``facts``. Raises ``NotFound`` or ``DamagedError``."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise NotFound(f"There is no index file {path}. An index can always be rebuilt from its memory.")
     try:
         with safe_open(path, "pt") as file:
-            kind = (file.metadata() or {}).get("kind")
-            if kind != KIND:
-                raise DamagedError(f"{path} is not an index of this version (its kind is {kind!r}). Rebuild the index.")
-            ids, keys = file.get_tensor("ids"), file.get_tensor("keys")
-    except SafetensorError as error:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != KIND:
+                found = metadata.get("kind")
+                raise DamagedError(f"{path} is no index of this version (its kind is {found!r}). Rebuild the index.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        there, sums = json.loads(metadata["facts"]), json.loads(metadata["checksums"])
+        found_sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+        found_sums[""] = _digest(metadata["facts"].encode())
+    except DamagedError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise DamagedError(f"{path} is not a whole index file ({error}). Rebuild the index.") from error
-    _check(path, ids, keys, shape, dtype)
-    return ids, keys
+    if found_sums != sums:
+        raise DamagedError(f"{path} is damaged: it is not what was written. Rebuild the index.")
+    if wrong := [name for name in facts if there.get(name) != facts[name]]:
+        differences = "; ".join(f"{name} {there.get(name)!r}, not {facts[name]!r}" for name in wrong)
+        raise DamagedError(f"{path} is of another index: it has {differences}. Rebuild the index.")
+    return Content(tensors, there)
 
 
-def _check(path: Path, ids: Tensor, keys: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    if keys.dtype != dtype:
-        raise DamagedError(f"{path} holds keys of {keys.dtype}, this index {dtype}. Rebuild the index.")
-    try:
-        checks.check_ids(ids)
-        checks.check_keys(keys, (ids.numel(), *shape))
-    except InvalidArgument as error:
-        raise DamagedError(f"{path} does not fit this index: {error} Rebuild the index.") from error
+def _checksum(tensor: Tensor) -> str:
+    values = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+    return _digest(values, f"{tensor.dtype} {list(tensor.shape)}")
+
+
+def _digest(values: Any, seed: str = "") -> str:
+    return f"{xxhash.xxh3_64_hexdigest(values)} {seed}"

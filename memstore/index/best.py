@@ -1,0 +1,61 @@
+"""The best blocks found so far, and how more are merged into them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PLACES = 1 << 32
+
+
+class Best(NamedTuple):
+    """At most ``k`` blocks for each of ``R`` queries, in any order; -1 and -inf where there are fewer."""
+
+    scores: Tensor
+    """``[R, k]`` float32"""
+    ids: Tensor
+    """``[R, k]``"""
+    places: Tensor
+    """``[R, k]``: number of the chunk times ``PLACES``, plus the row in it."""
+
+
+def nothing(rows: int, k: int, device: torch.device) -> Best:
+    """What is known before anything was looked at."""
+    scores = torch.full((rows, k), -torch.inf, device=device)
+    none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
+    return Best(scores, none, none)
+
+
+def choose(scores: Tensor, ids: Tensor, places: Tensor, k: int) -> Best:
+    """The ``k`` best of ``scores [R, n]``, with ``ids`` and ``places`` of ``[n]`` or ``[R, n]``."""
+    columns = top(scores, ids, min(k, scores.shape[1]))
+    chosen = (each.expand_as(scores).gather(1, columns) for each in (ids, places))
+    return Best(scores.gather(1, columns), *chosen)
+
+
+def merge(one: Best, other: Best, k: int) -> Best:
+    """The ``k`` best of both."""
+    scores, ids, places = (torch.cat(pair, 1) for pair in zip(one, other, strict=True))
+    columns = order(scores, ids)[:, :k]
+    return Best(scores.gather(1, columns), ids.gather(1, columns), places.gather(1, columns))
+
+
+def top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Columns ``[R, k]`` of the ``k`` largest of ``scores [R, n]``; among equal ones those with the smallest ids."""
+    largest, columns = scores.topk(k, dim=1, sorted=False)
+    worst = largest.amin(1, keepdim=True)
+    # topk takes any of several equal scores. Only where the last place is contested, choose again by id.
+    contested = ((scores >= worst).sum(1) > k).nonzero().squeeze(1)
+    if contested.numel():
+        rivals, limit, numbers = scores[contested], worst[contested], ids.expand_as(scores)[contested]
+        rank = torch.where(rivals == limit, -1.0 - numbers.double(), -torch.inf).masked_fill(rivals > limit, 0.0)
+        columns[contested] = rank.topk(k, dim=1, sorted=False).indices
+    return columns
+
+
+def order(scores: Tensor, ids: Tensor) -> Tensor:
+    """Columns that put ``[R, n]`` in order: best score first, equal scores by ascending id, empty places last."""
+    by_id = ids.argsort(dim=1)
+    return by_id.gather(1, scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True))

@@ -1,0 +1,136 @@
+"""Keys in 8 bits, with a bound on what that changes: most of a chunk need not be read to know that it holds no winner.
+
+Blocks lie in groups of about 32 keys. A code is ``round((key - centre) / scale)`` with one scale for each group. For a
+query ``q`` with code ``q'`` and scale ``s`` the product of codes differs from ``q . (key - centre)`` by at most
+
+    ``|q| |key - centre - code| + |q - q'| |code|``  (Cauchy-Schwarz, both codes multiplied by their scales),
+
+so a group whose best product of codes lies further below the k-th best than both bounds together holds none of the
+best k. ``q . centre`` is the same for all keys and never needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP_KEYS = 32
+"""Keys whose best product stands for all of them."""
+LARGEST_CODE = 127
+
+
+class Codes:
+    """The codes of one chunk. Rows of whole groups only: ``groups * rows_per_group`` of them are coded."""
+
+    def __init__(self, capacity: int, sizes: tuple[int, int, int], centre: Tensor) -> None:
+        heads, keys_per_block, dim = sizes
+        self.rows_per_group = group_rows(keys_per_block)
+        self.keys_per_group = self.rows_per_group * keys_per_block
+        groups = capacity // self.rows_per_group
+        self.centre = centre  # [G, D]
+        self.values = torch.empty(heads, groups, self.keys_per_group, dim, dtype=torch.int8)
+        self.scales = torch.empty(heads, groups)
+        self.lost = torch.empty(heads, groups)
+        """Length of the longest difference between a key and its code."""
+        self.longest = torch.empty(heads, groups)
+        """Length of the longest code."""
+        self.groups = 0
+
+    @classmethod
+    def of(cls, keys_per_block: int, tensors: Mapping[str, Tensor]) -> Codes:
+        """Codes around what ``tensors`` gave; nothing is copied."""
+        heads, groups, _, dim = tensors["values"].shape
+        codes = cls(0, (heads, keys_per_block, dim), tensors["centre"])
+        codes.values, codes.scales = tensors["values"], tensors["scales"]
+        codes.lost, codes.longest = tensors["lost"], tensors["longest"]
+        codes.groups = groups
+        return codes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, to be saved."""
+        whole = {"values": self.values, "scales": self.scales, "lost": self.lost, "longest": self.longest}
+        return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | {"centre": self.centre}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.lost, self.longest))
+
+    def extend(self, keys: Tensor, used: int) -> None:
+        """Encode the groups of ``keys [G, capacity, P, D]`` that have become complete with ``used`` rows."""
+        new = slice(self.groups, used // self.rows_per_group)
+        if new.stop <= new.start:
+            return
+        rows = slice(new.start * self.rows_per_group, new.stop * self.rows_per_group)
+        shape = (keys.shape[0], new.stop - new.start, self.keys_per_group, keys.shape[3])
+        apart = keys[:, rows].float().reshape(shape) - self.centre[:, None, None]
+        scales = apart.abs().amax((2, 3)).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
+        values = (apart / scales[..., None, None]).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+        self.values[:, new] = values.to(torch.int8)
+        self.scales[:, new] = scales
+        values.mul_(scales[..., None, None])
+        self.longest[:, new] = values.norm(dim=3).amax(2)
+        self.lost[:, new] = apart.sub_(values).norm(dim=3).amax(2)
+        self.groups = new.stop
+
+    def cut(self, used: int) -> None:
+        """Only the first ``used`` rows are still what they were."""
+        self.groups = min(self.groups, used // self.rows_per_group)
+
+
+class CodedQueries(NamedTuple):
+    """Some queries of one key head, ready for products with codes; lengths are in units of each query's scale."""
+
+    values: Tensor
+    """``[R, D]`` int8"""
+    lengths: Tensor
+    """``[R]`` float32: of the query."""
+    lost: Tensor
+    """``[R]`` float32: of the difference between query and code."""
+
+
+def group_rows(keys_per_block: int) -> int:
+    """Blocks in a group."""
+    return max(1, GROUP_KEYS // keys_per_block)
+
+
+def encode_queries(queries: Tensor) -> CodedQueries:
+    """``queries [R, D]`` float32 with a scale for each, which drops out of every comparison."""
+    scales = queries.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
+    scaled = queries / scales
+    values = scaled.round().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    return CodedQueries(values.to(torch.int8), scaled.norm(dim=1), (scaled - values).norm(dim=1))
+
+
+def products(codes: Tensor, queries: Tensor) -> Tensor:
+    """Largest product of each group of ``codes [n, keys, D]`` with each of ``queries [R, D]``: ``[n, R]`` int32."""
+    groups, keys, dim = codes.shape
+    rows = len(queries)
+    # Reducing along the longer of the two leaves whole vectors to the processor.
+    if rows >= keys:
+        return torch._int_mm(codes.view(-1, dim), queries.T).view(groups, keys, rows).amax(1)
+    return torch._int_mm(queries, codes.view(-1, dim).T).view(rows, groups, keys).amax(2).T
+
+
+def usable(device: torch.device, dim: int) -> bool:
+    """Whether keys of ``dim`` numbers are compared faster, and rightly, in 8 bits: on x86 with oneDNN."""
+    # Above 1,040 numbers a sum of products no longer fits into the 24 bits of a float32.
+    return device.type == "cpu" and 8 <= dim <= 1024 and _products_work()
+
+
+@cache
+def _products_work() -> bool:
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    # PyTorch does not document this product (2.13 computes it wrongly for vectors of one number), so it is tried.
+    keys = (torch.arange(8 * 32 * 24) * 89 % 255 - 127).to(torch.int8).view(8, 32, 24)
+    for rows in (3, 40):
+        queries = (torch.arange(rows * 24) * 41 % 255 - 127).to(torch.int8).view(rows, 24)
+        truth = torch.einsum("rd,gkd->grk", queries.long(), keys.long()).amax(2)
+        if not torch.equal(products(keys, queries).long(), truth):
+            return False
+    return True
