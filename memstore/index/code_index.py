@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,12 +172,18 @@ class CodeIndex(VectorIndex):
     def save(self, path: Path) -> None:
         """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
         ids, keys = self._content()
-        files.save(path, ids=ids, keys=keys.to(torch.bfloat16))  # which has all numbers up to 256
+        files.save(path, self._about, {"ids": ids, "keys": keys.to(torch.int8)})
 
     def load(self, path: Path) -> None:
         """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
-        shape = (self.key_heads, self.keys_per_block, self.key_dim)
-        self._replace(*files.load(path, shape, torch.bfloat16))
+        tensors = files.load(path, self._about).tensors
+        self._replace(tensors["ids"], tensors["keys"].float())
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a file must agree with."""
+        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
+        return {"index": "codes", **sizes}
 
     def _grow(self) -> None:
         sizes = (self.key_heads, self._room, self.keys_per_block)
