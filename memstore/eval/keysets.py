@@ -89,13 +89,13 @@ def smollm2(folder: Path, n: int, *, layer: int, head: int, queries: int = 256) 
         logged=torch.cat(mine[:-1])[: n // QUERY_STEP * group],
         queries=_spread(mine[-1], queries),
         scale=keys.shape[1] ** -0.5,
-        origin=f"SmolLM2-135M over {n} tokens of Python's reference and library, in segments of {SEGMENT}; learned from "
-        f"the {group} query heads of every {QUERY_STEP}th of these tokens, measured on the {PART} tokens after them",
+        origin=f"SmolLM2-135M over {n} tokens of Python's reference and library, in segments of {SEGMENT}; learned "
+        f"from the {group} query heads of every {QUERY_STEP}th of these tokens, measured on the {PART} tokens after them",
     )
 
 
 def codes(folder: Path, n: int) -> tuple[Tensor, Tensor]:
-    """Routing codes of ``n`` tokens as a memory stores them, ``[n, dim / 8]`` uint8, and those of the tokens after them.
+    """Routing codes of ``n`` tokens as a memory stores them, ``[n, dim / 8]`` uint8, and of those after them.
 
     Raises ``InvalidArgument`` where ``collect_smollm2`` has not read enough into ``folder``.
     """
@@ -116,8 +116,8 @@ def drt(folder: Path, n: int, *, queries: int = 256) -> KeySet:
         logged=torch.cat(asked[:-1])[: n // QUERY_STEP],
         queries=_spread(asked[-1], queries),
         scale=1.0,
-        origin=f"the shipped passkey model over {n} blocks of Python's reference and library, which begin anew where they "
-        f"end; learned from every {QUERY_STEP}th of these blocks, measured on the {PART} blocks after them",
+        origin=f"the shipped passkey model over {n} blocks of Python's reference and library, which begin anew where "
+        f"they end; learned from every {QUERY_STEP}th of these blocks, measured on the {PART} blocks after them",
     )
 
 
@@ -149,9 +149,9 @@ def collect_smollm2(
 
 
 def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None = None) -> None:
-    """Let the shipped passkey DRT read ``n`` blocks, and one part more for queries, into ``folder``; goes on where it was.
+    """Let the shipped passkey DRT read ``n`` blocks, and one part more for queries, into ``folder``.
 
-    A part has ``keys [n, 64]`` and every ``QUERY_STEP``-th block's ``queries [n / QUERY_STEP, 64]``.
+    It goes on where it was. A part has ``keys [n, 64]`` and every ``QUERY_STEP``-th block's ``queries [n / QUERY_STEP, 64]``.
     """
     from memstore.eval.filler import load_filler
     from memstore.eval.models import PASSKEY, load_drt, shipped_model

@@ -1,6 +1,6 @@
 """The attention-aware index: trained clusters for most keys, and exact search for those that came since.
 
-Built of three parts: clusters (`clusters.py`), which never change; blocks that were removed from them; and a tail of
+Built of three parts: clusters (`clusters.py`), which never change; marks on blocks that were removed; and a tail of
 newer blocks that is searched exactly. When the tail has become long, new clusters are made in a thread, of all blocks and
 the latest queries, and take the place of the old ones at the next call. Before enough different queries were seen there
 is nothing to learn from, and everything is searched exactly. How many lists a search looks into is measured then: as few as find the wanted share of the best blocks of queries
@@ -9,8 +9,8 @@ that were put aside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,7 +154,7 @@ class ClusterIndex(VectorIndex):
             self._adopt(wait=True)
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind, and what the clusters are like: lists, how many are looked into, and the recall that was measured."""
+        """Its kind, and what the clusters are like: lists, how many are looked into, the recall that was measured."""
         facts: dict[str, Any] = {"kind": "clusters", "exact_blocks": len(self._tail)}
         if self._base is not None:
             base = self._base
@@ -213,7 +213,7 @@ class ClusterIndex(VectorIndex):
         return ids, tensors["keys"][:, order].transpose(0, 1)
 
     def _logged(self) -> Tensor:
-        """``[G, m, D]``"""
+        """The latest queries, ``[G, m, D]``."""
         return torch.cat([torch.empty(self.key_heads, 0, self.key_dim), *self._log], 1)[:, -LOGGED:]
 
     def _keep(self, queries: Tensor) -> None:

@@ -24,7 +24,7 @@ from memstore.errors import InvalidArgument
 
 SPREAD = 3.0
 SMALLEST_VARIANCE = 1e-4
-"""Directions that queries hardly have are given this share of the largest variance: they are not to count for nothing."""
+"""Share of the largest variance that directions are given which queries hardly have: they still count."""
 ITERATIONS = 8
 KEYS_PER_LIST = 64
 """Keys that k-means sees, for each list that it makes."""
@@ -44,7 +44,7 @@ def require_faiss() -> Any:
 
 
 class Clusters:
-    """Lists of keys of one head. A key's number is the order in which it was given. Read only, so threads may share it."""
+    """Lists of keys of one head. A key's number is its place among those given. Read only, so threads may share it."""
 
     def __init__(self, keys: Tensor, lists: Tensor, centres: Tensor, radii: Tensor, inverse: Tensor) -> None:
         """``keys [n, D]``, the list of each ``[n]``, ``centres [C, D]``, ``radii [C]`` and ``inverse [D, D]``."""

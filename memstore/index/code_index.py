@@ -97,7 +97,7 @@ class CodeIndex(VectorIndex):
         checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
             raise InvalidArgument(
-                "keys must be codes: whole numbers from -127 to 127. Round them with eight_bits(), or use index='exact'."
+                "keys must be codes, whole numbers from -127 to 127: round them with eight_bits(), or use 'exact'."
             )
         self._require(~torch.isin(ids, self._ids), ids, "in the index already; remove them first")
         start, codes = 0, keys.to(torch.int8).transpose(0, 1)
@@ -147,8 +147,8 @@ class CodeIndex(VectorIndex):
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The best blocks for the query tokens ``[T, D]`` together: ``(scores [k], ids [k])``, best first.
 
-        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. Fewer than ``k`` are
-        returned where there are fewer. Only for one key head.
+        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. There are fewer than
+        ``k`` where there are fewer blocks. Only for one key head.
         """
         checks.check_top_k(k)
         if self.key_heads != 1:
@@ -288,7 +288,7 @@ def _summed(scores: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation ``[T]`` of scores ``[T, n]``. (``std`` takes ten times as long.)"""
+    """Mean and deviation ``[T]`` of scores ``[T, n]``; ``std`` takes ten times as long."""
     mean = scores.mean(1)
     return mean, (scores - mean[:, None]).square_().mean(1).sqrt_()
 

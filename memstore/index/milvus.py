@@ -1,6 +1,6 @@
-"""Landmarks in Milvus: ``milvus:PATH.db`` is a file of the embedded engine (Milvus Lite), ``milvus:http://host:port`` a server.
+"""Landmarks in Milvus: ``milvus:PATH.db`` is a file of the embedded engine, ``milvus:http://host:port`` a server.
 
-One client serves both. Each index is a collection of its own, named at random, with one entity for every key: its block,
+One client serves both. Each index is a collection of its own, named at random, with one entity for every key: block,
 head, offset and vector. Milvus finds the best by inner product among those of one head; scores are computed again from
 the vectors that it returns, so they are true whatever its index rounds. A collection is dropped by ``close``: the store
 is the truth, and ``save`` and ``load`` move the blocks through a file like any other index's.
@@ -169,7 +169,7 @@ class MilvusIndex(VectorIndex):
             raise
 
     def _hits(self, queries: Tensor, head: int, k: int, among: str) -> list[list[Any]]:
-        """For each of ``queries [R, D]`` the best entities of a head; enough of them that ``k`` blocks are among them."""
+        """For each of ``queries [R, D]`` the best entities of a head: so many that ``k`` blocks are among them."""
         limit = min(k * self.keys_per_block, MOST)
         found: list[list[Any]] = []
         for some in queries.split(64):
