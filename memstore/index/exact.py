@@ -7,7 +7,7 @@ it walks over the keys in tiles whose scores stay in the processor's cache. Eith
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,12 +125,8 @@ class ExactIndex(VectorIndex):
         """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
         checks.check_top_k(k)
         checks.check_allowed(allowed)
-        grouped = self._grouped(queries)
         scans = self._scans(allowed, k)
-        founds = [self._search_head(scans, grouped[head], head, k) for head in range(self.key_heads)]
-        shape = (*queries.shape[:2], k)
-        scores, ids, offsets = (torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True))
-        return Found(scores.to(queries.device), ids.to(queries.device), offsets.to(queries.device))
+        return self._each_head(queries, k, lambda rows, head: self._search_head(scans, rows, head, k))
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score of every block: ``([H, T, N] float32, ids [N] ascending)``.
@@ -209,21 +205,39 @@ class ExactIndex(VectorIndex):
         # The query heads of one key head become more rows of one product: [G, R*T, D].
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 
+    def _each_head(self, queries: Tensor, k: int, search: Callable[[Tensor, int], Found]) -> Found:
+        """What ``search(queries [R, D], head)`` finds, for ``queries [H, T, D]``."""
+        grouped = self._grouped(queries)
+        founds = [search(grouped[head], head) for head in range(self.key_heads)]
+        shape = (*queries.shape[:2], k)
+        scores, ids, offsets = (torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True))
+        return Found(scores.to(queries.device), ids.to(queries.device), offsets.to(queries.device))
+
     @property
     def _tile_rows(self) -> int:
         return max(1, TILE_KEYS // self.keys_per_block)
 
-    def _scans(self, allowed: range | Tensor | None, k: int) -> list[_Scan]:
-        """What to look at, and how: codes first where there are enough of them to pay."""
-        scans = [_scan(number, chunk, allowed) for number, chunk in self._chunks.items()]
+    def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0) -> list[_Scan]:
+        """What to look at from place ``start`` on, and how: codes first where there are enough of them to pay."""
+        first, row = divmod(start, PLACES)
+        scans = []
+        for number, chunk in self._chunks.items():
+            if number >= first:
+                wanted = None if allowed is None and chunk.count == chunk.used else chunk.wanted(allowed)
+                if number == first and row:
+                    wanted = chunk.wanted(allowed) if wanted is None else wanted
+                    wanted[:row] = False
+                scans.append(_scan(number, chunk, wanted))
         if sum(_whole_groups(scan.part) for scan in scans) >= FEWEST_GROUPS * k:
             return scans
         return [scan if scan.part is None else _without_codes(scan) for scan in scans]
 
     def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Found:
+        return self._settle(self._search_rows(scans, queries, head, k), queries, head)
+
+    def _search_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Best:
         bests = [self._search_part(scans, part, head, k) for part in torch.split(queries, TILE_QUERIES)]
-        best = Best(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
-        return self._settle(best, queries, head)
+        return Best(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
 
     def _search_part(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Best:
         """The best blocks for ``queries [R, D]``, few enough that a tile's scores stay in the cache."""
@@ -280,17 +294,23 @@ class ExactIndex(VectorIndex):
 
     def _settle(self, best: Best, queries: Tensor, head: int) -> Found:
         """Score the winners again, in float32 whatever the keys are, and find which of their keys matched."""
-        scores, offsets = best.scores.clone(), torch.full_like(best.ids, -1)
-        per_step = max(1, GATHERED_NUMBERS // (self.keys_per_block * self.key_dim))
-        for number, chunk in self._chunks.items():
-            here = (best.places.div(PLACES, rounding_mode="floor") == number).nonzero()
-            for step in torch.split(here, per_step):
-                row, column = step.unbind(1)
-                keys = chunk.keys[head][best.places[row, column] % PLACES]  # [w, P, D]
-                products = torch.bmm(keys.float(), queries[row].unsqueeze(2)).squeeze(2)
-                scores[row, column], offsets[row, column] = products.max(1)
+        scores, offsets = self._score_places(best.places, queries, head)
         columns = order(scores, best.ids)
         return Found(scores.gather(1, columns), best.ids.gather(1, columns), offsets.gather(1, columns))
+
+    def _score_places(self, places: Tensor, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """Scores of the blocks at ``places [R, n]`` and which of their keys matched; -inf and -1 for place -1."""
+        scores = torch.full(places.shape, -torch.inf, device=self.device)
+        offsets = torch.full_like(places, -1)
+        per_step = max(1, GATHERED_NUMBERS // (self.keys_per_block * self.key_dim))
+        for number, chunk in self._chunks.items():
+            here = (places.div(PLACES, rounding_mode="floor") == number).nonzero()
+            for step in torch.split(here, per_step):
+                row, column = step.unbind(1)
+                keys = chunk.keys[head][places[row, column] % PLACES]  # [w, P, D]
+                products = torch.bmm(keys.float(), queries[row].unsqueeze(2)).squeeze(2)
+                scores[row, column], offsets[row, column] = products.max(1)
+        return scores, offsets
 
     def _chunk_with_room(self) -> Chunk:
         last = self._chunks.get(self._next - 1)
@@ -319,12 +339,12 @@ class ExactIndex(VectorIndex):
             raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
 
 
-def _scan(number: int, chunk: Chunk, allowed: range | Tensor | None) -> _Scan:
+def _scan(number: int, chunk: Chunk, wanted: Tensor | None) -> _Scan:
+    """``wanted [used]`` bool: the rows that count; None: all."""
     coded = 0 if chunk.codes is None else chunk.codes.groups * chunk.codes.rows_per_group
-    if allowed is None and chunk.count == chunk.used:
+    if wanted is None:
         rows = torch.arange(coded, chunk.used, device=chunk.ids.device)
         return _Scan(number, chunk, Part(chunk.codes, None) if chunk.codes is not None and coded else None, rows)
-    wanted = chunk.wanted(allowed)
     if chunk.codes is None or not coded:
         return _Scan(number, chunk, None, wanted.nonzero().squeeze(1))
     # Groups of which only some blocks count are scored directly: their best product may be that of another block.

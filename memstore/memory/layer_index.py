@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +13,16 @@ from torch import Tensor
 from memstore.errors import DamagedError
 from memstore.index import Found, VectorIndex
 from memstore.memory.handle import Handle
+from memstore.memory.index_files import Source
+from memstore.memory.recall import LOGGED, recall
 from memstore.memory.state import DocumentState
+
+WORTH_KEEPING = 1 << 14
+"""Keys of a head from which on an index is kept when its memory is closed; fewer are built faster than found."""
 
 
 class LayerIndex:
-    """Built from the store at the first search; later searches add what was committed since and drop what left.
+    """Taken from its file or built from the store at the first search; later ones add what was committed since.
 
     The store is the only truth, so this works the same whoever wrote: this thread, another one, or another process.
     A lock lets one thread in at a time, since an index cannot be searched while it changes.
@@ -27,6 +35,9 @@ class LayerIndex:
         self._index: VectorIndex | None = None
         self._edits = -1
         self._held = range(0)
+        self._kept = range(0)
+        self._queries: deque[Tensor] = deque(maxlen=LOGGED)
+        self._measured: Mapping[str, Any] = {}
 
     @property
     def nbytes(self) -> int:
@@ -37,12 +48,69 @@ class LayerIndex:
     def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> Found:
         """Search all blocks that are complete and committed now."""
         with self._lock:
-            return self._synced().search(queries, top_k, allowed=allowed)
+            found = self._synced().search(queries, top_k, allowed=allowed)
+            if queries.shape[1]:
+                self._queries.append(queries[:, -1:].detach().cpu().clone())  # to measure recall with
+            return found
 
     def score(self, queries: Tensor, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
         """Score all blocks that are complete and committed now."""
         with self._lock:
             return self._synced().score(queries, allowed=allowed)
+
+    def build(self) -> None:
+        """Bring the index up to the last commit, let it finish, measure it, and keep it beside the store.
+
+        Raises ``DamagedError`` where landmarks cannot be read, and ``OSError`` where there is no room.
+        """
+        with self._lock:
+            index = self._synced()
+            index.finish()
+            if not index.capabilities.exact and len(index):
+                self._measured = recall(index, self._source(), self._held, list(self._queries))
+            self._keep_file()
+
+    def close(self) -> None:
+        """Keep an index that has grown since it was kept, where files are kept, and let go of it."""
+        with self._lock:
+            index, self._index = self._index, None
+            if index is None:
+                return
+            try:
+                if (
+                    len(self._held) * self._handle.shared.spec.keys_per_block >= WORTH_KEEPING
+                    and self._kept != self._held
+                ):
+                    self._index = index
+                    self._keep_file()
+            finally:
+                self._index = None
+                index.close()
+
+    def facts(self) -> dict[str, Any] | None:
+        """What there is to tell of the index; None before the first search."""
+        with self._lock:
+            if self._index is None:
+                return None
+            return {"layer": self._layer, "blocks": len(self._held), "bytes": self._index.nbytes} | self._told()
+
+    def _told(self) -> dict[str, Any]:
+        assert self._index is not None
+        certain = {"recall": 1.0} if self._index.capabilities.exact else self._measured
+        return {**self._index.facts(), **certain}
+
+    def _source(self) -> Source:
+        number, state = self._handle.id, self._handle.current()
+        assert number is not None
+        runs = self._handle.shared.runs(self._layer)
+        return Source(number, self._layer, state, runs, self._handle.places)
+
+    def _keep_file(self) -> None:
+        assert self._index is not None
+        files, source = self._handle.shared.index_files, self._source()
+        if files.writable and self._held and source.state.edits == self._edits:
+            files.save(self._index, source, self._held, self._told())
+            self._kept = self._held
 
     def cut(self, before: DocumentState, after: DocumentState) -> None:
         """A truncation of this process: drop its blocks here too, which is cheaper than building again."""
@@ -69,6 +137,7 @@ class LayerIndex:
         if self._index is None or self._edits != state.edits:
             self._index, self._edits = self._handle.shared.new_index(), state.edits
             self._held = range(complete.start, complete.start)
+            self._load(complete)
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index
@@ -77,6 +146,15 @@ class LayerIndex:
             self._index.add(torch.arange(blocks.start, blocks.stop), keys)
             self._held = range(self._held.start, blocks.stop)
         return self._index
+
+    def _load(self, complete: range) -> None:
+        assert self._index is not None
+        if self._handle.id is not None and (
+            loaded := self._handle.shared.index_files.load(self._index, self._source(), complete)
+        ):
+            self._held, facts = loaded
+            self._kept = self._held
+            self._measured = {name: facts[name] for name in facts if name.startswith("recall")}
 
     def _keep(self, blocks: range) -> None:
         """Drop what is not in ``blocks``; an empty range stays where it is, so that new blocks follow it."""

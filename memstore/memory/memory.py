@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.memory import verify
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.audit import Finding
@@ -20,6 +21,7 @@ from memstore.memory.blocks import BlockReader
 from memstore.memory.document import Document
 from memstore.memory.header import blank, read_header
 from memstore.memory.history import beginning, chain, known_prefix
+from memstore.memory.index_files import IndexFiles, folder_of
 from memstore.memory.keeper import Keeper
 from memstore.memory.keeping import WhenFull
 from memstore.memory.layouts import plain_layouts, run_layout
@@ -29,10 +31,12 @@ from memstore.memory.repair import Repair, Repaired
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
-from memstore.memory.urls import Mode, Opened, on_disk, open_store
+from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.store.contract import Compacted, Progress
 
 LONGEST_NAME = 511  # bytes
+
+_log = logging.getLogger("memstore.index")
 
 
 def open_memory(
@@ -65,7 +69,9 @@ def open_memory(
         header = read_header(opened.store, str(url))
         blocks = BlockReader(opened.store, header.spec, host_bytes=host_bytes, device_bytes=device_bytes, device=device)
         keeper = Keeper(opened.store, str(url), lambda numbers, gone: forgetting(shared, numbers, gone))
-        shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper)
+        writable = mode != "r" and not opened.store.read_only
+        files = IndexFiles(folder_of(folder(url)), header.spec, index, writable=writable)
+        shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper, files)
         shared.new_index()  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
@@ -144,6 +150,7 @@ class Memory:
             if number is None:
                 raise self._no_document(name)
             self._shared.store.write(forgetting(self._shared, [number]))
+            self._sweep()
         with self._lock:
             self._documents.pop(name, None)
 
@@ -198,7 +205,26 @@ class Memory:
         """
         self._check_writable()
         with self._shared.writing:
+            self._sweep()
             return self._shared.store.compact(progress)
+
+    def build_indexes(self, progress: Progress | None = None) -> None:
+        """Build the index of every layer that has landmarks, of every document, and keep them beside the store.
+
+        Whoever opens the memory next with the same ``index`` finds them there and searches at once. An approximate
+        index is measured against the truth, which ``stats`` tells. ``progress`` is told how many layers of how many are
+        done. Raises ``ReadOnlyMemory``, ``DamagedError``, ``OSError``.
+        """
+        self._check_writable()
+        layers = [(each, layer) for each in self.documents() for layer in self.spec.index_layers]
+        for done, (document, layer) in enumerate(layers):
+            if progress is not None:
+                progress(done, len(layers))
+            index = document.layer(layer).index
+            assert index is not None
+            index.build()
+        if progress is not None:
+            progress(len(layers), len(layers))
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
@@ -273,14 +299,46 @@ class Memory:
             "disk_bytes_per_token": disk / tokens if tokens else None,
             "used_bytes": self._shared.store.used_bytes(),
             "index_bytes": sum(view.nbytes for view in views),
+            "indexes": self._indexes(),
             "tiers": self._shared.blocks.stats(),
             "rules": self._rules(),
         }
 
     def close(self) -> None:
         """Release the store. Closing twice is allowed."""
+        with self._lock:
+            views = [view for document in self._documents.values() for view in document.views()]
+        for index in (view.index for view in views if view.index is not None):
+            try:
+                index.close()
+            except (MemstoreError, OSError) as error:  # it can always be built again
+                _log.warning("An index of memory %s was not kept: %s", self.url, error)
         self._shared.blocks.close()
         _close(self._opened)
+
+    def _sweep(self) -> None:
+        """Remove index files of what is not there any more."""
+        states = {number: self._shared.state(number) for number in self._shared.documents()}
+        self._shared.index_files.sweep({number: state for number, state in states.items() if state is not None})
+
+    def _indexes(self) -> list[dict[str, Any]]:
+        """What there is to tell of each index: those of this process, and those that are kept."""
+        with self._lock:
+            built = [
+                {"document": document.name, **facts}
+                for document in self._documents.values()
+                for view in document.views()
+                if view.index is not None and (facts := view.index.facts()) is not None
+            ]
+        known = {(each["document"], each["layer"]) for each in built}
+        kept = [
+            {"document": told["name"], "layer": told["layer"], "blocks": told["stop"] - told["first"]}
+            | {"file_bytes": told["file_bytes"]}
+            | told["facts"]
+            for told in self._shared.index_files.told()
+            if (told["name"], told["layer"]) not in known
+        ]
+        return built + kept
 
     def _rules(self) -> dict[str, Any]:
         rules, names = self._shared.keeper.rules(), self._known()

@@ -10,6 +10,7 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
 from memstore.memory.history import history_runs
+from memstore.memory.index_files import IndexFiles
 from memstore.memory.keeper import Keeper
 from memstore.memory.landmarks import index_dtype
 from memstore.memory.layouts import block_layouts
@@ -38,6 +39,8 @@ class Shared:
     """Reads blocks, from memory where they are there."""
     keeper: Keeper
     """Commits appends as the memory's rules want it."""
+    index_files: IndexFiles
+    """Indexes that are kept beside the store."""
 
     @property
     def writing(self) -> threading.RLock:

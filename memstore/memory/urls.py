@@ -72,6 +72,11 @@ def on_disk(url: str | Path) -> bool:
     return is_path(url) or str(url).startswith("zarr:")
 
 
+def folder(url: str | Path) -> Path | None:
+    """The folder of a memory on disk; None where it lies elsewhere."""
+    return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
+
+
 def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened]:
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:

@@ -1,0 +1,182 @@
+"""Indexes kept beside the store, in the folder ``index`` of a memory, and believed only if they fit it.
+
+For each document, layer and kind of index there are two files: the index, as its ``save`` writes it, and a JSON file
+that says what it was made from. Both are put in place whole, the JSON file last, and their name has the digest of what
+it says; so readers meet a pair that belongs together, or none. Whatever is missing, stale, damaged or of another
+memory is left aside, and the index is built from the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+from torch import Tensor
+
+from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.index import VectorIndex
+from memstore.memory.places import Places
+from memstore.memory.runs import Runs
+from memstore.memory.spec import MemorySpec
+from memstore.memory.state import DocumentState
+from memstore.memory.tensors import byte_rows
+
+FORMAT = 1
+SAMPLES = 16
+"""Blocks whose landmarks are compared, evenly spaced, before a file is used."""
+FOLDER = "index"
+
+_log = logging.getLogger("memstore.index")
+
+
+class Source(NamedTuple):
+    """What an index of one layer is made from."""
+
+    number: int
+    """Of the document."""
+    layer: int
+    state: DocumentState
+    landmarks: Runs
+    places: Places
+
+
+class IndexFiles:
+    """The files of one memory; in ``folder`` None nothing is kept."""
+
+    def __init__(self, folder: Path | None, spec: MemorySpec, kind: str, *, writable: bool) -> None:
+        self._folder = folder
+        self._spec = _digest(spec.to_dict())
+        self._kind = kind
+        self.writable = writable and folder is not None
+        """Whether ``save`` keeps anything."""
+
+    def load(self, index: VectorIndex, source: Source, blocks: range) -> tuple[range, Mapping[str, Any]] | None:
+        """Fill ``index`` from a file and say which of the complete ``blocks`` it holds, and its facts; None: from none.
+
+        It may hold blocks before them, which have left since.
+        """
+        for path in self._files(source.number, source.layer):
+            about = _read(path)
+            if about is None or not self._fits(about, source, blocks):
+                continue
+            try:
+                index.load(path.with_suffix(".index"))
+            except (DamagedError, NotFound) as error:
+                _log.warning("An index is built anew from the memory: %s", error)
+                continue
+            held = range(about["first"], about["stop"])
+            if len(index) == len(held):
+                return held, about["facts"]
+            return None
+        return None
+
+    def save(self, index: VectorIndex, source: Source, blocks: range, facts: Mapping[str, Any]) -> None:
+        """Keep ``index``, which holds ``blocks``, in place of what was kept of it. Raises ``OSError``."""
+        if self._folder is None or not self.writable:
+            return
+        self._folder.mkdir(exist_ok=True)
+        about = self._about(source, blocks) | {"facts": dict(facts)}
+        stem = f"{source.number}-{source.layer}-{_digest(self._kind)[:8]}-{_digest(about)}"
+        old = [path for path in self._files(source.number, source.layer) if path.stem != stem]
+        index.save(self._folder / f"{stem}.index")
+        partial = self._folder / f"{stem}.partial"
+        partial.write_text(json.dumps(about))
+        partial.replace(self._folder / f"{stem}.json")
+        for path in old:
+            _remove(path)
+
+    def sweep(self, states: Mapping[int, DocumentState]) -> None:
+        """Remove the files of documents that are gone or were truncated, of all kinds, and what was left unfinished.
+
+        They hold landmarks that were forgotten.
+        """
+        if self._folder is None or not self._folder.is_dir():
+            return
+        told = {path: _read(path) or {} for path in self._folder.glob("*.json")}
+        for path, about in told.items():
+            state = states.get(about.get("document", -1))
+            if state is None or state.edits != about.get("edits") or state.first > about.get("first", 0):
+                _remove(path)
+        for path in [*self._folder.glob("*.partial"), *self._folder.glob("*.index")]:
+            if path.suffix == ".partial" or not path.with_suffix(".json").exists():
+                path.unlink(missing_ok=True)
+
+    def told(self) -> Iterator[Mapping[str, Any]]:
+        """What every file of this kind of index says of itself, with ``file_bytes``."""
+        if self._folder is None:
+            return
+        for path in sorted(self._folder.glob(f"*-*-{_digest(self._kind)[:8]}-*.json")):
+            about, index = _read(path), path.with_suffix(".index")
+            if about is not None and index.exists():
+                yield about | {"file_bytes": index.stat().st_size}
+
+    def _files(self, number: int, layer: int) -> list[Path]:
+        if self._folder is None:
+            return []
+        return sorted(self._folder.glob(f"{number}-{layer}-{_digest(self._kind)[:8]}-*.json"))
+
+    def _about(self, source: Source, blocks: range) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "memory": self._spec,
+            "index": self._kind,
+            "document": source.number,
+            "name": source.state.name,
+            "layer": source.layer,
+            "edits": source.state.edits,
+            "first": blocks.start,
+            "stop": blocks.stop,
+            "landmarks": {str(block): _sum(source, block) for block in _spread(blocks)},
+        }
+
+    def _fits(self, about: Mapping[str, Any], source: Source, blocks: range) -> bool:
+        """Whether the landmarks of a file are those of the store, of blocks that are complete now."""
+        try:
+            held = range(about["first"], about["stop"])
+            if not held or held.stop > blocks.stop or held.stop <= blocks.start or held.start > blocks.start:
+                return False
+            expected = self._about(source, range(0)) | {"first": held.start, "stop": held.stop}
+            kept = {str(block): _sum(source, block) for block in _spread(held) if block in blocks}
+            told = {block: value for block, value in about["landmarks"].items() if int(block) in blocks}
+            return told == kept and all(about[name] == expected[name] for name in expected if name != "landmarks")
+        except (KeyError, TypeError, ValueError, AttributeError, MemstoreError):
+            return False
+
+
+def folder_of(path: Path | None) -> Path | None:
+    """Where indexes of a memory in the folder ``path`` are kept."""
+    return None if path is None else path / FOLDER
+
+
+def _spread(blocks: range) -> list[int]:
+    """Up to ``SAMPLES`` of ``blocks``, the first and the last among them."""
+    if len(blocks) <= SAMPLES:
+        return list(blocks)
+    return [blocks[(len(blocks) - 1) * place // (SAMPLES - 1)] for place in range(SAMPLES)]
+
+
+def _sum(source: Source, block: int) -> str:
+    rows: list[Tensor] = [rows for _, rows in source.landmarks.read(source.places, range(block, block + 1))]
+    return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]))
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a file says of itself, if it can be read and its name is that of what it says."""
+    try:
+        about = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) and path.stem.endswith(_digest(about)) else None
+
+
+def _remove(path: Path) -> None:
+    for file in (path, path.with_suffix(".index")):
+        file.unlink(missing_ok=True)
