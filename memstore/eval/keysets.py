@@ -89,8 +89,8 @@ def smollm2(folder: Path, n: int, *, layer: int, head: int, queries: int = 256) 
         logged=torch.cat(mine[:-1])[: n // QUERY_STEP * group],
         queries=_spread(mine[-1], queries),
         scale=keys.shape[1] ** -0.5,
-        origin=f"SmolLM2-135M over {n} tokens of Python's reference and library, in segments of {SEGMENT}; learned "
-        f"from the {group} query heads of every {QUERY_STEP}th of these tokens, measured on the {PART} tokens after them",
+        origin=f"SmolLM2-135M over {n} tokens of Python's reference and library, in segments of {SEGMENT}; "
+        f"learned from the {group} query heads of every {QUERY_STEP}th of them, on the {PART} tokens after them",
     )
 
 
@@ -151,7 +151,8 @@ def collect_smollm2(
 def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None = None) -> None:
     """Let the shipped passkey DRT read ``n`` blocks, and one part more for queries, into ``folder``.
 
-    It goes on where it was. A part has ``keys [n, 64]`` and every ``QUERY_STEP``-th block's ``queries [n / QUERY_STEP, 64]``.
+    Goes on where it was. A part has ``keys [n, 64]``, and ``queries [n / QUERY_STEP, 64]`` of every ``QUERY_STEP``-th
+    block.
     """
     from memstore.eval.filler import load_filler
     from memstore.eval.models import PASSKEY, load_drt, shipped_model

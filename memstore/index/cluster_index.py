@@ -1,10 +1,12 @@
 """The attention-aware index: trained clusters for most keys, and exact search for those that came since.
 
 Built of three parts: clusters (`clusters.py`), which never change; marks on blocks that were removed; and a tail of
-newer blocks that is searched exactly. When the tail has become long, new clusters are made in a thread, of all blocks and
-the latest queries, and take the place of the old ones at the next call. Before enough different queries were seen there
-is nothing to learn from, and everything is searched exactly. How many lists a search looks into is measured then: as few as find the wanted share of the best blocks of queries
-that were put aside.
+newer blocks that is searched exactly. When the tail has become long, new clusters are made in a thread, of all blocks
+and the latest queries, and take the place of the old ones at the next call. Before enough different queries were seen
+there is nothing to learn from, and everything is searched exactly.
+
+How many lists a search looks into is measured when clusters are made: as few as find the wanted share of the best keys
+of queries that were put aside.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ class CodeIndex(VectorIndex):
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The best blocks for the query tokens ``[T, D]`` together: ``(scores [k], ids [k])``, best first.
 
-        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. There are fewer than
-        ``k`` where there are fewer blocks. Only for one key head.
+        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. Fewer than ``k``
+        come back where there are fewer blocks. Only for one key head.
         """
         checks.check_top_k(k)
         if self.key_heads != 1:
