@@ -40,7 +40,8 @@ def eight_bits(codes: Tensor) -> Tensor:
 
     A number of such a code is 4.5 deviations long at most; the few that are longer are cut.
     """
-    return (codes * (LARGEST * codes.shape[-1] ** 0.5 / 4.5)).round().clamp(-LARGEST, LARGEST)
+    scale: float = LARGEST * codes.shape[-1] ** 0.5 / 4.5
+    return (codes * scale).round().clamp(-LARGEST, LARGEST)
 
 
 class CodeIndex(VectorIndex):

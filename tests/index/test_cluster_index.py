@@ -131,8 +131,8 @@ def test_clusters_are_made_beside_searches_additions_and_removals() -> None:
     assert len(index) == int(alive.sum())
     ids = alive.nonzero().squeeze(1)
     truth = brute_force(ids, keys[ids], queries, 8).ids
-    found = index.search(queries, 8).ids
-    assert float((truth.unsqueeze(-1) == found.unsqueeze(-2)).any(-1).float().mean()) > 0.94
+    last = index.search(queries, 8).ids
+    assert float((truth.unsqueeze(-1) == last.unsqueeze(-2)).any(-1).float().mean()) > 0.94
 
 
 def test_queries_that_are_all_alike_are_not_learned_from() -> None:
