@@ -20,8 +20,11 @@ ENTRY_POINTS = "memstore.indexes"
 
 _HOMES = {
     "auto": ("memstore.index.auto", "AutoIndex"),
+    "clusters": ("memstore.index.cluster_index", "ClusterIndex"),
+    "codes": ("memstore.index.code_index", "CodeIndex"),
     "exact": ("memstore.index.exact", "ExactIndex"),
     "faiss": ("memstore.index.faiss", "FaissIndex"),
+    "milvus": ("memstore.index.milvus", "MilvusIndex"),
 }
 _NAMES = {name: home for home, name in _HOMES.values()}
 

@@ -1,0 +1,375 @@
+"""How well and how fast indexes find keys of three kinds: ``python benchmarks/index.py``.
+
+Key sets: clustered ones, position-free keys of SmolLM2 with the queries of later tokens, landmarks of the shipped DRT
+(``memstore.eval.keysets``, which reads the texts once and keeps the keys in ``--keys``: about fifteen minutes for a
+million tokens). For each set, size and index: milliseconds for one query out of 1, 8 and 64 at a time, recall of the
+best 8, the attention mass that they capture against that of the true best 8, seconds to build, bytes for a key, and
+milliseconds to add 64 keys.
+
+Judged rows compare sides that take turns in one run: exact search against reading the keys once, FAISS Flat and a plain
+product; late interaction over a million token codes. Every row carries what it was measured with; times are medians,
+of CPU time where one thread runs, and of the clock where more do. ``--quick`` is for trying the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memstore.attention import late_interaction
+from memstore.errors import InvalidArgument
+from memstore.eval import keysets
+from memstore.eval.keysets import KeySet
+from memstore.eval.resources import hardware
+from memstore.index import VectorIndex, open_index
+from memstore.index.code_index import CodeIndex
+from memstore.tools.smollm2 import cache_folder
+
+RESULTS = Path(__file__).parent / "results" / "index.json"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+SIZES = (16_384, 262_144, 1_048_576)
+BATCHES = (1, 8, 64)
+K = 8
+LAYERS_AND_HEADS = ((4, 2), (8, 1))
+"""Of SmolLM2, as measured; the first is one on which plain inverted files are poor."""
+INDEXES = ("exact", "clusters:0.9", "clusters:0.97", "clusters:0.99", "faiss:IVF{lists},Flat", "faiss:HNSW32")
+ROUNDS = 9
+STEP = 1 << 16
+
+Row = dict[str, Any]
+Side = Callable[[], object]
+
+
+def main() -> None:
+    """Measure, print a line for each row, and write all of them down."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    rows: list[Row] = []
+    try:
+        for row in measure(options):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    finally:  # what was measured before an interruption is not lost
+        facts = {name: version(name) for name in ("numpy", "faiss-cpu")}
+        date = datetime.datetime.now().astimezone().date().isoformat()
+        about = {"date": date, "hardware": hardware() | facts, "threads": options.threads, "quick": options.quick}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    if options.pictures and any(row["what"] == "index" for row in rows):
+        draw(rows, options.pictures)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--keys", type=Path, default=cache_folder() / "keysets", help="Where keys of models are kept.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[*SIZES])
+    parser.add_argument("--indexes", nargs="+", default=[*INDEXES])
+    parser.add_argument("--only", nargs="+", default=["sets", "exact", "codes"], choices=["sets", "exact", "codes"])
+    parser.add_argument("--sets", nargs="+", default=["clustered", "smollm2", "drt"])
+    parser.add_argument("--long", action="store_true", help="Also exact search of 10 million keys of 64 dimensions.")
+    parser.add_argument("--quick", action="store_true", help="Small sizes, few rounds, no text that is not read yet.")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--pictures", type=Path, default=PICTURES)
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes = [size for size in options.sizes if size <= 16_384] or [16_384]
+    return options
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """The rows."""
+    if "exact" in options.only:
+        yield judged_exact(max(options.sizes))
+    if "codes" in options.only:
+        yield from late(options)
+    if "sets" in options.only:
+        for size in options.sizes:
+            for keys in sets(options, size):
+                yield {"what": "key set", "set": keys.name, "keys": size, "origin": keys.origin}
+                yield from on_set(keys, options)
+    if options.long:
+        yield long_scan()
+
+
+def sets(options: argparse.Namespace, size: int) -> Iterator[KeySet]:
+    """The key sets of a size; those that would need text that nobody may read now are left out, with a word."""
+    if "clustered" in options.sets:
+        yield keysets.clustered(size)
+    made: list[Callable[[], KeySet]] = []
+    if "smollm2" in options.sets:
+        for layer, head in LAYERS_AND_HEADS:
+            made.append(lambda layer=layer, head=head: keysets.smollm2(options.keys, size, layer=layer, head=head))  # type: ignore[misc]
+    if "drt" in options.sets:
+        made.append(lambda: keysets.drt(options.keys, size))
+    if not options.quick:
+        collect(options, size)
+    for make in made:
+        try:
+            yield make()
+        except InvalidArgument as missing:
+            print(f"left out: {missing}", flush=True)
+
+
+def collect(options: argparse.Namespace, size: int) -> None:
+    """Read as much text as is still missing."""
+
+    def told(count: int) -> None:
+        print(f"  {count} keys more", flush=True)
+
+    if "smollm2" in options.sets:
+        keysets.collect_smollm2(options.keys, size, layers=(4, 8), advance=told)
+    if "drt" in options.sets:
+        keysets.collect_drt(options.keys, size, advance=told)
+
+
+def on_set(keys: KeySet, options: argparse.Namespace) -> Iterator[Row]:
+    """Every index on one key set, beside exact search, which comes first."""
+    truth = true_best(keys)
+    exact_ms: dict[str, float] = {}
+    names = [name.format(lists=int(4 * len(keys.keys) ** 0.5)) for name in options.indexes]
+    for name in names:
+        try:
+            row = on_index(name, keys, truth)
+        except (InvalidArgument, ImportError) as missing:
+            print(f"left out {name}: {missing}", flush=True)
+            continue
+        exact_ms = exact_ms or row["ms_per_query"]
+        row["times_exact"] = {batch: round(exact_ms[batch] / ms, 2) for batch, ms in row["ms_per_query"].items()}
+        yield row
+
+
+def on_index(name: str, keys: KeySet, truth: Tensor) -> Row:
+    """One index on one key set."""
+    n, dim = keys.keys.shape
+    index = open_index(name, key_heads=1, key_dim=dim, keys_per_block=1)
+    spent = time.process_time()
+    for start in range(0, n, STEP):
+        index.add(torch.arange(start, min(start + STEP, n)), keys.keys[start : start + STEP, None, None])
+    seen = keys.logged[torch.linspace(0, len(keys.logged) - 1, 4096).long()]
+    for some in seen.split(256):  # an index that learns from queries sees them; nothing is allowed, so nothing is found
+        index.search(some[None], 1, allowed=range(0))
+    index.finish()
+    built = time.process_time() - spent
+    bytes_per_key = index.nbytes / n
+    found = index.search(keys.queries[None], K)
+    ms = {str(batch): time_search(index, keys.queries, batch) for batch in BATCHES}
+    row = {
+        "what": "index",
+        "set": keys.name,
+        "keys": n,
+        "index": name,
+        "ms_per_query": ms,
+        "recall": round(recall(found.ids[0], truth), 4),
+        "mass": round(mass_share(keys, found.ids[0], truth), 4),
+        "build_cpu_s": round(built, 2),
+        "bytes_per_key": round(bytes_per_key, 1),
+        "add_64_ms": time_add(index, keys),
+        "facts": dict(index.facts()),
+    }
+    index.close()
+    return row
+
+
+def true_best(keys: KeySet) -> Tensor:
+    """``[T, K]``: the best keys by products in float32, all of them."""
+    best = torch.full((len(keys.queries), K), -torch.inf), torch.zeros(len(keys.queries), K, dtype=torch.int64)
+    for start in range(0, len(keys.keys), STEP):
+        top = (keys.queries @ keys.keys[start : start + STEP].T).topk(K, dim=1)
+        both = torch.cat((best[0], top.values), 1).topk(K, dim=1)
+        best = both.values, torch.cat((best[1], top.indices + start), 1).gather(1, both.indices)
+    return best[1]
+
+
+def recall(found: Tensor, truth: Tensor) -> float:
+    """Share of the true best that were found."""
+    return float((truth[:, :, None] == found[:, None, :]).any(2).float().mean())
+
+
+def mass_share(keys: KeySet, found: Tensor, truth: Tensor) -> float:
+    """What softmax weights sum to over what was found, against the same over the true best, mean over queries."""
+
+    def weights(ids: Tensor) -> Tensor:
+        scores = torch.einsum("td,tkd->tk", keys.queries, keys.keys[ids.clamp(min=0)]) * keys.scale
+        return scores.masked_fill(ids < 0, -torch.inf)
+
+    ours, best = weights(found), weights(truth)
+    most = best.amax(1, keepdim=True)
+    return float(((ours - most).exp().sum(1) / (best - most).exp().sum(1)).mean())
+
+
+def clock() -> float:
+    """Seconds that other processes do not disturb where one thread computes; with more threads, of the clock."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def by_turns(sides: dict[str, Side], rounds: int = ROUNDS) -> dict[str, float]:
+    """Median milliseconds of each side, by turns."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            begun = clock()
+            side()
+            times[name].append(1000 * (clock() - begun))
+    return {name: round(median(each[1:] or each), 3) for name, each in times.items()}
+
+
+def time_search(index: VectorIndex, queries: Tensor, batch: int) -> float:
+    """Median milliseconds for one query of a batch."""
+    starts = iter(range(0, 1 << 30, batch))
+
+    def search() -> None:
+        start = next(starts) % max(1, len(queries) - batch + 1)
+        index.search(queries[None, start : start + batch], K)
+
+    return round(by_turns({"search": search}, rounds=41 if batch == 1 else ROUNDS)["search"] / batch, 4)
+
+
+def time_add(index: VectorIndex, keys: KeySet) -> float:
+    """Median milliseconds to add 64 keys; they stay in the index."""
+    starts = iter(range(len(keys.keys), 1 << 60, 64))
+
+    def add() -> None:
+        index.add(torch.arange(64) + next(starts), keys.keys[:64, None, None])
+
+    return by_turns({"add": add})["add"]
+
+
+def judged_exact(n: int) -> Row:
+    """Exact search of ``n`` keys of 64 dimensions by 64 queries, beside reading them once, FAISS Flat and a product."""
+    import faiss
+
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = torch.randn(n, 64, generator=generator), torch.randn(64, 64, generator=generator)
+    index = open_index("exact", key_heads=1, key_dim=64, keys_per_block=1)
+    index.add(torch.arange(n), keys[:, None, None])
+    flat = faiss.IndexFlatIP(64)
+    flat.add(keys.numpy())
+    numbers = keys.view(torch.int64)
+    sides: dict[str, Side] = {
+        "exact": lambda: index.search(queries[None], K),
+        "stream_once": lambda: numbers.sum(),
+        "faiss_flat": lambda: flat.search(queries.numpy(), K),
+        "product": lambda: (queries @ keys.T).topk(K, dim=1),
+    }
+    ms = by_turns(sides)
+    best_other = min(ms["faiss_flat"], ms["product"])
+    return {
+        "what": "exact, 64 queries",
+        "keys": n,
+        "dim": 64,
+        "ms": ms,
+        "stream_to_exact": round(ms["stream_once"] / ms["exact"], 3),
+        "wanted": 0.6,
+        "fastest_other_to_exact": round(best_other / ms["exact"], 3),
+    }
+
+
+def late(options: argparse.Namespace) -> Iterator[Row]:
+    """Late interaction over a million token codes of 256 bits: time, and whether the definition's blocks are chosen."""
+    tokens, size = (65_536 if options.quick else 1_048_576), 64
+    for name, bits in (("random signs", 1), ("random codes", 8)):
+        generator = torch.Generator().manual_seed(0)
+        index = CodeIndex(1, 256, size)
+        high = 2 if bits == 1 else 128
+        for start in range(0, tokens // size, 512):
+            codes = torch.randint(0, high, (512, 1, size, 256), generator=generator)
+            index.add(torch.arange(start, start + 512), (codes * 2 - 1 if bits == 1 else codes - 64).float())
+        queries = torch.randn(32, 256, generator=generator)
+        ms = by_turns({"route": lambda: index.route(queries, K), "score": lambda: index.score(queries[None])})  # noqa: B023
+        about = {"tokens": tokens, "query_tokens": 32, "dim": 256, "bits": bits, "codes": name}
+        yield {"what": "late interaction", **about, "ms": ms, "wanted_ms": 20, "bytes": index.nbytes}
+    yield from late_recall(options, tokens, size)
+
+
+def late_recall(options: argparse.Namespace, tokens: int, size: int) -> Iterator[Row]:
+    """Which of the blocks that the definition chooses are chosen, on real codes of as many tokens as were read."""
+    while tokens >= 65_536:
+        try:
+            stored, later = (_signs(codes) for codes in keysets.codes(options.keys, tokens))
+            break
+        except InvalidArgument:
+            tokens //= 2
+    else:
+        print("left out: no codes of SmolLM2 are there; run this without --quick", flush=True)
+        return
+    index = CodeIndex(1, 256, size)
+    index.add(torch.arange(tokens // size), stored.view(-1, 1, size, 256))
+    found, best, share = [], [], []
+    for start in range(0, len(later) - 32, len(later) // 48):
+        queries = later[start : start + 32]
+        every = late_interaction(index.score(queries[None])[0][0], span=32, pool="max")
+        truth, ids = every.topk(K).indices, index.route(queries, K)[1]
+        found.append(float(torch.isin(truth, ids).float().mean()))
+        best.append(float(truth[0] in ids))
+        share.append(float(every[ids].sum() / every[truth].sum()))
+    facts = {"recall": found, "best_found": best, "score_share": share}
+    means = {name: round(sum(values) / len(values), 4) for name, values in facts.items()}
+    yield {"what": "late interaction, real codes", "tokens": tokens, "questions": len(found), **means}
+
+
+def _signs(packed: Tensor) -> Tensor:
+    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little")).float() * 2 - 1
+
+
+def long_scan() -> Row:
+    """Exact search of ten million keys of 64 dimensions, which is read as int8."""
+    n = 10_485_760
+    index = open_index("exact", key_heads=1, key_dim=64, keys_per_block=1, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, n, STEP):
+        keys = torch.randn(STEP, 1, 1, 64, generator=generator).bfloat16().float()
+        index.add(torch.arange(start, start + STEP), keys)
+    queries = torch.randn(64, 64, generator=generator)
+    ms = {str(batch): time_search(index, queries, batch) for batch in BATCHES}
+    return {"what": "exact, long", "keys": n, "ms_per_query": ms, "bytes_per_key": round(index.nbytes / n, 1)}
+
+
+def draw(rows: list[Row], folder: Path) -> None:
+    """Recall against time, a picture for each size: one panel for each key set, one mark for each index."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = [row for row in rows if row["what"] == "index"]
+    marks = {"exact": "o", "clusters": "s", "faiss": "^"}
+    for size in sorted({row["keys"] for row in measured}):
+        here = [row for row in measured if row["keys"] == size]
+        names = list(dict.fromkeys(row["set"] for row in here))
+        figure, axes = plt.subplots(1, len(names), figsize=(3.6 * len(names), 3.4), sharey=True, squeeze=False)
+        for panel, name in zip(axes[0], names, strict=True):
+            for row in (row for row in here if row["set"] == name):
+                kind = row["index"].partition(":")[0]
+                x, y = row["ms_per_query"]["1"], row["recall"]
+                panel.plot(
+                    x, y, marks.get(kind, "x"), color="black", fillstyle="full" if kind == "clusters" else "none"
+                )
+                panel.annotate(
+                    row["index"].replace(kind + ":", "") or kind, (x, y), (4, -9), None, "offset points", size=7
+                )
+            panel.set(xscale="log", title=name, xlabel="ms, one query at a time")
+            panel.axhline(0.95, color="gray", linewidth=0.7, linestyle=":")
+        axes[0, 0].set_ylabel(f"recall of the best {K}")
+        figure.suptitle(f"{size:,} keys: exact (circle), clusters (square), faiss (triangle)", size=10)
+        figure.tight_layout()
+        for kind in ("png", "svg"):
+            figure.savefig(folder / f"index-{size}.{kind}", dpi=150)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Key sets that vector indexes are measured with: clustered ones, keys of a stock model, landmarks of a DRT.
+
+Real queries and keys of attention come from two distributions, so an index that is good on one set may be poor on
+another. Each set has queries of two kinds, and none is counted twice: some that an index may learn from, as a memory
+would have logged them, and later ones that it is measured with. What takes long to compute is kept in a folder, in
+parts, each of which is there whole or not at all; reading more text later goes on after the last part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.attention import Router
+from memstore.errors import InvalidArgument
+
+PART = 16_384
+"""Keys in one file."""
+SEGMENT = 512
+"""Tokens that the stock model reads at a time, each segment by itself."""
+SEGMENTS = 4
+"""Segments side by side in one forward pass."""
+QUERY_STEP = 8
+"""Of so many tokens in a row, the queries of one are kept."""
+HEADS, HEAD_DIM = 3, 64
+"""Key heads of SmolLM2-135M, and their size."""
+CODE_DIM = 256
+DRT_ROWS, DRT_BLOCKS = 16, 64
+"""Texts that the DRT reads side by side, each by itself, and blocks in each."""
+CLUSTERS = 256
+CODE_LAYER = 8
+"""The layer of SmolLM2 whose hidden states become routing codes: where ``memstore.attach`` takes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySet:
+    """Keys of one head, and queries for them."""
+
+    name: str
+    keys: Tensor
+    """``[N, D]`` float32"""
+    logged: Tensor
+    """``[M, D]`` float32: queries that an index may learn from; made by tokens among or before those of the keys."""
+    queries: Tensor
+    """``[T, D]`` float32: later queries, which no index has seen."""
+    scale: float
+    """What the model multiplies inner products with before its softmax."""
+    origin: str
+    """How it was made, in a sentence."""
+
+
+def clustered(n: int, dim: int = 64, *, queries: int = 256, seed: int = 0) -> KeySet:
+    """Keys around random centres, queries beside random keys: what approximate indexes are usually shown with."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLUSTERS, dim, generator=generator)
+    keys = centres[torch.randint(CLUSTERS, (n,), generator=generator)]
+    keys = keys + 0.4 * torch.randn(n, dim, generator=generator)
+    near = keys[torch.randint(n, (5 * queries,), generator=generator)]
+    near = near + 0.4 * torch.randn(near.shape, generator=generator)
+    return KeySet(
+        name="clustered",
+        keys=keys,
+        logged=near[queries:],
+        queries=near[:queries],
+        scale=1.0,
+        origin=f"{n} keys around {CLUSTERS} normal centres, noise 0.4; queries beside keys, with the same noise",
+    )
+
+
+def smollm2(folder: Path, n: int, *, layer: int, head: int, queries: int = 256) -> KeySet:
+    """Position-free keys of one key head of SmolLM2-135M over the first ``n`` tokens of a text, and its own queries.
+
+    Raises ``InvalidArgument`` where ``collect_smollm2`` has not read enough into ``folder``.
+    """
+    parts = _enough(folder, "smollm2", n)
+    keys = torch.cat([_load(part, f"k.{layer}")[head].float() for part in parts[:-1]])[:n]
+    asked = [_load(part, f"q.{layer}") for part in parts]  # of [H, t, D]
+    group = asked[0].shape[0] // HEADS
+    mine = [each[head * group : (head + 1) * group].transpose(0, 1).flatten(0, 1).float() for each in asked]
+    return KeySet(
+        name=f"smollm2 layer {layer} head {head}",
+        keys=keys,
+        logged=torch.cat(mine[:-1])[: n // QUERY_STEP * group],
+        queries=_spread(mine[-1], queries),
+        scale=keys.shape[1] ** -0.5,
+        origin=f"SmolLM2-135M over {n} tokens of Python's reference and library, in segments of {SEGMENT}; "
+        f"learned from the {group} query heads of every {QUERY_STEP}th of them, on the {PART} tokens after them",
+    )
+
+
+def codes(folder: Path, n: int) -> tuple[Tensor, Tensor]:
+    """Routing codes of ``n`` tokens as a memory stores them, ``[n, dim / 8]`` uint8, and of those after them.
+
+    Raises ``InvalidArgument`` where ``collect_smollm2`` has not read enough into ``folder``.
+    """
+    parts = _enough(folder, "smollm2", n)
+    return torch.cat([_load(part, "codes") for part in parts[:-1]])[:n], _load(parts[-1], "codes")
+
+
+def drt(folder: Path, n: int, *, queries: int = 256) -> KeySet:
+    """Landmarks of the shipped passkey DRT over ``n`` blocks of text, and the queries of the blocks after them.
+
+    Raises ``InvalidArgument`` where ``collect_drt`` has not read enough into ``folder``.
+    """
+    parts = _enough(folder, "drt", n)
+    asked = [_load(part, "queries").float() for part in parts]
+    return KeySet(
+        name="drt landmarks",
+        keys=torch.cat([_load(part, "keys").float() for part in parts[:-1]])[:n],
+        logged=torch.cat(asked[:-1])[: n // QUERY_STEP],
+        queries=_spread(asked[-1], queries),
+        scale=1.0,
+        origin=f"the shipped passkey model over {n} blocks of Python's reference and library, which begin anew where "
+        f"they end; learned from every {QUERY_STEP}th of these blocks, measured on the {PART} blocks after them",
+    )
+
+
+def collect_smollm2(
+    folder: Path, n: int, *, layers: tuple[int, ...] = (4, 8), advance: Callable[[int], None] | None = None
+) -> None:
+    """Let SmolLM2-135M read ``n`` tokens, and one part more for queries, into ``folder``; goes on where it was.
+
+    Only the layers up to the last one that is wanted run. A part has ``k.LAYER [3, n, 64]`` and every
+    ``QUERY_STEP``-th token's ``q.LAYER [9, n / QUERY_STEP, 64]``, before positions, and ``codes [n, dim / 8]``. About
+    1,000 tokens a second on one quiet thread.
+    """
+    from memstore.eval.filler import load_filler
+    from memstore.tools.models import load_model
+
+    done, wanted = len(_parts(folder, "smollm2")), -(-n // PART) + 1
+    if done >= wanted:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded = load_model("smollm2")
+    filler = load_filler(loaded.tokenizer, at_most=wanted * PART)
+    decoder: Any = loaded.model.base_model
+    decoder.layers = decoder.layers[: max(*layers, CODE_LAYER) + 1]
+    for number in range(done, wanted):
+        ids = torch.from_numpy(filler.take(number * PART, PART))
+        _save(_path(folder, "smollm2", number), _read_smollm2(decoder, ids, layers, folder))
+        if advance:
+            advance(PART)
+
+
+def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None = None) -> None:
+    """Let the shipped passkey DRT read ``n`` blocks, and one part more for queries, into ``folder``.
+
+    Goes on where it was. A part has ``keys [n, 64]``, and ``queries [n / QUERY_STEP, 64]`` of every ``QUERY_STEP``-th
+    block.
+    """
+    from memstore.eval.filler import load_filler
+    from memstore.eval.models import PASSKEY, load_drt, shipped_model
+
+    done, wanted = len(_parts(folder, "drt")), -(-n // PART) + 1
+    if done >= wanted:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = load_drt(shipped_model(PASSKEY))
+    tokens = model.config.tokens_per_block * PART
+    filler = load_filler(tokenizer, at_most=wanted * tokens)
+    for number in range(done, wanted):
+        _save(_path(folder, "drt", number), _read_drt(model, torch.from_numpy(filler.take(number * tokens, tokens))))
+        if advance:
+            advance(PART)
+
+
+def _read_smollm2(decoder: Any, ids: Tensor, layers: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
+    caught: dict[str, list[Tensor]] = {}
+    with ExitStack() as stack, torch.inference_mode():
+        for layer in layers:
+            attention = decoder.layers[layer].self_attn
+            for name, module in (("k", attention.k_proj), ("q", attention.q_proj)):
+                stack.callback(module.register_forward_hook(_catch(caught, f"{name}.{layer}")).remove)
+        entering = decoder.layers[CODE_LAYER].register_forward_pre_hook(_catch(caught, "hidden"))
+        stack.callback(entering.remove)
+        for batch in ids.view(-1, SEGMENTS, SEGMENT):
+            decoder(batch, use_cache=False)
+    states = {name: torch.cat(parts) for name, parts in caught.items()}  # [n, width]
+    hidden = states.pop("hidden").float()
+    part = {"codes": _signs(_router(folder, hidden).encode(hidden))}
+    for name, rows in states.items():
+        kept = rows if name.startswith("k") else rows[QUERY_STEP - 1 :: QUERY_STEP]
+        part[name] = kept.unflatten(1, (-1, HEAD_DIM)).transpose(0, 1).to(torch.bfloat16).contiguous()
+    return part
+
+
+def _catch(caught: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
+    """A hook, before a module or after it, that keeps what goes in or comes out."""
+
+    def hook(_module: Any, inputs: Any, output: Tensor | None = None) -> None:
+        caught.setdefault(name, []).append((inputs[0] if output is None else output).flatten(0, 1))
+
+    return hook
+
+
+def _read_drt(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    from memstore.models.drt.packing import Packing
+
+    config, inner = model.config, model.model
+    keys, queries = [], []
+    with torch.inference_mode():
+        for batch in ids.view(-1, DRT_ROWS, DRT_BLOCKS * config.tokens_per_block):
+            packing = Packing(
+                batch, None, [0] * DRT_ROWS, config.block_size, landmark_uses_own=config.landmark_uses_own
+            )
+            x = inner.embed(packing.ids)
+            x, _ = inner.read(x, inner.sight(packing, None, x), None)
+            _, landmarks = inner.encode(packing.joined(None, x)[0])
+            keys.append(landmarks.flatten(0, 1))
+            queries.append(
+                inner.retrievers[0].queries(packing.landmarks(x)).flatten(0, 1)[QUERY_STEP - 1 :: QUERY_STEP]
+            )
+    return {"keys": torch.cat(keys).half(), "queries": torch.cat(queries)}
+
+
+def _router(folder: Path, hidden: Tensor) -> Router:
+    """The router of a folder: fitted to the first tokens that were read into it, and kept."""
+    path = folder / "router.safetensors"
+    if not path.exists():
+        _save(path, Router.fit(hidden[:4096], CODE_DIM).to_arrays())
+    return Router(mean=_load(path, "mean"), basis=_load(path, "basis"))
+
+
+def _signs(codes: Tensor) -> Tensor:
+    from memstore.memory.landmarks import encode
+
+    return encode(codes, "bit")
+
+
+def _spread(rows: Tensor, count: int) -> Tensor:
+    """``count`` of the rows, from all over them."""
+    return rows[torch.linspace(0, len(rows) - 1, min(count, len(rows))).long()]
+
+
+def _path(folder: Path, kind: str, number: int) -> Path:
+    return folder / f"{kind}-{number:04}.safetensors"
+
+
+def _parts(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.glob(f"{kind}-*.safetensors"))
+
+
+def _enough(folder: Path, kind: str, n: int) -> list[Path]:
+    parts, wanted = _parts(folder, kind), -(-n // PART) + 1
+    if len(parts) < wanted:
+        raise InvalidArgument(
+            f"{folder} has {len(parts)} parts of {PART} keys of {kind}; {n} keys and later queries need {wanted}: "
+            f"collect more with collect_{kind}()"
+        )
+    return parts[:wanted]
+
+
+def _load(path: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write beside ``path``, then put in place: a part is there whole or not at all."""
+    from safetensors.torch import save_file
+
+    partial = path.with_suffix(".partial")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+    partial.replace(path)

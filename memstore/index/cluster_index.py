@@ -1,0 +1,378 @@
+"""The attention-aware index: trained clusters for most keys, and exact search for those that came since.
+
+Built of three parts: clusters (`clusters.py`), which never change; marks on blocks that were removed; and a tail of
+newer blocks that is searched exactly. When the tail has become long, new clusters are made in a thread, of all blocks
+and the latest queries, and take the place of the old ones at the next call. Before enough different queries were seen
+there is nothing to learn from, and everything is searched exactly.
+
+How many lists a search looks into is measured when clusters are made: as few as find the wanted share of the best keys
+of queries that were put aside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.index import checks, files
+from memstore.index.clusters import Clusters, require_faiss
+from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.index.exact import ExactIndex
+
+SMALLEST = 16_384
+"""Keys of a head below which exact search is as fast."""
+GROWTH = 4
+"""New clusters are made when the tail has a quarter of the keys that the clusters have."""
+RECALL = 0.97
+LOGGED = 4096
+"""Queries of each head that are kept to learn from."""
+ENOUGH = 256
+"""Different ones, without which nothing is learned."""
+MEASURED_K = 8
+MEASURED = ("probes", "recall", "learned_from")
+
+
+@dataclass
+class Base:
+    """The clusters of all heads."""
+
+    ids: Tensor
+    """``[n]`` int64, ascending."""
+    heads: list[Clusters]
+    probes: int
+    recall: float
+    """Of the best 8 keys, measured on queries that were put aside."""
+    learned_from: int
+    """Queries of each head."""
+    dead: Tensor = field(init=False)
+    """``[n]``: blocks that were removed."""
+
+    def __post_init__(self) -> None:
+        self.dead = torch.zeros(len(self.ids), dtype=torch.bool)
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of ``ids`` are here and have not been removed."""
+        at = torch.searchsorted(self.ids, ids).clamp(max=len(self.ids) - 1)
+        return (self.ids[at] == ids) & ~self.dead[at]
+
+    def drop(self, ids: Tensor) -> None:
+        """Remove those of ``ids`` that are here."""
+        self.dead |= torch.isin(self.ids, ids)
+
+
+class ClusterIndex(VectorIndex):
+    """Keys ``[G, D]`` of ``P`` per block, found by clusters that are made in the metric of the queries.
+
+    ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``. Every score
+    that is returned is true. Blocks with equal scores are ordered by id, the smaller first.
+
+    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    """
+
+    capabilities = IndexCapabilities(exact=False, dense=False)
+
+    def __init__(
+        self,
+        key_heads: int,
+        key_dim: int,
+        keys_per_block: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        settings: str = "",
+    ) -> None:
+        require_faiss()
+        if torch.device(device).type != "cpu":
+            raise InvalidArgument(f"an index of clusters is searched on the CPU, not on {device}; use 'exact' there")
+        self.wanted_recall = _share(settings)
+        self._tail = ExactIndex(key_heads, key_dim, keys_per_block, dtype)
+        self.key_heads, self.key_dim, self.keys_per_block, self.dtype = key_heads, key_dim, keys_per_block, dtype
+        self._base: Base | None = None
+        self._log: deque[Tensor] = deque()  # of [G, m, D], the newest last
+        self._tried = 0  # queries that were there when clusters were last made
+        self._worker: ThreadPoolExecutor | None = None
+        self._coming: Future[Base] | None = None
+        self._gone: list[Tensor] = []  # ids removed since the coming clusters were begun
+
+    def __len__(self) -> int:
+        return len(self._tail) + (0 if self._base is None else int((~self._base.dead).sum()))
+
+    def __repr__(self) -> str:
+        return f"ClusterIndex({len(self)} blocks, {len(self._tail)} of them searched exactly)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by clusters, tail and logged queries."""
+        base = 0 if self._base is None else sum(head.nbytes for head in self._base.heads) + self._base.ids.nbytes
+        return base + self._tail.nbytes + sum(part.nbytes for part in self._log)
+
+    def add(self, ids: Tensor, keys: Tensor) -> None:
+        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
+        self._adopt()
+        checks.check_ids(ids)
+        if self._base is not None:
+            self._require(~self._base.holds(ids), ids, "in the index already; remove them first")
+        self._tail.add(ids, keys)
+        self._consider()
+
+    def remove(self, ids: Tensor) -> None:
+        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
+        self._adopt()
+        checks.check_ids(ids)
+        old = torch.zeros_like(ids, dtype=torch.bool) if self._base is None else self._base.holds(ids)
+        self._tail.remove(ids[~old])
+        if self._base is not None:
+            self._base.drop(ids[old])
+            if bool(self._base.dead.all()):
+                self._base = None
+        self._gone += [ids] if self._coming else []
+
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
+        self._adopt()
+        near = self._tail.search(queries, k, allowed=allowed)
+        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        self._keep(grouped)
+        if self._base is None:
+            return near
+        founds = [self._search_base(self._base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
+        old = (torch.stack(parts).reshape(near.ids.shape) for parts in zip(*founds, strict=True))
+        return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
+
+    def finish(self) -> None:
+        """Make new clusters of all blocks and all logged queries now, and wait for them."""
+        self._adopt(wait=True)
+        if len(self) * self.keys_per_block >= SMALLEST:
+            self._begin()
+            self._adopt(wait=True)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Its kind, and what the clusters are like: lists, how many are looked into, the recall that was measured."""
+        facts: dict[str, Any] = {"kind": "clusters", "exact_blocks": len(self._tail)}
+        if self._base is not None:
+            base = self._base
+            facts |= {"lists": len(base.heads[0].centres), "probes": base.probes, "recall": round(base.recall, 4)}
+            facts |= {"learned_from_queries": base.learned_from}
+        return facts
+
+    def close(self) -> None:
+        """Wait for the thread, if there is one."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def save(self, path: Path) -> None:
+        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
+        self._adopt(wait=True)
+        ids, keys = self._tail_content()
+        tensors, measured = {"tail_ids": ids, "tail_keys": keys, "logged": self._logged()}, {}
+        if self._base is not None:
+            alive, heads = ~self._base.dead, self._base.heads
+            rows = alive.repeat_interleave(self.keys_per_block)
+            content = [head.content() for head in heads]
+            tensors["ids"] = self._base.ids[alive]
+            tensors["keys"] = torch.stack([keys[rows].to(self.dtype) for keys, _ in content])
+            tensors["lists"] = torch.stack([lists[rows] for _, lists in content])
+            for name in ("centres", "radii", "inverse"):
+                tensors[name] = torch.stack([getattr(head, name) for head in heads])
+            measured = {name: getattr(self._base, name) for name in MEASURED}
+        files.save(path, self._about | {"measured": measured}, tensors)
+
+    def load(self, path: Path) -> None:
+        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
+        tensors, facts = files.load(path, self._about)
+        base = None
+        if facts["measured"]:
+            parts = zip(*(tensors[name] for name in ("keys", "lists", "centres", "radii", "inverse")), strict=True)
+            heads = [Clusters(*(part.clone() for part in head)) for head in parts]
+            base = Base(tensors["ids"].clone(), heads, **facts["measured"])
+        self._adopt(wait=True)
+        self._base, self._tail = base, self._new_tail()
+        self._tail.add(tensors["tail_ids"], tensors["tail_keys"])
+        self._log = deque([tensors["logged"].clone()])
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a file must agree with."""
+        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
+        return {"index": "clusters", **sizes, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def _new_tail(self) -> ExactIndex:
+        return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype)
+
+    def _tail_content(self) -> tuple[Tensor, Tensor]:
+        """Ids ``[n]`` ascending and keys ``[n, G, P, D]`` of the tail."""
+        tensors = self._tail._tensors()
+        ids, order = tensors["ids"].sort()
+        return ids, tensors["keys"][:, order].transpose(0, 1)
+
+    def _logged(self) -> Tensor:
+        """The latest queries, ``[G, m, D]``."""
+        return torch.cat([torch.empty(self.key_heads, 0, self.key_dim), *self._log], 1)[:, -LOGGED:]
+
+    def _keep(self, queries: Tensor) -> None:
+        """Keep some of the queries ``[G, R, D]``: at most so many, and of a long run no more than a few."""
+        step = max(1, queries.shape[1] // (LOGGED // 16))
+        self._log.append(queries[:, ::step].clone())
+        while self._kept - self._log[0].shape[1] >= LOGGED:
+            self._log.popleft()
+        self._consider()
+
+    @property
+    def _kept(self) -> int:
+        return sum(part.shape[1] for part in self._log)
+
+    def _consider(self) -> None:
+        """Begin new clusters if the tail has become long and there are queries to learn from."""
+        base = self._base
+        long = len(self._tail) * self.keys_per_block >= SMALLEST
+        long &= base is None or GROWTH * len(self._tail) >= len(base.ids)
+        if long and (base is not None or self._kept >= max(ENOUGH, 2 * self._tried)):
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._coming is not None:
+            return
+        self._tried, logged = self._kept, self._logged()
+        if min(len(queries.unique(dim=0)) for queries in logged) < ENOUGH:
+            return
+        self._worker = self._worker or ThreadPoolExecutor(1, "memstore-index")
+        self._gone, base = [], self._base
+        old = None if base is None else (base.ids, ~base.dead, base.heads)
+        work = partial(make_base, self._tail_content(), old, logged, self.wanted_recall)
+        self._coming = self._worker.submit(work)
+
+    def _adopt(self, *, wait: bool = False) -> None:
+        """Put clusters that have been made in the place of the old ones; what was removed meanwhile stays removed."""
+        if self._coming is None or not (wait or self._coming.done()):
+            return
+        coming, self._coming = self._coming, None
+        base = coming.result()
+        if self._gone:
+            base.drop(torch.cat(self._gone))
+        newer, _ = self._tail_content()
+        self._tail.remove(newer[base.holds(newer)])
+        self._base = None if bool(base.dead.all()) else base
+
+    def _search_base(
+        self, base: Base, head: int, queries: Tensor, k: int, allowed: range | Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The best blocks of the clusters: scores, ids and offsets ``[R, k]``."""
+        size = self.keys_per_block
+        selector = _selector(base, size, allowed)
+        # Several keys of one block may be among the best; with twice as many a list is rarely short.
+        scores, numbers = base.heads[head].search(queries, k if size == 1 else 2 * k, base.probes, selector)
+        rows = numbers.div(size, rounding_mode="floor")
+        found = Found(scores, torch.where(numbers < 0, -1, base.ids[rows.clamp(min=0)]), numbers % size)
+        return _best(found._replace(offsets=torch.where(numbers < 0, -1, found.offsets)), k)
+
+    @staticmethod
+    def _require(good: Tensor, ids: Tensor, problem: str) -> None:
+        if not bool(good.all()):
+            bad = ids[~good].tolist()
+            raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+
+
+Old = tuple[Tensor, Tensor, list[Clusters]]
+"""Ids ``[n]`` of the blocks of clusters, which of them are alive, and the clusters of each head."""
+
+
+def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, wanted: float) -> Base:
+    """Clusters of the blocks of a tail (``ids [n]``, ``keys [n, G, P, D]``) and of old clusters.
+
+    They are made for queries like ``logged [G, m, D]``. Every eighth of these is put aside: so many lists are looked
+    into that the ``wanted`` share of the best keys is found.
+    """
+    ids, keys = tail if old is None else _joined(tail, old)
+    count = min(max(16, int(4 * (len(ids) * keys.shape[2]) ** 0.5)), len(ids) * keys.shape[2])
+    heads, tests = [], []
+    for head, queries in enumerate(logged):
+        rows, seen = keys[:, head].flatten(0, 1).float(), queries.unique(dim=0)
+        aside = torch.arange(len(seen)) % 8 == 0
+        heads.append(Clusters.learn(rows, seen[~aside], count))
+        tests.append((seen[aside], _true_numbers(rows, seen[aside])))
+    probes, recall = 4, 0.0
+    while True:
+        recall = min(_recall(head, *test, probes) for head, test in zip(heads, tests, strict=True))
+        if recall >= wanted or probes >= count:
+            return Base(ids, heads, min(probes, count), recall, logged.shape[1])
+        probes += probes // 2
+
+
+def _joined(tail: tuple[Tensor, Tensor], old: Old) -> tuple[Tensor, Tensor]:
+    """Ids ``[n]`` ascending and keys ``[n, G, P, D]`` of both."""
+    ids, alive, heads = old
+    shape = tail[1].shape[1:]
+    keys = [head.content()[0].unflatten(0, (-1, shape[1]))[alive].to(tail[1].dtype) for head in heads]
+    both, order = torch.cat((ids[alive], tail[0])).sort()
+    return both, torch.cat((torch.stack(keys, 1), tail[1]))[order]
+
+
+def _true_numbers(keys: Tensor, queries: Tensor) -> Tensor:
+    """The best keys ``[R, k]`` for ``queries [R, D]``, by looking at all."""
+    k = min(MEASURED_K, len(keys))
+    best = queries.new_full((len(queries), k), -torch.inf), torch.zeros(len(queries), k, dtype=torch.int64)
+    for start in range(0, len(keys), 1 << 14):
+        scores = queries @ keys[start : start + (1 << 14)].T
+        top = scores.topk(min(k, scores.shape[1]), dim=1)
+        both = torch.cat((best[0], top.values), 1).topk(k, dim=1)
+        best = both.values, torch.cat((best[1], top.indices + start), 1).gather(1, both.indices)
+    return best[1]
+
+
+def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> float:
+    _, numbers = head.search(queries, truth.shape[1], probes)
+    return float((truth[:, :, None] == numbers[:, None, :]).any(2).float().mean())
+
+
+def _selector(base: Base, size: int, allowed: range | Tensor | None) -> Any:
+    """FAISS's word for the keys that may be found; None for all."""
+    faiss = require_faiss()
+    if allowed is None and not bool(base.dead.any()):
+        return None
+    wanted = ~base.dead
+    if isinstance(allowed, range) and allowed.step == 1:
+        first, stop = (int(torch.searchsorted(base.ids, place)) for place in (allowed.start, allowed.stop))
+        if not bool(base.dead.any()):
+            return faiss.IDSelectorRange(size * first, size * max(first, stop))
+        wanted[:first], wanted[max(first, stop) :] = False, False
+    elif allowed is not None:
+        wanted &= torch.isin(base.ids, torch.as_tensor(allowed, dtype=torch.int64))
+    return faiss.IDSelectorBitmap(np.packbits(wanted.repeat_interleave(size).numpy(), bitorder="little"))
+
+
+def _best(found: Found, k: int) -> Found:
+    """The ``k`` best blocks of ``[..., m]``, each once, by its best key; equal scores by ascending id."""
+    by_id = found.ids.argsort(dim=-1, stable=True)
+    scores, ids, offsets = (each.gather(-1, by_id) for each in found)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    scores, ids, offsets = (each.gather(-1, order) for each in (scores, ids, offsets))
+    again = (ids[..., :, None] == ids[..., None, :]).tril(-1).any(-1) & (ids >= 0)
+    scores = scores.masked_fill(again, -torch.inf)
+    ids, offsets = ids.masked_fill(again, -1), offsets.masked_fill(again, -1)
+    order = again.int().argsort(dim=-1, stable=True)
+    return Found(*(each.gather(-1, order)[..., :k] for each in (scores, ids, offsets)))
+
+
+def _share(settings: str) -> float:
+    """The recall that is asked for by ``settings``."""
+    if not settings:
+        return RECALL
+    try:
+        share = float(settings)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise InvalidArgument(
+            f"the setting of an index of clusters is the share of the best blocks to find, such as clusters:0.99, not "
+            f"{settings!r}"
+        )
+    return share

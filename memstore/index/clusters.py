@@ -1,0 +1,152 @@
+"""Clusters of the keys of one head, made in the metric of its queries: what an attention-aware index searches.
+
+Attention's queries come from another distribution than its keys, and what k-means on keys takes apart is often not what
+queries tell apart. RetrievalAttention (Liu et al. 2024) and RoarGraph (Chen et al. 2024) mend that with logged queries.
+Here they enter as a metric: with the second moment ``C`` of logged queries, the mean squared error of a key's score
+when a centre stands for it is ``(key - centre)^T C (key - centre)``, so k-means runs on ``key W`` with ``W W^T = C``.
+
+A list is worth looking into if its best key may be good, not if its mean is. The product with the centre is raised by
+``SPREAD`` times what a deviation within the list can do to it, ``|W^-1 q|`` times the list's root mean square distance.
+``benchmarks/LOG.md`` has what this is worth on real keys, and the variants that were worse.
+
+FAISS (``pip install 'torch-memstore[faiss]'``) scans the lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+
+SPREAD = 3.0
+SMALLEST_VARIANCE = 1e-4
+"""Share of the largest variance that directions are given which queries hardly have: they still count."""
+ITERATIONS = 8
+KEYS_PER_LIST = 64
+"""Keys that k-means sees, for each list that it makes."""
+STEP = 1 << 16
+
+
+def require_faiss() -> Any:
+    """The library. Raises ``InvalidArgument`` where it is missing."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise InvalidArgument(
+            "an index of clusters needs FAISS, which is not installed: pip install 'torch-memstore[faiss]', or use "
+            "index='exact'"
+        ) from error
+    return faiss
+
+
+class Clusters:
+    """Lists of keys of one head. A key's number is its place among those given. Read only, so threads may share it."""
+
+    def __init__(self, keys: Tensor, lists: Tensor, centres: Tensor, radii: Tensor, inverse: Tensor) -> None:
+        """``keys [n, D]``, the list of each ``[n]``, ``centres [C, D]``, ``radii [C]`` and ``inverse [D, D]``."""
+        faiss = require_faiss()
+        self.centres, self.radii, self.inverse = centres, radii, inverse
+        self.count = len(keys)
+        self._faiss = faiss
+        dim = keys.shape[1]
+        quantizer = faiss.IndexFlatIP(dim)
+        quantizer.add(centres.numpy())
+        self._index = faiss.IndexIVFFlat(quantizer, dim, len(centres), faiss.METRIC_INNER_PRODUCT)
+        self._index.is_trained = True
+        for start in range(0, len(keys), STEP):
+            rows = np.ascontiguousarray(keys[start : start + STEP].float().numpy())
+            numbers = np.arange(start, start + len(rows))
+            which = np.ascontiguousarray(lists[start : start + STEP].numpy().astype(np.int64))
+            pointers = (faiss.swig_ptr(each) for each in (rows, numbers, which))
+            self._index.add_core(len(rows), *pointers)
+
+    @classmethod
+    def learn(cls, keys: Tensor, logged: Tensor, count: int) -> Clusters:
+        """``count`` clusters of ``keys [n, D]``, in the metric of the queries ``logged [m, D]``."""
+        root, inverse = _metric(logged)
+        mean = keys[:: max(1, len(keys) // STEP)].mean(0)
+        centres = _kmeans((keys[_some(len(keys), KEYS_PER_LIST * count)] - mean) @ root, count)
+        lists = torch.empty(len(keys), dtype=torch.int64)
+        squares, sizes, sums = torch.zeros(count), torch.zeros(count), torch.zeros(count, keys.shape[1])
+        half = centres.square().sum(1) / 2
+        for start in range(0, len(keys), STEP):
+            rows = keys[start : start + STEP]
+            white = (rows - mean) @ root
+            near = torch.cat([(piece @ centres.T - half).argmax(1) for piece in white.split(4096)])
+            lists[start : start + STEP] = near
+            sizes += torch.bincount(near, minlength=count)
+            sums.index_add_(0, near, rows)
+            squares.index_add_(0, near, (white - centres[near]).square().sum(1))
+        sizes = sizes.clamp(min=1)
+        # A deviation of this length in one direction of D: the mean square over all of them.
+        radii = (squares / sizes / keys.shape[1]).sqrt()
+        return cls(keys, lists, sums / sizes[:, None], radii, inverse)
+
+    def search(self, queries: Tensor, k: int, probes: int, selector: Any = None) -> tuple[Tensor, Tensor]:
+        """Scores and numbers ``[R, k]`` of the best keys in the ``probes`` most promising lists for ``queries [R, D]``.
+
+        -inf and -1 where there are fewer. ``selector`` is one of FAISS: which numbers may be found.
+        """
+        faiss, probes = self._faiss, min(probes, len(self.centres))
+        reach = (queries @ self.inverse).norm(dim=1, keepdim=True)
+        promise = (queries @ self.centres.T).addcmul_(reach, self.radii, value=SPREAD)
+        lists = np.ascontiguousarray(promise.topk(probes, dim=1, sorted=False).indices.numpy())
+        rows = np.ascontiguousarray(queries.numpy())
+        unused = np.zeros(lists.shape, np.float32)
+        scores = np.empty((len(rows), k), np.float32)
+        numbers = np.empty((len(rows), k), np.int64)
+        parameters = faiss.SearchParametersIVF(nprobe=probes, **({} if selector is None else {"sel": selector}))
+        arrays = (faiss.swig_ptr(each) for each in (lists, unused, scores, numbers))
+        self._index.search_preassigned_c(len(rows), faiss.swig_ptr(rows), k, *arrays, False, parameters)
+        found = torch.from_numpy(numbers)
+        return torch.from_numpy(scores).masked_fill_(found < 0, -torch.inf), found
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """The keys ``[n, D]`` float32 and the list of each ``[n]``, as they were given."""
+        faiss, invlists = self._faiss, self._index.invlists
+        dim = self.centres.shape[1]
+        keys, lists = np.empty((self.count, dim), np.float32), np.empty(self.count, np.int64)
+        for number in range(len(self.centres)):
+            size = invlists.list_size(number)
+            if size:
+                members = faiss.rev_swig_ptr(invlists.get_ids(number), size)
+                stored = faiss.rev_swig_ptr(invlists.get_codes(number), size * dim * 4)
+                keys[members] = stored.view(np.float32).reshape(size, dim)
+                lists[members] = number
+        return torch.from_numpy(keys), torch.from_numpy(lists)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, their numbers and centres."""
+        return self.count * (4 * self.centres.shape[1] + 8) + self.centres.nbytes + self.radii.nbytes
+
+
+def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """``W [D, D]`` with ``W W^T`` the second moment of ``queries``, and what turns a query ``q`` into ``W^-1 q``."""
+    moment = (queries.double().T @ queries.double()) / len(queries)
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp(min=max(float(values[-1]) * SMALLEST_VARIANCE, 1e-12))
+    return (vectors * values.sqrt()).float(), (vectors * values.rsqrt()).float()
+
+
+def _kmeans(sample: Tensor, count: int) -> Tensor:
+    """``count`` centres ``[C, D]`` of ``sample [m, D]``; a cluster that loses all its members begins anew elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    centres = sample[torch.randperm(len(sample), generator=generator)[:count]].clone()
+    for _ in range(ITERATIONS):
+        half = centres.square().sum(1) / 2
+        near = torch.cat([(piece @ centres.T - half).argmax(1) for piece in sample.split(4096)])
+        sizes = torch.bincount(near, minlength=count)
+        centres = torch.zeros_like(centres).index_add_(0, near, sample) / sizes.clamp(min=1)[:, None]
+        lonely = (sizes == 0).nonzero().squeeze(1)
+        centres[lonely] = sample[torch.randint(len(sample), (len(lonely),), generator=generator)]
+    return centres
+
+
+def _some(n: int, at_most: int) -> Tensor:
+    """Numbers below ``n``, at most so many, from everywhere."""
+    return torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64).long()

@@ -1,0 +1,306 @@
+"""Search among codes of tokens, of one bit or eight bits a number: what late interaction asks, in products of int8.
+
+A memory that routes for all layers keeps a code for each token of a block, and a block's score is a sum over the query
+tokens of the product with the best of its codes (`memstore.attention.routing`; Khattab & Zaharia 2020, equation 3, with
+scores that are standardised and have a floor). That needs the score of *every* block, so no graph and no inverted file
+can help. What helps is that codes are small whole numbers: signs, or codes rounded to 8 bits. They are kept as int8,
+which is exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
+
+``route`` is faster still. It scores all blocks with every fourth dimension of the codes, and with all dimensions those
+that then look best, together with a sample from which mean and deviation of all blocks are estimated. It may miss
+blocks at the end of the list; ``benchmarks/index.py`` reports how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.index import checks, files
+from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+
+LARGEST = 127
+COARSE = 4
+"""The first look at a block takes every so many-th dimension."""
+CANDIDATES = 512
+SAMPLE = 2048
+"""Blocks that are looked at with all dimensions: those that looked best, and some from everywhere."""
+FLOOR = 1.0
+CHUNK_KEYS = 1 << 18
+TILE_KEYS = 1 << 13
+
+
+def eight_bits(codes: Tensor) -> Tensor:
+    """Codes ``[..., D]`` of unit length as whole numbers from -127 to 127, all with one scale, in their own type.
+
+    A number of such a code is 4.5 deviations long at most; the few that are longer are cut.
+    """
+    scale: float = LARGEST * codes.shape[-1] ** 0.5 / 4.5
+    return (codes * scale).round().clamp(-LARGEST, LARGEST)
+
+
+class CodeIndex(VectorIndex):
+    """Keys that are whole numbers from -127 to 127, such as the signs that a memory with ``key_dtype="bit"`` keeps.
+
+    Queries are rounded to 8 bits, by a scale for each, unless they are such numbers themselves: then every score is
+    exact. ``search`` returns true scores in any case; which blocks it finds may differ at the end of the list, where
+    scores differ by less than one part in 100. ``score`` is of the rounded queries. Blocks with equal scores are
+    ordered by id, the smaller first.
+
+    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    """
+
+    capabilities = IndexCapabilities(exact=False, dense=True)
+
+    def __init__(
+        self,
+        key_heads: int,
+        key_dim: int,
+        keys_per_block: int,
+        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - whole numbers are the same in every type
+        device: str | torch.device = "cpu",
+        settings: str = "",
+    ) -> None:
+        for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
+            if size < 1:
+                raise InvalidArgument(f"{name} must be at least 1, not {size}.")
+        if torch.device(device).type != "cpu":
+            raise InvalidArgument(f"An index of codes is searched on the CPU, not on {device}; use 'exact' there.")
+        if settings:
+            raise InvalidArgument(f"An index of codes has no settings; write 'codes', not 'codes:{settings}'.")
+        self.key_heads = key_heads
+        self.key_dim = key_dim
+        self.keys_per_block = keys_per_block
+        self._room = max(1, CHUNK_KEYS // keys_per_block)
+        self._keys: list[Tensor] = []  # of [G, room, P, D] int8
+        self._coarse: list[Tensor] = []  # of [G, room, P, ceil(D / COARSE)] int8
+        self._ids = torch.empty(0, dtype=torch.int64)  # of each used row, -1 where it is free
+
+    def __len__(self) -> int:
+        return int((self._ids >= 0).sum())
+
+    def __repr__(self) -> str:
+        return f"CodeIndex({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for codes and ids."""
+        return sum(part.nbytes for part in (*self._keys, *self._coarse, self._ids))
+
+    def add(self, ids: Tensor, keys: Tensor) -> None:
+        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
+        checks.check_ids(ids)
+        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
+            raise InvalidArgument(
+                "keys must be codes, whole numbers from -127 to 127: round them with eight_bits(), or use 'exact'."
+            )
+        self._require(~torch.isin(ids, self._ids), ids, "in the index already; remove them first")
+        start, codes = 0, keys.to(torch.int8).transpose(0, 1)
+        while start < ids.numel():
+            chunk, row = divmod(self._ids.numel(), self._room)
+            if chunk == len(self._keys):
+                self._grow()
+            stop = min(start + self._room - row, ids.numel())
+            rows = slice(row, row + stop - start)
+            self._keys[chunk][:, rows] = codes[:, start:stop]
+            self._coarse[chunk][:, rows] = codes[:, start:stop, :, ::COARSE]
+            self._ids = torch.cat((self._ids, ids[start:stop]))
+            start = stop
+
+    def remove(self, ids: Tensor) -> None:
+        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
+        checks.check_ids(ids)
+        self._require(torch.isin(ids, self._ids), ids, "not in the index")
+        self._ids = torch.where(torch.isin(self._ids, ids), -1, self._ids)
+        alive = (self._ids >= 0).nonzero()
+        used = int(alive[-1]) + 1 if alive.numel() else 0
+        self._ids = self._ids[:used]
+        chunks = -(-used // self._room)
+        del self._keys[chunks:], self._coarse[chunks:]
+        free = (self._ids < 0).sum()
+        if 2 * int(free) > used and free:  # of a document that loses its oldest blocks
+            self._replace(*self._content())
+
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
+        checks.check_top_k(k)
+        rows = self._rows(allowed)
+        grouped = self._grouped(queries)
+        founds = [self._search_head(grouped[head], head, rows, k) for head in range(self.key_heads)]
+        scores, ids, offsets = (
+            torch.stack(parts).reshape(*queries.shape[:2], k) for parts in zip(*founds, strict=True)
+        )
+        return Found(scores, ids, offsets)
+
+    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``, of queries rounded to 8 bits."""
+        rows = self._rows(allowed)
+        grouped = self._grouped(queries)
+        scores = torch.stack([self._maxima(self._keys, grouped[head], head, rows) for head in range(self.key_heads)])
+        return scores.reshape(*queries.shape[:2], rows.numel()), self._ids[rows]
+
+    def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The best blocks for the query tokens ``[T, D]`` together: ``(scores [k], ids [k])``, best first.
+
+        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. Fewer than ``k``
+        come back where there are fewer blocks. Only for one key head.
+        """
+        checks.check_top_k(k)
+        if self.key_heads != 1:
+            raise InvalidArgument(f"blocks are routed by the codes of one key head; this index has {self.key_heads}.")
+        rows, tokens = self._rows(allowed), self._grouped(queries[None])[0]
+        if rows.numel() <= CANDIDATES + SAMPLE:
+            exact = self._maxima(self._keys, tokens, 0, rows)
+            summed = _summed(exact, *_moments(exact)) if rows.numel() else exact.sum(0)
+        else:
+            coarse = self._maxima(self._coarse, tokens[:, ::COARSE], 0, rows)
+            moments = _moments(coarse)
+            best = _summed(coarse, *moments).topk(CANDIDATES).indices.sort().values
+            some = torch.linspace(0, rows.numel() - 1, SAMPLE).long()
+            sample = self._maxima(self._keys, tokens, 0, rows[some])
+            mean, deviation = _estimated(sample, coarse[:, some], *moments)
+            exact, rows = self._maxima(self._keys, tokens, 0, rows[best]), rows[best]
+            summed = _summed(exact, mean, deviation)
+        top = summed.topk(min(k, rows.numel()))
+        return top.values, self._ids[rows[top.indices]]
+
+    def save(self, path: Path) -> None:
+        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
+        ids, keys = self._content()
+        files.save(path, self._about, {"ids": ids, "keys": keys.to(torch.int8)})
+
+    def load(self, path: Path) -> None:
+        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
+        tensors = files.load(path, self._about).tensors
+        self._replace(tensors["ids"], tensors["keys"].float())
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a file must agree with."""
+        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
+        return {"index": "codes", **sizes}
+
+    def _grow(self) -> None:
+        sizes = (self.key_heads, self._room, self.keys_per_block)
+        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+            self._keys.append(torch.empty(*sizes, self.key_dim, dtype=torch.int8))
+            self._coarse.append(torch.empty(*sizes, -(-self.key_dim // COARSE), dtype=torch.int8))
+
+    def _content(self) -> tuple[Tensor, Tensor]:
+        """Ids ``[n]`` ascending, and keys ``[n, G, P, D]`` float32."""
+        rows = self._rows(None)
+        sizes = (0, self.key_heads, self.keys_per_block, self.key_dim)
+        parts = [self._keys[chunk][:, piece].transpose(0, 1).float() for chunk, piece in self._pieces(rows, self._room)]
+        return self._ids[rows], torch.cat([torch.empty(sizes), *parts])
+
+    def _replace(self, ids: Tensor, keys: Tensor) -> None:
+        self._keys, self._coarse, self._ids = [], [], self._ids[:0]
+        self.add(ids, keys)
+
+    def _grouped(self, queries: Tensor) -> Tensor:
+        checks.check_queries(queries, self.key_heads, self.key_dim)
+        return queries.float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
+
+    def _rows(self, allowed: range | Tensor | None) -> Tensor:
+        """The rows of the allowed blocks, in the order of their ids."""
+        checks.check_allowed(allowed)
+        wanted = self._ids >= 0
+        if isinstance(allowed, range) and allowed.step == 1:
+            wanted &= (self._ids >= allowed.start) & (self._ids < allowed.stop)
+        elif allowed is not None:
+            wanted &= torch.isin(self._ids, torch.as_tensor(allowed, dtype=torch.int64))
+        rows = wanted.nonzero().squeeze(1)
+        return rows[self._ids[rows].argsort()]
+
+    def _pieces(self, rows: Tensor, most: int) -> Iterator[tuple[int, Tensor | slice]]:
+        """Chunks and rows in them, at most ``most`` at a time, in order; a slice where rows are adjacent."""
+        chunks, lengths = torch.unique_consecutive(rows.div(self._room, rounding_mode="floor"), return_counts=True)
+        for chunk, inside in zip(chunks.tolist(), rows.split(lengths.tolist()), strict=True):
+            for piece in (inside - chunk * self._room).split(most):
+                first, last = int(piece[0]), int(piece[-1])
+                adjacent = last - first + 1 == len(piece) and bool((piece[1:] > piece[:-1]).all())
+                yield chunk, slice(first, last + 1) if adjacent else piece
+
+    def _maxima(self, codes: list[Tensor], queries: Tensor, head: int, rows: Tensor) -> Tensor:
+        """``[R, n]`` float32: the best product of ``queries [R, d]`` with the ``codes`` of each of the rows."""
+        if not len(queries):
+            return torch.empty(0, rows.numel())
+        values, scales = _rounded(queries)
+        parts = [torch.empty(len(queries), 0)]
+        most = max(1, TILE_KEYS // self.keys_per_block)
+        for chunk, inside in self._pieces(rows, most):
+            held = codes[chunk][head]  # [room, P, d]
+            # index_select of whole blocks copies memory; indexing with three dimensions goes number by number.
+            piece = held[inside] if isinstance(inside, slice) else held.flatten(1).index_select(0, inside)
+            products = torch._int_mm(piece.reshape(-1, held.shape[2]), values.T)  # [n * P, R]
+            parts.append(products.view(-1, self.keys_per_block, len(queries)).amax(1).T * scales)
+        return torch.cat(parts, 1)
+
+    def _search_head(self, queries: Tensor, head: int, rows: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        near = self._maxima(self._keys, queries, head, rows)
+        count = min(k, rows.numel())
+        best = _top(near, count)  # [R, count]
+        scores, offsets = torch.empty(best.shape), torch.empty(best.shape, dtype=torch.int64)
+        for row, query in enumerate(queries):
+            chosen = rows[best[row]]
+            at = chosen.div(self._room, rounding_mode="floor").tolist(), (chosen % self._room).tolist()
+            keys = [self._keys[chunk][head, inside] for chunk, inside in zip(*at, strict=True)]
+            if keys:
+                scores[row], offsets[row] = (torch.stack(keys).float() @ query).max(1)
+        order = scores.argsort(dim=1, descending=True, stable=True)
+        pad = (len(queries), k - count)
+        none = torch.full(pad, -1)
+        return (
+            torch.cat((scores.gather(1, order), torch.full(pad, -torch.inf)), 1),
+            torch.cat((self._ids[rows[best.gather(1, order)]], none), 1),
+            torch.cat((offsets.gather(1, order), none), 1),
+        )
+
+    @staticmethod
+    def _require(good: Tensor, ids: Tensor, problem: str) -> None:
+        if not bool(good.all()):
+            bad = ids[~good].tolist()
+            raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+
+
+def _rounded(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """``queries [R, d]`` as int8, and the scale of each, ``[R, 1]``: 1 for those that are codes."""
+    longest = queries.abs().amax(1, keepdim=True)
+    codes = (queries == queries.round()).all(1, keepdim=True) & (longest <= LARGEST)
+    scales = torch.where(codes, 1.0, longest.clamp(min=1e-30) / LARGEST)
+    return (queries / scales).round().to(torch.int8), scales
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """Columns of the ``k`` largest of ``scores [R, n]``, ascending; of equal ones the first."""
+    return scores.argsort(dim=1, descending=True, stable=True)[:, :k].sort(dim=1).values
+
+
+def _summed(scores: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """Late interaction of ``[T, n]`` best products: the sum over tokens of standardised scores, each at least 1."""
+    z = (scores - mean[:, None]) / deviation.clamp(min=1e-6)[:, None]
+    return z.clamp(min=FLOOR).sum(0)
+
+
+def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation ``[T]`` of scores ``[T, n]``; ``std`` takes ten times as long."""
+    mean = scores.mean(1)
+    return mean, (scores - mean[:, None]).square_().mean(1).sqrt_()
+
+
+def _estimated(sample: Tensor, coarse_sample: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation ``[T]`` of all blocks, from a sample's scores ``[T, m]`` and coarse scores of sample and all.
+
+    Where the sample's coarse scores lie above those of all blocks, its scores do too, as far as the two go together.
+    """
+    sample_mean, coarse_mean = sample.mean(1), coarse_sample.mean(1)
+    apart, coarse_apart = sample - sample_mean[:, None], coarse_sample - coarse_mean[:, None]
+    slope = (apart * coarse_apart).mean(1) / coarse_apart.square().mean(1).clamp(min=1e-12)
+    rest = (apart - slope[:, None] * coarse_apart).square().mean(1)
+    return sample_mean + slope * (mean - coarse_mean), (slope.square() * deviation.square() + rest).sqrt()

@@ -1,0 +1,249 @@
+"""Landmarks in Milvus: ``milvus:PATH.db`` is a file of the embedded engine, ``milvus:http://host:port`` a server.
+
+One client serves both. Each index is a collection of its own, named at random, with one entity for every key: block,
+head, offset and vector. Milvus finds the best by inner product among those of one head; scores are computed again from
+the vectors that it returns, so they are true whatever its index rounds. A collection is dropped by ``close``: the store
+is the truth, and ``save`` and ``load`` move the blocks through a file like any other index's.
+
+``pip install 'torch-memstore[milvus]'`` brings both. No other part of memstore imports them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument, MemstoreError
+from memstore.index import checks, files
+from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+
+STEP = 1000
+"""Entities of one request."""
+MOST = 16_384
+"""Entities that Milvus returns for one query at most."""
+SERVERS = ("http://", "https://", "tcp://", "unix:")
+
+
+class MilvusIndex(VectorIndex):
+    """Keys ``[G, D]`` of ``P`` per block in a collection. ``settings`` says where: a file, or the address of a server.
+
+    The embedded engine searches exactly; a server by the index that it makes of itself, which may miss blocks.
+    """
+
+    capabilities = IndexCapabilities(exact=False, dense=False)
+
+    def __init__(
+        self,
+        key_heads: int,
+        key_dim: int,
+        keys_per_block: int,
+        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - Milvus keeps float32, which holds the others
+        device: str | torch.device = "cpu",  # noqa: ARG002 - where Milvus computes is its own matter
+        settings: str = "",
+    ) -> None:
+        for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
+            if size < 1:
+                raise InvalidArgument(f"{name} must be at least 1, not {size}.")
+        self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
+        self.where = settings
+        self._client = _connect(settings)
+        self._name = f"memstore_{uuid.uuid4().hex}"
+        self._ids: set[int] = set()
+        self._create()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return f"MilvusIndex({len(self)} blocks, {self.where})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys, wherever they are, and of the ids here."""
+        return len(self._ids) * (self.key_heads * self.keys_per_block * (4 * self.key_dim + 32) + 8)
+
+    def add(self, ids: Tensor, keys: Tensor) -> None:
+        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
+        checks.check_ids(ids)
+        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        blocks = ids.tolist()
+        self._require([block for block in blocks if block in self._ids], "in the index already; remove them first")
+        self._insert(self._name, blocks, keys)
+        self._ids.update(blocks)
+
+    def remove(self, ids: Tensor) -> None:
+        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
+        checks.check_ids(ids)
+        blocks = ids.tolist()
+        self._require([block for block in blocks if block not in self._ids], "not in the index")
+        for some in _steps(blocks):
+            self._call("delete", self._name, filter=f"block in {some}")
+        self._ids.difference_update(blocks)
+
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
+        checks.check_top_k(k)
+        checks.check_allowed(allowed)
+        checks.check_queries(queries, self.key_heads, self.key_dim)
+        grouped = queries.detach().float().cpu().reshape(self.key_heads, -1, self.key_dim)
+        scores = torch.full((*grouped.shape[:2], k), -torch.inf)
+        ids, offsets = (torch.full((*grouped.shape[:2], k), -1) for _ in range(2))
+        among = _among(self._ids, allowed)
+        if among is not None and grouped.numel():
+            for head in range(self.key_heads):
+                for row, hits in enumerate(self._hits(grouped[head], head, k, among)):
+                    best = _best_of_blocks(grouped[head, row], hits)[:k]
+                    for place, (score, block, offset) in enumerate(best):
+                        scores[head, row, place], ids[head, row, place] = score, block
+                        offsets[head, row, place] = offset
+        shape = (*queries.shape[:2], k)
+        return Found(*(part.reshape(shape).to(queries.device) for part in (scores, ids, offsets)))
+
+    def facts(self) -> Mapping[str, Any]:
+        """Its kind, and where the collection is."""
+        return {"kind": "milvus", "where": self.where, "collection": self._name}
+
+    def close(self) -> None:
+        """Drop the collection and leave Milvus."""
+        if self._client is not None:
+            self._call("drop_collection", self._name)
+            self._client.close()
+            self._client = None
+
+    def save(self, path: Path) -> None:
+        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
+        ids = torch.tensor(sorted(self._ids), dtype=torch.int64)
+        keys = torch.empty(len(ids), self.key_heads, self.keys_per_block, self.key_dim)
+        rows = {block: row for row, block in enumerate(ids.tolist())}
+        for some in _steps(ids.tolist(), max(1, MOST // (self.key_heads * self.keys_per_block) // 2)):
+            for entity in self._call("query", self._name, filter=f"block in {some}", output_fields=FIELDS):
+                vector = torch.tensor(entity["key"])
+                keys[rows[entity["block"]], entity["head"], entity["offset"]] = vector
+        files.save(path, self._about, {"ids": ids, "keys": keys})
+
+    def load(self, path: Path) -> None:
+        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
+        tensors = files.load(path, self._about).tensors
+        old, self._name = self._name, f"memstore_{uuid.uuid4().hex}"
+        self._create()
+        self._ids = set()
+        self.add(tensors["ids"], tensors["keys"])
+        self._call("drop_collection", old)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What a file must agree with."""
+        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
+        return {"index": "milvus", **sizes}
+
+    def _create(self) -> None:
+        from pymilvus import DataType
+
+        schema = self._client.create_schema(auto_id=True)
+        schema.add_field("entity", DataType.INT64, is_primary=True)
+        for name in ("block", "head", "offset"):
+            schema.add_field(name, DataType.INT64)
+        schema.add_field("key", DataType.FLOAT_VECTOR, dim=self.key_dim)
+        index = self._client.prepare_index_params()
+        index.add_index("key", index_type="AUTOINDEX", metric_type="IP")
+        # Strong: what was added or removed before a search counts in it.
+        self._call("create_collection", self._name, schema=schema, index_params=index, consistency_level="Strong")
+
+    def _insert(self, name: str, blocks: list[int], keys: Tensor) -> None:
+        entities = [
+            {"block": block, "head": head, "offset": offset, "key": key}
+            for block, heads in zip(blocks, keys.float().cpu().numpy(), strict=True)
+            for head, offsets in enumerate(heads)
+            for offset, key in enumerate(offsets)
+        ]
+        try:
+            for some in _steps(entities):
+                self._call("insert", name, data=some)
+        except MemstoreError:
+            self._call("delete", name, filter=f"block in {blocks}")
+            raise
+
+    def _hits(self, queries: Tensor, head: int, k: int, among: str) -> list[list[Any]]:
+        """For each of ``queries [R, D]`` the best entities of a head: so many that ``k`` blocks are among them."""
+        limit = min(k * self.keys_per_block, MOST)
+        found: list[list[Any]] = []
+        for some in queries.split(64):
+            arguments = {"filter": f"head == {head}{among}", "limit": limit, "output_fields": FIELDS}
+            found += self._call("search", self._name, data=some.tolist(), anns_field="key", **arguments)
+        return found
+
+    def _call(self, what: str, *arguments: Any, **options: Any) -> Any:
+        from pymilvus import MilvusException
+
+        if self._client is None:
+            raise InvalidArgument(f"this index has been closed; open the memory again to search {self.where}")
+        try:
+            return getattr(self._client, what)(*arguments, **options)
+        except MilvusException as error:
+            raise MemstoreError(f"Milvus at {self.where} cannot {what.replace('_', ' ')}: {error.message}") from error
+
+    @staticmethod
+    def _require(bad: list[int], problem: str) -> None:
+        if bad:
+            raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+
+
+FIELDS = ["block", "head", "offset", "key"]
+
+
+def _connect(where: str) -> Any:
+    """A client. Raises ``InvalidArgument`` where the library is missing, and ``MemstoreError`` where nobody answers."""
+    server = where.startswith(SERVERS)
+    if not server and not where.endswith(".db"):
+        raise InvalidArgument(
+            f"an index in Milvus needs a file that ends in .db, or a server: milvus:landmarks.db or "
+            f"milvus:http://localhost:19530, not milvus:{where}"
+        )
+    try:
+        import pymilvus
+
+        if not server:
+            import milvus_lite  # noqa: F401 - the client would ask for it later, in other words
+    except ImportError as error:
+        raise InvalidArgument(
+            f"an index in Milvus needs {error.name}, which is not installed: pip install 'torch-memstore[milvus]', or "
+            "use index='exact'"
+        ) from error
+    if not server:
+        Path(where).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return pymilvus.MilvusClient(str(Path(where).expanduser()) if not server else where, timeout=10)
+    except (pymilvus.MilvusException, OSError) as error:
+        raise MemstoreError(f"no Milvus answers at {where}: {error}. Start it, or use index='exact'.") from error
+
+
+def _among(there: set[int], allowed: range | Tensor | None) -> str | None:
+    """The filter for the allowed blocks; None where there are none."""
+    if allowed is None:
+        return "" if there else None
+    if isinstance(allowed, range) and allowed.step == 1:
+        return f" and block >= {allowed.start} and block < {allowed.stop}" if there and allowed else None
+    wanted = sorted(there & {int(block) for block in allowed})
+    return f" and block in {wanted}" if wanted else None
+
+
+def _best_of_blocks(query: Tensor, hits: list[Any]) -> list[tuple[float, int, int]]:
+    """Score, block and offset of the best key of each block, in order; equal scores by block."""
+    best: dict[int, tuple[float, int]] = {}
+    if hits:
+        entities = [hit["entity"] for hit in hits]
+        scores = (torch.tensor([entity["key"] for entity in entities]) @ query).tolist()
+        for entity, score in zip(entities, scores, strict=True):
+            if entity["block"] not in best or score > best[entity["block"]][0]:
+                best[entity["block"]] = score, entity["offset"]
+    return sorted(((score, block, at) for block, (score, at) in best.items()), key=lambda each: (-each[0], each[1]))
+
+
+def _steps(items: list[Any], size: int = STEP) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
