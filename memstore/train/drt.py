@@ -19,7 +19,7 @@ from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
 from memstore.train.tokens import train_tokenizer
-from memstore.train.trainer import DRTTrainer, NeedleTrainer, measure_answers, perplexity
+from memstore.train.trainer import MemoryTrainer, NeedleTrainer, measure_answers, perplexity
 
 DEFAULT_BLOCKS = 32
 """Blocks of a segment, where no context is given."""
@@ -153,9 +153,11 @@ def _on_pairs(opened: Session, start: Start, found: list[tuple[str, str]]) -> Re
     return opened.fit(trainer, lambda: {"pairs": len(pairs), "longest": longest})
 
 
-def _trainer(opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, items: Any, collate: Any) -> DRTTrainer:
+def _trainer(
+    opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, items: Any, collate: Any
+) -> MemoryTrainer:
     data = opened.drawn(items)
-    return DRTTrainer(
+    return MemoryTrainer(
         opened.run,
         start.model(tokenizer, opened.optimisation.seed),
         opened.arguments(start.config, len(data), opened.optimisation.batch),
