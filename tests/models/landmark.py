@@ -113,37 +113,37 @@ class Reference:
             theirs = slice(group * size, group * size + size)
             queries, keys = self.rotated(q[:, mine], 0), self.rotated(k[:, theirs], 0)
             for i in range(len(x)):
-                scores = (keys @ queries[i] / math.sqrt(size)).exp()
+                scores = (keys @ queries[i] / math.sqrt(size)).exp().tolist()
                 chance = 0.0
                 if gate is not None:
                     chance = float((self.rotated(gate[:, theirs], -1)[0] @ queries[i] / math.sqrt(size)).exp())
                 weights = self.shares(i, scores, chance, controlled)
-                out[i, mine] = sum((weights[j] * v[j, theirs] for j in range(i + 1)), torch.zeros(size).double())
+                out[i, mine] = torch.tensor(weights, dtype=torch.float64) @ v[: i + 1, theirs]
         return self.projected(out, f"{name}.self_attn.o_proj")
 
-    def shares(self, i: int, scores: Tensor, chance: float, controlled: list[bool]) -> list[float]:
+    def shares(self, i: int, scores: list[float], chance: float, controlled: list[bool]) -> list[float]:
         """The weight of each item ``0..i`` for query ``i``; ``scores`` are exponentials."""
         size, window = self.config.block_size, self.config.window
         if self.config.attention != "landmark":
             first = {"full": 0, "window": i - window + 1, "xl": (i // window - 1) * window}[self.config.attention]
             seen = range(max(0, first), i + 1)
-            total = float(sum(scores[j] for j in seen))
-            return [float(scores[j]) / total if j in seen else 0.0 for j in range(i + 1)]
+            total = sum(scores[j] for j in seen)
+            return [scores[j] / total if j in seen else 0.0 for j in range(i + 1)]
         own = i // size
         tokens = [j for j in range(own * size, i + 1) if j % size != size - 1]
         gates = [block * size + size - 1 for block in range(own)]
         free = [gate for gate in gates if not controlled[gate // size]]
-        total = float(sum(scores[j] for j in tokens + free)) + chance
-        under = float(sum(scores[gate] for gate in gates if controlled[gate // size]))
+        total = sum(scores[j] for j in tokens + free) + chance
+        under = sum(scores[gate] for gate in gates if controlled[gate // size])
         weights = [0.0] * (i + 1)
         for j in tokens:
-            weights[j] = float(scores[j]) / total
+            weights[j] = scores[j] / total
         for block in range(own):
             gate = block * size + size - 1
-            share = chance / total * float(scores[gate]) / under if controlled[block] else float(scores[gate]) / total
+            share = chance / total * scores[gate] / under if controlled[block] else scores[gate] / total
             inside = range(block * size, gate)
             for j in inside:
-                weights[j] = share * float(scores[j] / sum(scores[n] for n in inside))
+                weights[j] = share * scores[j] / sum(scores[n] for n in inside)
         return weights
 
     def projected(self, x: Tensor, name: str) -> Tensor:
