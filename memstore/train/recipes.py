@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -89,6 +89,8 @@ class Recipe:
     """Rows that measure the result."""
     next_command: str
     """What to try with the model."""
+    aligned: ClassVar[bool] = True
+    """Whether questions end with the first token of a block, as a DRT needs them; else they end anywhere."""
 
     def tasks_at(self, progress: float) -> Mapping[str, float]:
         """The share of each task at a part of the training, from 0 to 1."""
@@ -118,6 +120,22 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """As a run's settings keep it: what the result depends on."""
         return {**asdict(self), "optimisation": self.optimisation.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandmarkRecipe(Recipe):
+    """What to train a landmark model on, and how.
+
+    Grouped softmax from the first step on stays at chance: a landmark that weighs nothing learns nothing. So training
+    begins with a causal softmax (``ramp`` 0 of the model) until answers are copied, and the influence of landmarks
+    grows from there.
+    """
+
+    warm_until: float = 0.3
+    """Loss of the answers, smoothed, below which landmarks begin to count."""
+    ramp_steps: int = 100
+    """Steps from causal softmax to the grouped one."""
+    aligned: ClassVar[bool] = False
 
 
 RECIPES: dict[str, Recipe] = {
@@ -159,8 +177,30 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``."""
-    if name not in RECIPES:
-        raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        LandmarkRecipe(
+            name="landmark-cpu",
+            task="passkey",
+            model={"initializer_range": 0.06},
+            stages=((0.0, {"passkey": 1.0}),),
+            optimisation=Optimisation(steps=2400, learning_rate=3e-3, restart=0.6),
+            tokens=4096,
+            blocks=(1, 15),
+            ramp=0.4,
+            distinct_until=0.15,
+            few_from=0.2,
+            hard_from=0.4,
+            bank=0,
+            next_command="memstore eval passkey --model {model}",
+        ),
+    )
+}
+
+
+def find_recipe(name: str, known: Mapping[str, Recipe] = RECIPES) -> Any:
+    """The recipe called ``name``, of those that are ``known``."""
+    if name not in known:
+        raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(known)}")
+    return known[name]

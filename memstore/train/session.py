@@ -54,6 +54,7 @@ class Session:
         self._train(trainer, last)
         seconds = time.perf_counter() - begun
         trainer.check_weights()
+        trainer.finish()
         if self.state.is_main_process:
             trainer.trained.config.use_cache = True  # the Trainer has turned it off
             trainer.trained.save_pretrained(self.run.out)

@@ -97,11 +97,14 @@ class MemoryTrainer(Trainer):
         data: Any,
         collate: Callable[[list[Any]], dict[str, Tensor]],
         tokenizer: PreTrainedTokenizerBase,
+        fresh: bool = True,
     ) -> None:
         super().__init__(model=model, args=args, train_dataset=data, data_collator=collate, processing_class=tokenizer)
         self.run = run
         self.trained = model
         self.optimisation = optimisation
+        self.fresh = fresh
+        """Whether the model began with random weights."""
         self.tokens = 0
         """Tokens trained on since this process began."""
         self.tokens_before = 0
@@ -113,6 +116,11 @@ class MemoryTrainer(Trainer):
             each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
         ]
         self.add_callback(Keeper(self))
+
+    @property
+    def progress(self) -> float:
+        """The part of the training that is done, from 0 to 1."""
+        return self.state.global_step / self.state.max_steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         """See ``rate``."""
@@ -153,6 +161,9 @@ class MemoryTrainer(Trainer):
     def resume(self, checkpoint: Path) -> None:
         """Go on with what ``keep`` wrote."""
 
+    def finish(self) -> None:
+        """Undo what only training needs, before the model is saved and measured; here nothing."""
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means of ``parts`` to what is logged."""
         means = {name: float(torch.stack(values).mean()) for name, values in self.parts.items()}
@@ -166,11 +177,6 @@ class AnswerTrainer(MemoryTrainer):
     def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
         self.recipe = recipe
-
-    @property
-    def progress(self) -> float:
-        """The part of the training that is done, from 0 to 1."""
-        return self.state.global_step / self.state.max_steps
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -186,14 +192,14 @@ class AnswerTrainer(MemoryTrainer):
         self._note("text_loss", text)
         self._note("whole_answers", whole_answers(logits, targets, asked).float().mean())
         self._note("found", torch.tensor(found))
-        self.learned(float(answer.detach()), found)
+        self.learned(answer.detach(), found)
         return self.recipe.answer_weight * answer + self.recipe.text_weight * text
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Logits of a batch, ``[B, T, vocab]``."""
         raise NotImplementedError
 
-    def learned(self, answer: float, found: float) -> None:
+    def learned(self, answer: Tensor, found: float) -> None:
         """Hear of the answers' loss, and of the part of the needles that was found."""
         raise NotImplementedError
 
@@ -220,7 +226,7 @@ class NeedleTrainer(AnswerTrainer):
         self._note("distractors", torch.tensor(float(distractors)))
         return logits
 
-    def learned(self, answer: float, found: float) -> None:
+    def learned(self, answer: Tensor, found: float) -> None:
         """See ``AnswerTrainer``."""
         self.bank.pace(found, self.progress, self.state.max_steps)
 
