@@ -32,7 +32,10 @@ class Segments:
         rows_end = [o + n for o, n in zip(self.offsets, self.counts, strict=True)]
         for number in range(-(-max(rows_end) // self.size)):
             starts, ends = (
-                [min(max((number + step) * self.size - o, 0), n) for o, n in zip(self.offsets, self.counts, strict=True)]
+                [
+                    min(max((number + step) * self.size - o, 0), n)
+                    for o, n in zip(self.offsets, self.counts, strict=True)
+                ]
                 for step in (0, 1)
             )
             if self.uniform:
