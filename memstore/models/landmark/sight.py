@@ -67,7 +67,7 @@ class WholeStream:
 
 
 def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Transformer-XL (Dai et al. 2019): tokens see their own window and the one before it, into which no gradient flows.
+    """Transformer-XL (Dai et al. 2019): tokens see their window and, without gradient, the one before.
 
     ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` -> ``[B, H, M, D]``. Memory grows with ``M * window``.
     """
