@@ -198,7 +198,65 @@ LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
 }
 
 
-def find_recipe(name: str, known: Mapping[str, Recipe] = RECIPES) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class TextRecipe:
+    """How to train a landmark model on texts that the user names."""
+
+    name: str
+    preset: str | None
+    """Sizes of the model; None: a stock model is fine-tuned, which the user names."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the preset."""
+    context: int
+    """Tokens of a segment."""
+    valid: float = 0.0
+    """Part of the text that is held out."""
+    optimisation: Optimisation
+
+
+TEXT_RECIPES: dict[str, TextRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        TextRecipe(
+            name="landmark-prose-cpu",
+            preset="tiny",
+            model={"vocab_size": 2048, "block_size": 51, "window": 256, "segment_blocks": 5, "retrieval_top_k": 2},
+            context=512,
+            valid=0.05,
+            optimisation=Optimisation(steps=1200, batch=4, learning_rate=3e-3),
+        ),
+        # Section 4.1: AdamW 0.9/0.95 with decay 1e-3, 2e-3 to 4e-4 after a warm-up of 2%, 128 sequences of 512 a step.
+        TextRecipe(
+            name="landmark-pg19",
+            preset="paper",
+            context=512,
+            optimisation=Optimisation(
+                steps=240_000, batch=16, accumulate=8, learning_rate=2e-3, final_rate=0.2, warmup=4800, bf16=True
+            ),
+        ),
+        # The published command for LLaMA 7B: 128 sequences of 512 a step, of which each of its 8 GPUs computes 16.
+        TextRecipe(
+            name="landmark-finetune",
+            preset=None,
+            model={"block_size": 64},
+            context=512,
+            optimisation=Optimisation(
+                steps=15_000,
+                batch=2,
+                accumulate=64,
+                learning_rate=2e-5,
+                final_rate=0.0,
+                warmup=450,
+                weight_decay=0.1,
+                betas=(0.9, 0.999),
+                bf16=True,
+            ),
+        ),
+    )
+}
+
+
+def find_recipe(name: str, known: Mapping[str, Any] = RECIPES) -> Any:
     """The recipe called ``name``, of those that are ``known``."""
     if name not in known:
         raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(known)}")
