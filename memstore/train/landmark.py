@@ -70,7 +70,7 @@ class LandmarkNeedleTrainer(AnswerTrainer):
         logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
         return logits
 
-    def learned(self, answer: Tensor, found: float) -> None:
+    def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the bank's measure
         """See ``AnswerTrainer``. All processes are at the same place of the ramp."""
         self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))
         self._note("ramp", torch.tensor(self.ramp.value))

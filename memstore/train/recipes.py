@@ -213,6 +213,12 @@ class TextRecipe:
     """Part of the text that is held out."""
     optimisation: Optimisation
 
+    def config(self, **changes: Any) -> Any:
+        """The configuration of its model, with changes; None for a stock model's."""
+        from memstore.models.landmark import LandmarkConfig
+
+        return None if self.preset is None else LandmarkConfig.preset(self.preset, **{**self.model, **changes})
+
 
 TEXT_RECIPES: dict[str, TextRecipe] = {
     recipe.name: recipe
