@@ -2,5 +2,6 @@
 
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
+from memstore.kernels.landmark_attention import landmark_attention
 
-__all__ = ["block_attention", "grouped_cross_attention", "merge_attention"]
+__all__ = ["block_attention", "grouped_cross_attention", "landmark_attention", "merge_attention"]

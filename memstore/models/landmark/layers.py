@@ -1,0 +1,131 @@
+"""Decoder layers of a landmark model. Their parameters have the names that Llama's have, so weights fit both ways."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memstore.attention.layers import RMSNorm, merged
+from memstore.models.landmark.configuration import LandmarkConfig
+
+
+class Sight(Protocol):
+    """What attends: the whole stream of a training step, or a cache at inference. It applies positions."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
+        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions -> ``[B, H, M, D]``.
+
+        ``context_miss [1, G, 1, D]``: the key of the context-miss token, where the model has one.
+        """
+
+
+def norm(config: LandmarkConfig) -> nn.Module:
+    """RMSNorm for Llama, LayerNorm without bias for the paper's GPT-2-like model."""
+    if config.architecture == "llama":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+
+
+class Attention(nn.Module):
+    """Projections around what ``Sight`` attends to."""
+
+    def __init__(self, config: LandmarkConfig, number: int) -> None:
+        super().__init__()
+        self.number = number
+        assert config.head_dim is not None
+        self.dim = config.head_dim
+        inner, outer = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> Tensor:
+        """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        gate = None if context_miss is None else self._heads(self.k_proj(context_miss))
+        projected: Tensor = self.o_proj(merged(sight.attend(self.number, q, k, v, gate)))
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+
+
+class GatedFeedForward(nn.Module):
+    """``down(silu(gate x) * up x)``: SwiGLU (Shazeer 2020), as in Llama."""
+
+    def __init__(self, config: LandmarkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` -> the same."""
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class FeedForward(nn.Module):
+    """``down(gelu(up x))``, as in GPT-2."""
+
+    def __init__(self, config: LandmarkConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` -> the same."""
+        down: Tensor = self.down_proj(F.gelu(self.up_proj(x)))
+        return down
+
+
+class Layer(nn.Module):
+    """Self-attention and feed-forward, both after a norm."""
+
+    def __init__(self, config: LandmarkConfig, number: int) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config)
+        self.self_attn = Attention(config, number)
+        self.post_attention_layernorm = norm(config)
+        self.mlp = GatedFeedForward(config) if config.architecture == "llama" else FeedForward(config)
+
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
+        """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` where there is one -> the same."""
+        if context_miss is None:
+            x = x + self.self_attn(self.input_layernorm(x), None, sight)
+            return x + self.mlp(self.post_attention_layernorm(x)), None
+        x = x + self.self_attn(self.input_layernorm(x), self.input_layernorm(context_miss), sight)
+        # It stands before everything, so it has nothing to attend to.
+        context_miss = context_miss + self.mlp(self.post_attention_layernorm(context_miss))
+        return x + self.mlp(self.post_attention_layernorm(x)), context_miss
+
+
+class Rotation:
+    """Rotary positions (Su et al. 2021) of the items of a stream, the same in every layer."""
+
+    def __init__(self, positions: Tensor, config: LandmarkConfig, dtype: torch.dtype) -> None:
+        """``positions [B or 1, M]``. Angles are computed in float64, so they are as good far out as at 0."""
+        assert config.head_dim is not None
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
+        frequencies = config.rope_theta ** -(half / config.head_dim)
+        angles = (positions.double().unsqueeze(-1) * frequencies).unsqueeze(1)  # [B or 1, 1, M, D / 2]
+        self.interleaved = config.rope_interleaved
+        wide = dtype if dtype == torch.float64 else torch.float32
+        self.cos, self.sin = (self._laid_out(turn).to(wide) for turn in (angles.cos(), angles.sin()))
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(2, -1) if self.interleaved else x.repeat(1, 1, 1, 2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate ``x [B, any heads, M, D]``; half types in float32."""
+        if self.interleaved:
+            even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+            turned = torch.stack((-odd, even), -1).flatten(-2)
+        else:
+            first, second = x.chunk(2, -1)
+            turned = torch.cat((-second, first), -1)
+        return (x * self.cos + turned * self.sin).to(x.dtype)

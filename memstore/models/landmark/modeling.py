@@ -1,0 +1,186 @@
+"""Landmark models: decoders whose attention retrieves blocks of their own past (Mohtashami & Jaggi 2023).
+
+Tokens go in plain. The model puts a landmark after every ``block_size - 1`` of them, an embedding of its own that is no
+word of the vocabulary, and takes it out again: there are logits for all tokens and for them alone. So the token before
+a landmark predicts the token after it, and the landmark predicts nothing.
+
+Without a cache, as in training, the whole stream goes through landmark attention with true positions. With a cache, as
+in ``generate``, it goes segment by segment: each retrieves the blocks it needs from all that came before, and is placed
+behind them (``cache.py``). The same class, without landmarks, is the baselines of the paper's table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from memstore.errors import InvalidArgument
+from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.models.landmark.layers import Layer, Sight, norm
+from memstore.models.landmark.segments import Segments
+from memstore.models.landmark.sight import WholeStream
+from memstore.models.packing import Packing
+
+WITHOUT_LANDMARKS = 2**40
+"""Tokens of a block where there are no landmarks: one that never ends."""
+
+
+class LandmarkModel(nn.Module):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: LandmarkConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.attention == "landmark":
+            self.landmark = nn.Embedding(1, config.hidden_size)
+        if config.context_miss:
+            self.context_miss = nn.Embedding(1, config.hidden_size)
+        self.layers = nn.ModuleList([Layer(config, number) for number in range(config.num_hidden_layers)])
+        self.norm = norm(config)
+        self.ramp = 1.0
+        """While training: 0 is plain causal attention, 1 the grouped softmax. A trainer moves it; it is not saved."""
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Stream items of a block."""
+        return self.config.block_size if self.config.attention == "landmark" else WITHOUT_LANDMARKS
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
+        x: Tensor = self.embed_tokens(ids.clamp(min=0))
+        if self.config.attention != "landmark":
+            return x
+        return torch.where(ids.unsqueeze(-1) < 0, self.landmark(ids.new_zeros(1)), x)
+
+    def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
+        """The stream of a segment ``[B, M, hidden]`` after the last norm."""
+        x = self.embed(packing.ids)
+        seen = sight(x)
+        gate = self.context_miss(packing.ids.new_zeros(1, 1)) if self.config.context_miss else None
+        for layer in self.layers:
+            x, gate = self._checkpointed(layer, x, gate, seen)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def _checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
+        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
+            return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
+        return layer(*arguments)
+
+
+class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
+    """A landmark model with its output layer: ``from_pretrained``, ``generate`` and ``Trainer`` as usual."""
+
+    config: LandmarkConfig
+    config_class = LandmarkConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    # transformers reads these from the class
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config: LandmarkConfig) -> None:
+        super().__init__(config)
+        self.model = LandmarkModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers annotates it in part
+        if self.config.architecture == "gpt2" and isinstance(module, Layer):
+            # GPT-2's: what is added to the residual stream starts smaller the more layers add to it.
+            for last in (module.self_attn.o_proj, module.mlp.down_proj):
+                nn.init.normal_(
+                    last.weight, std=self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+                )
+
+    @property
+    def ramp(self) -> float:
+        """How far attention is on its way from plain causal softmax (0) to the grouped one (1).
+
+        For the warm start of a training from scratch; equations 1-4 are 1, which every model begins with. It is not
+        saved: a trainer sets it at every step.
+        """
+        return self.model.ramp
+
+    @ramp.setter
+    def ramp(self, value: float) -> None:
+        if not 0 <= value <= 1:
+            raise InvalidArgument(f"ramp must be from 0 to 1, not {value}")
+        self.model.ramp = float(value)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the token after each of ``input_ids [B, T]``.
+
+        Args:
+            input_ids: tokens, without landmarks.
+            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
+                out.
+            past_key_values: what came before.
+            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
+            use_cache: process the tokens as at inference, segment by segment with retrieval, and return
+                ``past_key_values``; if None only where ``past_key_values`` are given.
+            logits_to_keep: only those of the last so many tokens; all if 0.
+            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
+
+        Raises:
+            InvalidArgument: tokens that do not exist, or shapes that do not fit.
+        """
+        self._check(input_ids, attention_mask)
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        hidden = self._whole(input_ids, mask)
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            if mask is not None:
+                # What stands on padding predicts nothing.
+                labels = labels.clone()
+                labels[:, 1:][~mask[:, :-1]] = -100
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Hidden states ``[B, T, hidden]`` of a text from its beginning, all at once."""
+        packing = Packing(input_ids, mask, [0] * len(input_ids), self.model.block_size)
+
+        def sight(x: Tensor) -> WholeStream:
+            return WholeStream(self.config, packing, x, ramp=self.ramp, training=self.training)
+
+        return packing.tokens(self.model(packing, sight))
+
+    def _check(self, input_ids: Tensor, mask: Tensor | None) -> None:
+        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
+        if input_ids.device.type == "cpu":
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise InvalidArgument(
+                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
+                    "was the text encoded with this model's tokenizer?"
+                )
+        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
+            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
