@@ -51,7 +51,7 @@ class Questions(NamedTuple):
     """What blocks are chosen by: the queries of a segment that ask, and the scores of the latest blocks."""
 
     older: Tensor
-    """``[B, H, T, D]``: queries, turned so that products with landmarks without positions are scores."""
+    """``[B, H, T, D]``: queries, turned and scaled so that products with landmarks without positions are scores."""
     recent: Tensor
     """``[B, H, T, n]``: scores of the last ``n`` blocks."""
     first: Tensor
@@ -141,7 +141,7 @@ def _best_together(
     found: list[Tensor] = []
     blocks = torch.empty(0, dtype=torch.int64)
     for piece in _pieces(questions, landmarks):
-        weights, blocks = _weights(landmarks, piece)  # [B, H, t, N], [B, N]
+        weights, blocks = memory_weights(landmarks, piece)  # [B, H, t, N], [B, N]
         weights = _pooled(weights.unflatten(1, (lists, -1)), 2, pool)
         if share_tokens:
             weights = weights.masked_fill(~piece.real[:, None, :, None], 0.0)
@@ -161,16 +161,6 @@ def _pieces(questions: Questions, landmarks: Landmarks) -> Iterator[Questions]:
         yield questions.tokens(slice(start, start + step))
 
 
-def _weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, Tensor]:
-    """The softmax over all landmarks in memory ``[B, H, T, N]``, and their blocks ``[B, N]``, -1 where none is."""
-    stop = questions.first.clamp(min=0)
-    scores, blocks = landmarks.score(questions.older, stop)
-    older = torch.where(blocks < stop[:, None], blocks, -1)
-    blocks = torch.cat([older, questions.recent_blocks], 1)
-    weights = torch.cat([scores, questions.recent], -1).softmax(-1)
-    return torch.where(blocks[:, None, None] >= 0, weights, 0.0), blocks
-
-
 def _pooled(x: Tensor, dim: int, pool: Pool, *, keepdim: bool = False) -> Tensor:
     return x.amax(dim, keepdim) if pool == "max" else x.sum(dim, keepdim)  # of equal numbers, so as good as the mean
 
@@ -181,6 +171,16 @@ def _winners(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
     # A weight may be too small for its type: what is no block must still come after it.
     best = torch.where(blocks >= 0, votes, -1.0).topk(min(top_k, votes.shape[-1]), -1).indices
     return blocks.gather(-1, best)
+
+
+def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, Tensor]:
+    """The softmax over all landmarks in memory ``[B, H, T, N]``, and the number of each ``[B, N]``, -1 where none is."""
+    stop = questions.first.clamp(min=0)
+    scores, blocks = landmarks.score(questions.older, stop)
+    older = torch.where(blocks < stop[:, None], blocks, -1)
+    blocks = torch.cat([older, questions.recent_blocks], 1)
+    weights = torch.cat([scores, questions.recent], -1).softmax(-1)
+    return torch.where(blocks[:, None, None] >= 0, weights, 0.0), blocks
 
 
 def attend(

@@ -71,9 +71,7 @@ def gated_attention(
     return landmark_attention(q, k, v, torch.cat([front, is_landmark], 1), ramp=ramp, scale=scale)
 
 
-def _total(
-    q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _total(q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Log of the sum of exponentials of the scores of visible landmarks under control, and where there are any.
 
     ``[B, H, M]`` and ``[B, 1, M]``. Both are those of regular blocks, the same in all rows.
