@@ -108,5 +108,5 @@ class Packing:
 
     @property
     def is_landmark(self) -> Tensor:
-        """``[B, M]``"""
+        """``[B, M]``: True for landmarks."""
         return (self.ids < 0) & self.real

@@ -156,7 +156,9 @@ class Reference:
         place = torch.arange(start, start + len(x), dtype=torch.float64)
         angles = place[:, None] * self.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         numbers = torch.arange(2 * half)
-        one, other = (numbers[0::2], numbers[1::2]) if self.config.rope_interleaved else (numbers[:half], numbers[half:])
+        one, other = (
+            (numbers[0::2], numbers[1::2]) if self.config.rope_interleaved else (numbers[:half], numbers[half:])
+        )
         out = torch.empty_like(x)
         out[:, one] = x[:, one] * angles.cos() - x[:, other] * angles.sin()
         out[:, other] = x[:, one] * angles.sin() + x[:, other] * angles.cos()

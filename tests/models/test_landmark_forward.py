@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from memstore.attention.positions import positional_jumps
 from memstore.errors import InvalidArgument
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, sight
-from memstore.models.landmark.sight import WholeStream, jumped
+from memstore.models.landmark.sight import WholeStream
 from tests.models.landmark import KINDS, SIZES, VOCABULARY, Reference, close, logits, make, tokens
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "landmark_llama_infer_f7.npz"
@@ -149,15 +150,9 @@ def test_a_model_with_ramp_zero_attends_to_ordinary_tokens_with_one_softmax() ->
 
 
 def test_positions_jump_after_landmarks_while_training_only() -> None:
-    is_landmark = (torch.arange(30) % 8 == 7).expand(200, -1)
-    positions = jumped(is_landmark, 5)
-    steps = positions.diff(dim=1)
-    assert bool((positions[:, 0] == 0).all())
-    assert bool((steps[:, ~is_landmark[0, :-1]] == 1).all())
-    assert sorted(set(steps[:, is_landmark[0, :-1]].flatten().tolist())) == [1, 2, 3, 4, 5]
     model, ids = make(position_jump=100), tokens(45)
     close(logits(model, ids), logits(make(), ids))
-    with patch.object(sight, "jumped", wraps=jumped) as called:
+    with patch.object(sight, "positional_jumps", wraps=positional_jumps) as called:
         assert float((model.train()(ids).logits.detach() - logits(make(), ids)).abs().max()) > 1e-3
     called.assert_called_once()
 
@@ -223,6 +218,8 @@ def test_tokens_that_do_not_exist_are_refused(bad: list[object]) -> None:
 def test_a_mask_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="mask"):
         make()(tokens(10, rows=2), attention_mask=torch.ones(2, 9))
+    with pytest.raises(InvalidArgument, match="leaves out all"):
+        make()(tokens(10, rows=2), attention_mask=torch.zeros(2, 10))
 
 
 def test_logits_of_the_last_tokens_alone_are_the_same() -> None:

@@ -1,15 +1,16 @@
 """Landmark models: language models whose attention retrieves blocks of their own past, and the paper's baselines.
 
-``LandmarkForCausalLM`` trains, saves and generates as any Hugging Face model does; ``make_landmark`` makes one of a stock
-Llama-like model.
+``LandmarkForCausalLM`` trains, saves and generates as any Hugging Face model does; ``make_landmark`` makes one of a
+stock Llama-like model.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.modeling import LandmarkForCausalLM, LandmarkModel
+from memstore.models.landmark.modeling import LandmarkForCausalLM, LandmarkModel, LandmarkOutput
+from memstore.models.landmark.past import Past, WindowCache
 
-__all__ = ["LandmarkConfig", "LandmarkForCausalLM", "LandmarkModel"]
+__all__ = ["LandmarkConfig", "LandmarkForCausalLM", "LandmarkModel", "LandmarkOutput", "Past", "WindowCache"]
 
 # So that transformers' own loaders know a saved landmark model once this package is imported.
 AutoConfig.register(LandmarkConfig.model_type, LandmarkConfig, exist_ok=True)

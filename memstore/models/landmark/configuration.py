@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from memstore.attention.positions import Rotary
 from memstore.errors import InvalidArgument
 
 SIZES = (
@@ -121,6 +122,12 @@ class LandmarkConfig(PreTrainedConfig):
     def tokens_per_block(self) -> int:
         """Tokens of a block without its landmark."""
         return self.block_size - 1
+
+    @property
+    def rotary(self) -> Rotary:
+        """Rotary positions of all layers."""
+        assert self.head_dim is not None
+        return Rotary(self.head_dim, self.rope_theta, interleaved=self.rope_interleaved)
 
     @property
     def segment_tokens(self) -> int:

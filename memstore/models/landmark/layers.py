@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -102,30 +101,3 @@ class Layer(nn.Module):
         # It stands before everything, so it has nothing to attend to.
         context_miss = context_miss + self.mlp(self.post_attention_layernorm(context_miss))
         return x + self.mlp(self.post_attention_layernorm(x)), context_miss
-
-
-class Rotation:
-    """Rotary positions (Su et al. 2021) of the items of a stream, the same in every layer."""
-
-    def __init__(self, positions: Tensor, config: LandmarkConfig, dtype: torch.dtype) -> None:
-        """``positions [B or 1, M]``. Angles are computed in float64, so they are as good far out as at 0."""
-        assert config.head_dim is not None
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
-        frequencies = config.rope_theta ** -(half / config.head_dim)
-        angles = (positions.double().unsqueeze(-1) * frequencies).unsqueeze(1)  # [B or 1, 1, M, D / 2]
-        self.interleaved = config.rope_interleaved
-        wide = dtype if dtype == torch.float64 else torch.float32
-        self.cos, self.sin = (self._laid_out(turn).to(wide) for turn in (angles.cos(), angles.sin()))
-
-    def _laid_out(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(2, -1) if self.interleaved else x.repeat(1, 1, 1, 2)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate ``x [B, any heads, M, D]``; half types in float32."""
-        if self.interleaved:
-            even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-            turned = torch.stack((-odd, even), -1).flatten(-2)
-        else:
-            first, second = x.chunk(2, -1)
-            turned = torch.cat((-second, first), -1)
-        return (x * self.cos + turned * self.sin).to(x.dtype)

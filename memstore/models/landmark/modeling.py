@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,20 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from memstore.errors import InvalidArgument
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.layers import Layer, Sight, norm
+from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.landmark.segments import Segments
 from memstore.models.landmark.sight import WholeStream
 from memstore.models.packing import Packing
 
 WITHOUT_LANDMARKS = 2**40
 """Tokens of a block where there are no landmarks: one that never ends."""
+
+
+@dataclass
+class LandmarkOutput(CausalLMOutputWithPast):
+    """What ``LandmarkForCausalLM`` returns."""
+
+    past_key_values: Past | None = None  # type: ignore[assignment]  # a cache of its own kind
 
 
 class LandmarkModel(nn.Module):
@@ -128,12 +137,12 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any | None = None,
+        past_key_values: Past | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> LandmarkOutput:
         """Logits of the token after each of ``input_ids [B, T]``.
 
         Args:
@@ -151,8 +160,11 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
             InvalidArgument: tokens that do not exist, or shapes that do not fit.
         """
         self._check(input_ids, attention_mask)
+        past = past_key_values
+        if past is None and use_cache:
+            past = self.new_cache(len(input_ids))
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        hidden = self._whole(input_ids, mask)
+        hidden = self._whole(input_ids, mask) if past is None else self._segments(input_ids, mask, past)
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
@@ -161,7 +173,15 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 labels = labels.clone()
                 labels[:, 1:][~mask[:, :-1]] = -100
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        return LandmarkOutput(loss=loss, logits=logits, past_key_values=past)
+
+    def new_cache(self, rows: int) -> Past:
+        """An empty cache for ``rows`` texts."""
+        if self.config.attention != "landmark":
+            return WindowCache(self.config, rows)
+        from memstore.models.landmark.cache import LandmarkCache
+
+        return LandmarkCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of a text from its beginning, all at once."""
@@ -171,6 +191,59 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
             return WholeStream(self.config, packing, x, ramp=self.ramp, training=self.training)
 
         return packing.tokens(self.model(packing, sight))
+
+    def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
+        """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
+        self._check_past(past, input_ids)
+        size = self.config.segment_tokens
+        segments = Segments(input_ids, mask, [count % size for count in past.counts], size)
+        pieces = []
+        for ids, there in segments:
+            packing = Packing(ids, there, past.offsets, self.model.block_size)
+            past.begin(packing)
+            pieces.append(packing.tokens(self.model(packing, lambda _: past)))
+            past.end()
+        past.given += input_ids.shape[1]
+        return segments.joined(pieces)
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
+        self,
+        input_ids: Tensor,
+        past_key_values: Past | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if known >= input_ids.shape[1]:
+            raise InvalidArgument(
+                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
+                "give the whole conversation, or make a new cache"
+            )
+        return {
+            "input_ids": input_ids[:, known:],
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache", True),
+            "logits_to_keep": 1,
+        }
+
+    def _check_past(self, past: Past, input_ids: Tensor) -> None:
+        if not isinstance(past, Past):
+            raise InvalidArgument(
+                f"past_key_values of a landmark model is a {type(self.new_cache(1)).__name__}, not "
+                f"{type(past).__name__}"
+            )
+        if past.rows != len(input_ids):
+            raise InvalidArgument(f"past_key_values has {past.rows} rows, input_ids has {len(input_ids)}")
+        if past.config is not self.config and past.config.to_dict() != self.config.to_dict():
+            raise InvalidArgument("past_key_values was made for another configuration than this model's")
+        if self.config.attention == "landmark" and self.ramp != 1:
+            raise InvalidArgument(
+                f"a model on its way to landmark attention (ramp={self.ramp}) cannot retrieve yet; set ramp to 1, or "
+                "pass use_cache=False"
+            )
+        past.belong_to(self.model)
 
     def _check(self, input_ids: Tensor, mask: Tensor | None) -> None:
         if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
@@ -184,3 +257,5 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
             raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+        if mask is not None and not bool(mask[:, -input_ids.shape[1] :].any()):
+            raise InvalidArgument("attention_mask leaves out all of input_ids: there is nothing to compute")

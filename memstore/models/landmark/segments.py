@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,7 +20,7 @@ class Segments:
         self.mask = None if mask is None or bool(mask.all()) else mask
         self.ids, self.counts = input_ids, [tokens] * rows
         if self.mask is not None:
-            self.ids = input_ids.gather(1, (~self.mask).byte().argsort(1, stable=True))
+            self.ids = input_ids.gather(1, (~self.mask).byte().argsort(dim=1, stable=True))
             self.counts = self.mask.sum(1).tolist()
         self.offsets, self.size = list(offsets), size
         self.uniform = self.mask is None and len(set(self.offsets)) == 1
@@ -32,7 +31,10 @@ class Segments:
         rows_end = [o + n for o, n in zip(self.offsets, self.counts, strict=True)]
         for number in range(-(-max(rows_end) // self.size)):
             starts, ends = (
-                [min(max((number + step) * self.size - o, 0), n) for o, n in zip(self.offsets, self.counts, strict=True)]
+                [
+                    min(max((number + step) * self.size - o, 0), n)
+                    for o, n in zip(self.offsets, self.counts, strict=True)
+                ]
                 for step in (0, 1)
             )
             if self.uniform:
@@ -44,6 +46,10 @@ class Segments:
             there = at < last
             self._spans.append((torch.where(there, at, self.ids.shape[1]), there))
             yield self.ids.gather(1, at.clamp(max=self.ids.shape[1] - 1)), there
+
+    def _cut(self, place: int) -> list[int]:
+        """How many tokens of each row come before ``place``, counted from the beginning of its incomplete block."""
+        return [min(max(place - offset, 0), count) for offset, count in zip(self.offsets, self.counts, strict=True)]
 
     def joined(self, pieces: list[Tensor]) -> Tensor:
         """What was computed for each segment, ``[B, t, d]``, as ``[B, T, d]``; zeros for padding."""

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.attention.positions import positional_jumps
 from memstore.attention.sliding import Window
 from memstore.kernels import landmark_attention
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.context_miss import gated_attention
-from memstore.models.landmark.layers import Rotation
 from memstore.models.packing import Packing
 
 
@@ -36,13 +36,14 @@ class WholeStream:
             at = torch.arange(items, device=like.device) % config.block_size == config.block_size - 1
             self.is_landmark = at.expand(rows, -1)
             if training and config.position_jump > 1:
-                positions = jumped(self.is_landmark, config.position_jump)
+                positions = positional_jumps(self.is_landmark, config.position_jump)
             if training and config.context_miss:
                 self.controlled = self.is_landmark & (torch.rand(rows, items, device=like.device) < self._share)
         elif config.attention == "window":
             self.window = Window(items, 0, config.window, dtype=like.dtype, device=like.device)
-        self.rotation = Rotation(positions, config, like.dtype)
-        self.before = Rotation(torch.full((1, 1), -1, device=like.device), config, like.dtype)
+        self.rotary = config.rotary
+        self.turns = self.rotary.turns(positions.unsqueeze(1), like.dtype)  # [B or 1, 1, M, D]
+        self.before = self.rotary.turns(torch.tensor(-1, device=like.device), like.dtype)
 
     @property
     def _share(self) -> float:
@@ -50,10 +51,10 @@ class WholeStream:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - all layers are alike here
         """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions -> ``[B, H, M, D]``."""
-        q, k = self.rotation(q), self.rotation(k)
+        q, k = self.rotary.rotate(q, self.turns), self.rotary.rotate(k, self.turns)
         match self.config.attention:
             case "landmark" if context_miss is not None:
-                gate = self.before(context_miss)
+                gate = self.rotary.rotate(context_miss, self.before)
                 return gated_attention(q, k, v, self.is_landmark, gate, self.controlled, ramp=self.ramp)
             case "landmark":
                 return landmark_attention(q, k, v, self.is_landmark, ramp=self.ramp)
@@ -65,14 +66,8 @@ class WholeStream:
                 return beside_one_another(q, k, v, self.config.window)
 
 
-def jumped(is_landmark: Tensor, largest: int) -> Tensor:
-    """Positions ``[B, M]`` that grow by 1, and after each landmark by 1 to ``largest`` at random (appendix E)."""
-    extra = torch.randint(largest, is_landmark.shape, device=is_landmark.device) * is_landmark
-    return torch.arange(is_landmark.shape[1], device=is_landmark.device) + extra.cumsum(1) - extra
-
-
 def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Transformer-XL (Dai et al. 2019): tokens see their own window and the one before it, into which no gradient flows.
+    """Transformer-XL (Dai et al. 2019): tokens see their window and, without gradient, the one before.
 
     ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` -> ``[B, H, M, D]``. Memory grows with ``M * window``.
     """
