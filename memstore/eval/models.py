@@ -11,6 +11,8 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 if TYPE_CHECKING:
     from memstore.models.drt import DRTForCausalLM
 
+DRT, LANDMARK = "memstore-drt", "memstore-landmark"
+"""What configurations call the kinds of models."""
 PASSKEY, TWO_HOP = "passkey", "two-hop"
 
 
@@ -27,18 +29,33 @@ def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
 
     Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
     """
+    kind = kind_of(folder)
+    if kind != DRT:
+        raise UnsupportedModel(f"{folder} is a {kind or 'model of no type'}, not a DRT. Train one: memstore train drt")
+    return load_model(folder, device)
+
+
+def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """The DRT or landmark model in ``folder``, in evaluation mode, and its tokenizer.
+
+    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
+    """
     from safetensors import SafetensorError
     from transformers import PreTrainedTokenizerFast
 
-    from memstore.models.drt import DRTConfig, DRTForCausalLM
+    from memstore.models.drt import DRTForCausalLM
+    from memstore.models.landmark import LandmarkForCausalLM
 
-    kind = _kind(folder)
-    if kind != DRTConfig.model_type:
-        raise UnsupportedModel(f"{folder} is a {kind or 'model of no type'}, not a DRT. Train one: memstore train drt")
+    kind = kind_of(folder)
+    classes: dict[str | None, Any] = {DRT: DRTForCausalLM, LANDMARK: LandmarkForCausalLM}
+    if kind not in classes:
+        raise UnsupportedModel(
+            f"{folder} is a {kind or 'model of no type'}, neither a DRT nor a landmark model. Train one: memstore train"
+        )
     if not (folder / "tokenizer.json").exists():
         raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
     try:
-        model = DRTForCausalLM.from_pretrained(folder)
+        model = classes[kind].from_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except OSError as error:
         raise NotFound(f"the model {folder} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
@@ -51,12 +68,12 @@ def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
             f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "
             "they do not belong together"
         )
-    model.eval()  # type: ignore[no-untyped-call]
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps it
+    model.eval()
+    model.to(device)
     return model, tokenizer
 
 
-def _kind(folder: Path) -> str | None:
+def kind_of(folder: Path) -> str | None:
     """What the configuration in ``folder`` says it is."""
     import json
 

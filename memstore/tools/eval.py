@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
+from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
 from memstore.tools.options import Device, Threads, use_threads
 from memstore.tools.output import Json, Page, Report
@@ -182,25 +183,67 @@ def perplexity(
     *,
     text: Annotated[str, typer.Option(help="A text file, or - for standard input.", show_default=False)],
     model: Model = None,
-    lengths: Lengths = "2K,8K,32K",
-    scored: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each sample.")] = 1024,
-    samples: Annotated[int, typer.Option(min=1, help="Places of the text, the same for all lengths.")] = 4,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens, separated by commas; 2K is 2048. Without it: 2K,8K,32K, of landmark models 512,2K,4K."
+        ),
+    ] = None,
+    scored: Annotated[
+        int | None, typer.Option(min=1, help="Of a DRT: tokens scored at the end of each sample. Without it: 1024.")
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(min=1, help="Places of the text, the same for all lengths; of landmark models, longest pieces."),
+    ] = 4,
+    local: LocalLengths = None,
+    top_k: TopK = None,
+    cutoffs: Cutoffs = None,
+    baseline: Baseline = None,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> Report:
-    """Compare perplexity with the memory and with the window alone.
+    """Compare perplexity with the memory and with less of it.
 
-    The same last tokens are scored after contexts of each length: with all of it in a memory, and by the same weights
-    with retrieval off.
+    For a DRT the same last tokens are scored after contexts of each length: with all of it in a memory, and by the same
+    weights with retrieval off. For a landmark model there are the paper's two tables, by length and by granularity, and
+    with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all.
 
     Example:
 
         memstore eval perplexity --text moby-dick.txt --lengths 2K,8K,32K
     """
-    wanted = parse_lengths(lengths)
     content = read_text(text)
     require_transformers()
+    from memstore.eval.models import LANDMARK, kind_of
+
+    options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
+    if model is not None and kind_of(model.expanduser()) == LANDMARK:
+        if scored is not None:
+            raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")
+        wanted = parse_lengths(lengths or "512,2K,4K")
+        return tables(
+            content, model.expanduser(), wanted, samples, device=device, threads=threads, json=json, **options
+        )
+    unfit = ", ".join("--" + name.replace("_", "-") for name, value in options.items() if value)
+    if unfit:
+        raise InvalidArgument(f"{unfit} cannot be used with a DRT; leave it out.")
+    return _perplexity(
+        content, model, parse_lengths(lengths or "2K,8K,32K"), scored or 1024, samples, threads, device, json
+    )
+
+
+def _perplexity(
+    content: str,
+    model: Path | None,
+    wanted: list[int],
+    scored: int,
+    samples: int,
+    threads: int | None,
+    device: str,
+    json: bool,
+) -> Report:
     import torch
 
     from memstore.eval.models import PASSKEY
