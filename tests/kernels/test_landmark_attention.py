@@ -12,11 +12,18 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels.landmark_attention import api, landmark_attention
-from tests.kernels.landmark import CASES, EVERYWHERE, Case, Inputs, exact, inputs, results
+from tests.kernels.landmark import CASES, EVERYWHERE, Case, Inputs, errors, exact, inputs, results
 
 DATA = Path(__file__).parents[1] / "data"
-BACKENDS: list[api.Backend] = ["reference"]
+BACKENDS: list[api.Backend] = ["reference", "torch"]
 ALL = CASES | EVERYWHERE
+SIZES = [
+    Case(t=1, landmarks=50, h=1, g=1),
+    Case(t=63, landmarks=8, d=64),
+    Case(t=111, landmarks=50, h=4, d=24, ramp=0.5),
+    Case(t=130, landmarks=((70,),), window=64),
+    Case(t=97, queries=33, b=2, h=6, landmarks=((), (5, 60, 61)), documents=(40,)),
+]
 
 
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
@@ -87,6 +94,20 @@ def weights(
         weight = math.exp(s - top) / total
         given |= {n: weight} if kind == "token" else {j: weight * share for j, share in shares[n].items()}
     return given
+
+
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_fast_form_is_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
+    found = errors(landmark_attention, inputs(case, dtype), backend="torch")
+    assert all(error <= allowed for error, allowed in found.values()), found
+
+
+@pytest.mark.parametrize("case", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_fast_form_is_as_exact_as_plain_low_precision(case: Case, dtype: torch.dtype) -> None:
+    found = errors(landmark_attention, inputs(case, dtype), backend="torch")
+    assert all(error <= allowed for error, allowed in found.values()), found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

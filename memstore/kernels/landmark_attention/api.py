@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,27 +70,27 @@ def landmark_attention(
         raise InvalidArgument(f"window is at least 1 (the query's own position), or None for no limit, got {window}")
     if not 0 <= ramp <= 1:
         raise InvalidArgument(f"ramp is between 0 (ordinary softmax) and 1 (landmarks decide), got {ramp}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "auto":
-        backend = "reference"
+        backend = "torch"
     if not (q.numel() and v.shape[-1]):
         return _nothing(q, k, v)
+    options: dict[str, Any] = {
+        "key_padding": key_padding,
+        "documents": documents,
+        "window": window,
+        "ramp": ramp,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "causal": causal,
+    }
     match backend:
+        case "torch":
+            from memstore.kernels.landmark_attention import fused
+
+            return fused.landmark_attention(q, k, v, is_landmark, **options)
         case "reference":
             from memstore.kernels.landmark_attention import reference
 
-            return reference.landmark_attention(
-                q,
-                k,
-                v,
-                is_landmark,
-                key_padding=key_padding,
-                documents=documents,
-                window=window,
-                ramp=ramp,
-                scale=scale,
-                causal=causal,
-            )
+            return reference.landmark_attention(q, k, v, is_landmark, **options)
         case _:
             raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
 
