@@ -195,8 +195,7 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)
-        size = self.config.segment_tokens
-        segments = Segments(input_ids, mask, [count % size for count in past.counts], size)
+        segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces = []
         for ids, there in segments:
             packing = Packing(ids, there, past.offsets, self.model.block_size)

@@ -42,6 +42,11 @@ class Past(ABC):
         """Tokens that wait in the incomplete block of each row."""
         return [count % self.config.tokens_per_block for count in self.counts]
 
+    @property
+    def step(self) -> int:
+        """Tokens between the places where what comes is cut into forward passes."""
+        return self.config.segment_tokens
+
     @abstractmethod
     def begin(self, packing: Packing) -> None:
         """A segment comes: ``packing`` says which stream items it has."""
