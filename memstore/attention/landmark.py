@@ -15,8 +15,8 @@ CMT, ``S_i,-1``                         ``gated``: the token's weight, beside th
 ======================================  ===============================================================================
 
 A landmark's score is that of its key where the block stands while it is searched (``positions.searching_slots``). All
-older blocks stand in one slot. So an index of keys without positions serves: it is asked with queries turned back by the
-place of a landmark in that slot, and only the last few blocks are scored one by one.
+older blocks stand in one slot. So an index of keys without positions serves: it is asked with queries turned back by
+the place of a landmark in that slot, and only the last few blocks are scored one by one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Landmarks(Protocol):
     """Landmarks without positions of the blocks of ``B`` rows, in one layer."""
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and blocks ``[B, H, T, <= top_k]`` for ``queries [B, H, T, D]``, among blocks below ``stop [B]``.
+        """Scores and blocks ``[B, H, T, n]`` for ``queries [B, H, T, D]``: of blocks below ``stop [B]`` the best.
 
-        Score -inf and block -1 where there are fewer.
+        They are ``top_k`` or more, or all. Score -inf and block -1 where there are fewer.
         """
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores ``[B, H, T, N]`` of all blocks ``[N]``; -inf for those of a row that are not below its ``stop``."""
+        """The scores ``[B, H, T, N]`` of all blocks ``[N]``; -inf for those of a row not below its ``stop``."""
 
 
 class Questions(NamedTuple):
@@ -140,7 +140,7 @@ def _best_together(
     votes: Tensor | None = None
     found: list[Tensor] = []
     blocks = torch.empty(0, dtype=torch.int64)
-    for piece in _pieces(questions, landmarks):
+    for piece in _pieces(questions):
         weights, blocks = memory_weights(landmarks, piece)  # [B, H, t, N], [B, N]
         weights = _pooled(weights.unflatten(1, (lists, -1)), 2, pool)
         if share_tokens:
@@ -152,7 +152,7 @@ def _best_together(
     return torch.cat(found, 2) if votes is None else _winners(votes, blocks, top_k)
 
 
-def _pieces(questions: Questions, landmarks: Landmarks) -> Iterator[Questions]:
+def _pieces(questions: Questions) -> Iterator[Questions]:
     """The tokens, so many at once that scores stay of bounded size."""
     batch, heads, tokens, _ = questions.older.shape
     count = int(questions.first.max().clamp(min=0)) + questions.recent.shape[-1]
@@ -174,7 +174,7 @@ def _winners(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
 
 
 def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, Tensor]:
-    """The softmax over all landmarks in memory ``[B, H, T, N]``, and the number of each ``[B, N]``, -1 where none is."""
+    """The softmax over all landmarks in memory ``[B, H, T, N]``, and their blocks ``[B, N]``, -1 where none is."""
     stop = questions.first.clamp(min=0)
     scores, blocks = landmarks.score(questions.older, stop)
     older = torch.where(blocks < stop[:, None], blocks, -1)
@@ -198,8 +198,8 @@ def attend(
             without ``S``.
 
     Returns:
-        The output ``[B, H, R, n, D]`` in float32 at least, and the log-sum-exp ``[B, H, R, n]`` of the group: own tokens
-        and landmarks. A query that sees nothing gets 0 and -inf.
+        The output ``[B, H, R, n, D]`` in float32 at least, and the log-sum-exp ``[B, H, R, n]`` of the group: own
+        tokens and landmarks. A query that sees nothing gets 0 and -inf.
     """
     groups = k.shape[1]
     packed = q.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, Y, R, h, n, D]
@@ -245,7 +245,7 @@ def joined_by_gate(local: Tensor, retrieved: Tensor, weight: Tensor, called: Ten
 
 
 def local_bias(places: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """What queries at ``places [B or 1, M]`` of a run of ``blocks`` blocks see there: ``bias`` and ``own`` of ``attend``.
+    """``bias`` and ``own`` of ``attend`` for queries at ``places [B or 1, M]`` of a run of ``blocks`` blocks.
 
     A query sees the tokens of its own block up to itself, and blocks before it by their landmarks.
     """

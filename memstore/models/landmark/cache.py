@@ -12,14 +12,13 @@ Keys are kept without positions, and turned to where they are attended at: see `
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
@@ -27,6 +26,7 @@ from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
+from memstore.models.landmark.past import Past
 from memstore.models.landmark.tables import BlockTable, tensor_table
 from memstore.models.packing import Packing
 
@@ -38,7 +38,7 @@ FOREVER = 2**40
 class Counts:
     """What was asked of the memory; a segment here is a forward pass, for each row by itself."""
 
-    asked: int = 0
+    queries: int = 0
     """Times a query head of a token had blocks in memory."""
     dropped: int = 0
     """Times the context-miss token's weight was below the threshold, so that nothing was retrieved."""
@@ -52,7 +52,7 @@ class Counts:
     @property
     def drop_rate(self) -> float:
         """The part of queries for which nothing was retrieved (the paper's appendix D)."""
-        return self.dropped / self.asked if self.asked else 0.0
+        return self.dropped / self.queries if self.queries else 0.0
 
     def unique_blocks(self, layer: int) -> float:
         """Blocks fetched per segment in ``layer`` (the paper's appendix C); 0 where nothing was."""
@@ -104,10 +104,10 @@ class _Kept(NamedTuple):
 class _View:
     """Where the items of one segment stand and what they see of each other: the same in every layer."""
 
-    def __init__(self, cache: LandmarkCache, packing: Packing, like: Tensor) -> None:
+    def __init__(self, cache: LandmarkCache, packing: Packing) -> None:
         self.packing = packing
         self.size = cache.config.block_size
-        device, rotary = like.device, cache.config.rotary
+        device, rotary = packing.ids.device, cache.config.rotary
         items, slot = cache.items, local_slot(cache.blocks, cache.slots)
         self.uniform = packing.uniform and bool((items == items[0]).all())
         if self.uniform and bool((slot == slot[0]).all()):
@@ -116,27 +116,25 @@ class _View:
         self.places = places.to(device)
         self.real = packing.real
         positions = (slot[:, None] * self.size + places).unsqueeze(1).to(device)
-        self.turns = rotary.turns(positions, like.dtype)
-        self.before = rotary.turns(torch.tensor(-1, device=device), like.dtype)
+        self.turns = rotary.turns(positions)
+        self.before = rotary.turns(torch.tensor(-1, device=device))
         self.remembers = bool((cache.blocks > 0).any())
         self.older: Turns | None = None
         """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
         if self.remembers:
-            self.older = rotary.turns(positions - (self.size - 1), like.dtype)
+            self.older = rotary.turns(positions - (self.size - 1))
         blocks = int(places[:, -1].max()) // self.size + 1 if packing.items else 1
         self.seen = blocks * self.size
         """Local places that any item may see."""
         self.bias, self.own = local_bias(self.places, blocks, self.size)
 
 
-class LandmarkCache:
-    """The ``past_key_values`` of a landmark model.
+class LandmarkCache(Past):
+    """The ``past_key_values`` of a model with landmarks.
 
-    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. It serves one
-    generation: to branch, make another. Nothing is differentiated through it.
+    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. Nothing is
+    differentiated through it.
     """
-
-    is_compileable = False
 
     def __init__(
         self,
@@ -152,8 +150,7 @@ class LandmarkCache:
         ``retrieval``: how blocks are chosen; by default ``config.retrieval_top_k`` of them by each head and token, the
         paper's most permissive scheme. Raises ``InvalidArgument`` for what a landmark model cannot do.
         """
-        self.config = config
-        self.rows = rows
+        super().__init__(config, rows, blocks * config.tokens_per_block)
         self.retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
         self.table = tensor_table(config.num_hidden_layers, rows) if table is None else table
@@ -161,12 +158,9 @@ class LandmarkCache:
         """``[B]``: blocks of each row that are in memory."""
         self.items = torch.zeros(rows, dtype=torch.int64)
         """``[B]``: stream items of each row since then."""
-        self.counts = Counts(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
+        self.asked = Counts(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
         self.watch: Callable[[Look], None] | None = None
         """Called after each choice, with what it was made by."""
-        self.owner: weakref.ref[nn.Module] | None = None
-        """The model that computed what is in here; None as long as nothing is."""
-        self._given = 0
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
         self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
         self._recent: dict[int, Tensor] = {}
@@ -174,34 +168,11 @@ class LandmarkCache:
         self._run = torch.zeros(rows, dtype=torch.int64)
         self._view: _View | None = None
 
-    def __repr__(self) -> str:
-        return f"LandmarkCache({self.rows} rows of {max(self.tokens, default=0)} tokens)"
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens of each row, those of a document included."""
-        text = self.config.tokens_per_block
-        return (self.blocks * text + self._local_tokens).tolist()
-
-    @property
-    def offsets(self) -> list[int]:
-        """Tokens that wait in the incomplete block of each row."""
-        return (self._local_tokens % self.config.tokens_per_block).tolist()
-
     @property
     def step(self) -> int:
-        """Tokens of a segment at most: give more, and they must be cut where ``waiting`` reaches a multiple."""
+        """Tokens between the places where what comes is cut into forward passes."""
         every = self.retrieval.every
         return every if isinstance(every, int) and every > 1 else self.config.segment_tokens
-
-    @property
-    def waiting(self) -> list[int]:
-        """Tokens of each row since the last multiple of ``step``."""
-        return (self._local_tokens % self.step).tolist()
-
-    @property
-    def _local_tokens(self) -> Tensor:
-        return self.items - self.items // self.config.block_size
 
     @property
     def slots(self) -> int:
@@ -209,34 +180,18 @@ class LandmarkCache:
         top_k = self.retrieval.top_k
         return FOREVER if top_k == "all" or self.retrieval.positions == "true" else top_k
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
-        """Tokens given so far, those of a document not counted: what ``generate`` leaves out of a prompt."""
-        return self._given
+    def begin(self, packing: Packing) -> None:
+        """A segment comes: ``packing`` says which stream items it has.
 
-    def belong_to(self, model: nn.Module) -> None:
-        """Raise ``InvalidArgument`` where another model than ``model`` has begun; else it has now."""
-        if self.owner is not None and self.owner() is not model:
-            raise InvalidArgument(
-                "past_key_values was computed by another model than this one: each model needs a cache of its own"
-            )
-        self.owner = weakref.ref(model)
-
-    def begin(self, packing: Packing, like: Tensor | None = None) -> LandmarkCache:
-        """A segment begins: ``packing`` says which items each row has. Returns the cache.
-
-        ``like`` has the type and the device of what the model computes. Raises ``InvalidArgument`` for one that goes on
-        behind the end of the segment of ``segment_blocks`` blocks that its row is in: see ``step``.
+        Raises ``InvalidArgument`` for one that goes on where the segment of ``segment_blocks`` blocks ends.
         """
-        like = torch.zeros(0, device=packing.ids.device) if like is None else like
-        lengths = torch.tensor(packing.lengths)
-        if int((self.items + lengths).max()) > self._room:
+        if int((self.items + torch.tensor(packing.lengths)).max()) > self._room:
             raise InvalidArgument(
-                f"a segment ends after {self.config.segment_tokens} tokens; cut the input where cache.waiting reaches a "
-                "multiple of cache.step"
+                f"a segment ends at every {self.config.segment_tokens} tokens of a row; cut what comes there, as the "
+                "model does"
             )
         self._new_run(packing)
-        self._view = _View(self, packing, like)
-        return self
+        self._view = _View(self, packing)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
         """Attention of the segment's items in ``layer``, which must be asked once each, in order.
@@ -274,7 +229,7 @@ class LandmarkCache:
         assert self._view is not None, "begin() comes first"
         packing = self._view.packing
         self.items += torch.tensor(packing.lengths)
-        self._given += packing.slots.shape[1]
+        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
         full = (self.items == self._room).nonzero().flatten()
         if len(full):
             for own, frame in zip(self.table.own, self._frames, strict=True):
@@ -311,6 +266,7 @@ class LandmarkCache:
         frame.turned[:, :, :items] = self.config.rotary.rotate(held.expand(self.rows, -1, -1, -1), turns)
         frame.values[:, :, :items] = values.transpose(0, 1).flatten(1, 2)[:, :items]
         self.items[:] = items
+        self.counts = [count + items - items // self.config.block_size for count in self.counts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
@@ -318,19 +274,13 @@ class LandmarkCache:
         if torch.equal(rows, torch.arange(self.rows)):
             return
         self.rows = len(rows)
+        self.counts = [self.counts[row] for row in rows.tolist()]
         self.blocks, self.items = self.blocks[rows], self.items[rows]
         self._segment, self._run = self._segment[rows], self._run[rows]
         self.table.reorder(beam_idx)
         self._recent.clear()
         self._frames = [None if frame is None else _Frame(*(x[beam_idx] for x in frame)) for frame in self._frames]
         self._kept = [None if kept is None else kept.reordered(beam_idx) for kept in self._kept]
-
-    def crop(self, max_length: int) -> None:
-        """Refused: blocks that are in memory are not taken out again."""
-        raise NotImplementedError(
-            f"a landmark model's cache cannot be cut to {max_length} tokens; assisted generation and prompt look-up do "
-            "not work with it"
-        )
 
     @property
     def _room(self) -> int:
@@ -348,7 +298,7 @@ class LandmarkCache:
         if every == "segment":  # it begins with the segment, and a prompt within it chooses again
             self._run += torch.tensor(packing.counts) > 1
         else:
-            self._run += self._local_tokens % every == 0
+            self._run += torch.tensor(self.counts) % every == 0
 
     def _frame(self, layer: int, like: Tensor) -> _Frame:
         frame = self._frames[layer]
@@ -385,10 +335,10 @@ class LandmarkCache:
         assert view is not None
         remembers = (self.blocks > 0).to(q.device)
         asks = (view.real & remembers[:, None]).unsqueeze(1).expand(-1, q.shape[1], -1)  # [B, H, M]
-        self.counts.asked += (asking := int(asks.sum()))
+        self.asked.queries += (asking := int(asks.sum()))
         if called is not None:
             asks = asks & called
-            self.counts.dropped += asking - int(asks.sum())
+            self.asked.dropped += asking - int(asks.sum())
         if not bool(asks.any()):
             return None
         scale = q.shape[-1] ** -0.5
@@ -444,13 +394,13 @@ class LandmarkCache:
         return kept
 
     def _count(self, layer: int, lists: Lists) -> None:
-        self.counts.segments[layer] += lists.rows
-        self.counts.fetched[layer] += lists.fetched
+        self.asked.segments[layer] += lists.rows
+        self.asked.fetched[layer] += lists.fetched
 
     def _chosen(self, layer: int, questions: Questions, local: Tensor, wanted: Tensor) -> Tensor:
         retrieval = self.retrieval
         assert isinstance(retrieval.top_k, int)
-        self.counts.searches[layer] += int(wanted.sum())
+        self.asked.searches[layer] += int(wanted.sum())
         blocks = choose(
             self.table.layers[layer],
             questions,
@@ -521,7 +471,7 @@ def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
     every = retrieval.every
     if isinstance(every, int) and config.segment_tokens % every:
         raise InvalidArgument(
-            f"Retrieval.every must divide the {config.segment_tokens} tokens of a segment, or be 'segment'; it is {every}"
+            f"Retrieval.every must divide the {config.segment_tokens} tokens of a segment, or be 'segment', not {every}"
         )
     if retrieval.threshold is not None and not config.context_miss:
         raise InvalidArgument("Retrieval.threshold is for models with a context-miss token; this one has none")

@@ -54,6 +54,11 @@ class Past(ABC):
         """Tokens of each row since the last multiple of ``step``."""
         return [count % self.step for count in self.tokens]
 
+    @property
+    def step(self) -> int:
+        """Tokens between the places where what comes is cut into forward passes."""
+        return self.config.segment_tokens
+
     @abstractmethod
     def begin(self, packing: Packing, like: Tensor | None = None) -> Past:
         """A segment comes: ``packing`` says which stream items it has. Returns the cache.

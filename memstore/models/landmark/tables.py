@@ -17,6 +17,10 @@ OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""
 
 
+OFFERED = 64
+"""Older blocks that the first layer chooses among, at least."""
+
+
 class Found(NamedTuple):
     """States of blocks, without positions."""
 
@@ -148,7 +152,7 @@ class DocumentBlocks(LayerBlocks):
     """
 
     def __init__(self, view: LayerView, start: int, own: TensorBlocks, *, on_error: OnError = "raise") -> None:
-        """``start``: the first block of the document that is still there; its blocks from ``own.first`` on are unused."""
+        """``start``: the first block of the document that is still there; those from ``own.first`` on are not used."""
         self._view = view
         self._start = start
         self.own = own
@@ -220,16 +224,53 @@ class DocumentBlocks(LayerBlocks):
         return Found(keys, values, None if sound is None else sound.to(like.device))
 
 
+class FirstLayerBlocks(LayerBlocks):
+    """Blocks of the first layer, where all landmarks have the same key: that of one and the same embedding.
+
+    So among older blocks, which stand in one slot, there is nothing to search for, and they are in no index. Any of
+    them is as good as another; ``search`` offers the latest few.
+    """
+
+    def __init__(self, blocks: TensorBlocks | DocumentBlocks) -> None:
+        self.own = blocks.own if isinstance(blocks, DocumentBlocks) else blocks
+        self._blocks = blocks
+
+    def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Landmarks``."""
+        count = min(max(OFFERED, top_k), int(stop.max()))
+        blocks = stop[:, None] - count + torch.arange(count, device=stop.device)
+        scores = self._score(queries).expand(-1, -1, -1, count)
+        scores = scores.masked_fill(blocks[:, None, None] < 0, -math.inf)
+        return scores, blocks.clamp(min=-1)[:, None, None].expand_as(scores)
+
+    def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Landmarks``."""
+        blocks = torch.arange(int(stop.max()), device=queries.device)
+        scores = self._score(queries).expand(-1, -1, -1, len(blocks))
+        return scores.masked_fill(blocks >= stop[:, None, None, None], -math.inf), blocks
+
+    def landmarks(self, first: Tensor, count: int) -> Tensor:
+        """See ``LayerBlocks``."""
+        last = torch.full_like(first, self.own.first)
+        return self.own.landmarks(last, 1).expand(-1, -1, count, -1)
+
+    def states(self, rows: Tensor, blocks: Tensor) -> Found:
+        """See ``LayerBlocks``."""
+        return self._blocks.states(rows, blocks)
+
+    def _score(self, queries: Tensor) -> Tensor:
+        """``[B, H, T, 1]``."""
+        stop = torch.full((len(queries),), self.own.first + 1, device=queries.device)
+        return self.own.score(queries, stop)[0]
+
+
 class BlockTable:
     """``LayerBlocks`` of all layers."""
 
     def __init__(self, layers: Sequence[TensorBlocks] | Sequence[DocumentBlocks]) -> None:
-        self.layers = layers
-
-    @property
-    def own(self) -> list[TensorBlocks]:
+        self.layers: list[LayerBlocks] = [FirstLayerBlocks(layers[0]), *layers[1:]]
+        self.own = [layer.own if isinstance(layer, DocumentBlocks) else layer for layer in layers]
         """The tensors of each layer, which grow."""
-        return [layer.own if isinstance(layer, DocumentBlocks) else layer for layer in self.layers]
 
     def reorder(self, rows: Tensor) -> None:
         """Let row ``b`` be what row ``rows[b]`` was."""
