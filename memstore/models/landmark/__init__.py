@@ -7,20 +7,10 @@ stock Llama-like model.
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.convert import make_landmark, unmake_landmark
 from memstore.models.landmark.modeling import LandmarkForCausalLM, LandmarkModel, LandmarkOutput
 from memstore.models.landmark.past import Past, WindowCache
 
-__all__ = [
-    "LandmarkConfig",
-    "LandmarkForCausalLM",
-    "LandmarkModel",
-    "LandmarkOutput",
-    "Past",
-    "WindowCache",
-    "make_landmark",
-    "unmake_landmark",
-]
+__all__ = ["LandmarkConfig", "LandmarkForCausalLM", "LandmarkModel", "LandmarkOutput", "Past", "WindowCache"]
 
 # So that transformers' own loaders know a saved landmark model once this package is imported.
 AutoConfig.register(LandmarkConfig.model_type, LandmarkConfig, exist_ok=True)

@@ -28,10 +28,6 @@ def norm(config: LandmarkConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
 
 
-class ResidualLinear(nn.Linear):
-    """A projection into the residual stream. GPT-2's start smaller, the more layers add to it."""
-
-
 class Attention(nn.Module):
     """Projections around what ``Sight`` attends to."""
 
@@ -44,7 +40,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
-        self.o_proj = ResidualLinear(inner, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> Tensor:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
@@ -64,7 +60,7 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` -> the same."""
@@ -78,7 +74,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` -> the same."""

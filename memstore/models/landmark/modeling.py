@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.errors import InvalidArgument
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.layers import Layer, ResidualLinear, Sight, norm
+from memstore.models.landmark.layers import Layer, Sight, norm
 from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.landmark.segments import Segments
 from memstore.models.landmark.sight import WholeStream
@@ -112,8 +111,12 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        if self.config.architecture == "gpt2" and isinstance(module, ResidualLinear):
-            nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(2 * len(self.model.layers)))
+        if self.config.architecture == "gpt2" and isinstance(module, Layer):
+            # GPT-2's: what is added to the residual stream starts smaller the more layers add to it.
+            for last in (module.self_attn.o_proj, module.mlp.down_proj):
+                nn.init.normal_(
+                    last.weight, std=self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+                )
 
     @property
     def ramp(self) -> float:
@@ -192,11 +195,12 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)
-        segments = Segments(input_ids, mask, past.waiting, past.step)
+        segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces = []
         for ids, there in segments:
             packing = Packing(ids, there, past.offsets, self.model.block_size)
-            pieces.append(packing.tokens(self.model(packing, partial(past.begin, packing))))
+            past.begin(packing)
+            pieces.append(packing.tokens(self.model(packing, lambda _: past)))
             past.end()
         past.given += input_ids.shape[1]
         return segments.joined(pieces)
