@@ -24,6 +24,13 @@ def shipped_model(name: str) -> Path:
     return folder
 
 
+def model_folder(name: Path) -> Path:
+    """The folder called ``name``, or that of the model of this name in the package, where no such folder is."""
+    folder = name.expanduser()
+    shipped = Path(str(files("memstore"))) / "models" / "shipped" / name
+    return shipped if not folder.exists() and len(name.parts) == 1 and (shipped / "config.json").exists() else folder
+
+
 def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
     """The DRT in ``folder``, in evaluation mode, and its tokenizer.
 

@@ -24,7 +24,6 @@ from memstore.tools.texts import read_text
 
 if TYPE_CHECKING:
     from memstore.eval.run import Plan, Row
-    from memstore.models.drt import DRTForCausalLM
 
 COLUMNS = ("length", "depth", "samples", "accuracy", "margin", "margin_min", "weight", "repeats", "tokens_per_second")
 RANDOM = "random"
@@ -84,7 +83,8 @@ class Setting:
             raise InvalidArgument(
                 "no model that comes with memstore was trained on several needles: name one of yours with --model"
             )
-        name, model, tokenizer = _load(self.model, TWO_HOP if task == "two-hop" else PASSKEY, self.device, self.threads)
+        shipped = TWO_HOP if task == "two-hop" else PASSKEY
+        name, model, tokenizer = _load(self.model, shipped, self.device, self.threads, any_kind=True)
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
             _draw(rows, self.picture, plan, name, filler)
@@ -105,13 +105,13 @@ class Setting:
             options=options,
         )
 
-    def _rows(self, plan: Plan, model: DRTForCausalLM, tokenizer: Any) -> tuple[list[Row], str]:
+    def _rows(self, plan: Plan, model: Any, tokenizer: Any) -> tuple[list[Row], str]:
         """All rows, and what the filler is called."""
         import memstore
         from memstore.eval.filler import load_filler
+        from memstore.eval.readers import memory_spec
         from memstore.eval.run import check_lengths, evaluate
         from memstore.memory.ingest import progress_bar
-        from memstore.models.drt.reader import memory_spec
 
         check_lengths(plan, tokenizer, model.config.tokens_per_block)
         at_most = max(plan.lengths) * 3 // 2 + SLACK
@@ -143,7 +143,8 @@ def passkey(setting: Setting) -> Report:
     """Hide a number in a long text, and ask for it.
 
     Every sample is read into a memory and asked; a sample counts if the whole answer is right. The margin is the score
-    of the needle's block minus that of the best other block.
+    of the needle's block minus that of the best other block. Landmark models retrieve in several layers: the margin is
+    that of the layer which ranks the needle best, and there is a table of all.
 
     Example:
 
@@ -216,16 +217,14 @@ def perplexity(
     """
     content = read_text(text)
     require_transformers()
-    from memstore.eval.models import LANDMARK, kind_of
+    from memstore.eval.models import LANDMARK, kind_of, model_folder
 
     options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
-    if model is not None and kind_of(model.expanduser()) == LANDMARK:
+    if model is not None and kind_of(folder := model_folder(model)) == LANDMARK:
         if scored is not None:
             raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")
         wanted = parse_lengths(lengths or "512,2K,4K")
-        return tables(
-            content, model.expanduser(), wanted, samples, device=device, threads=threads, json=json, **options
-        )
+        return tables(content, folder, wanted, samples, device=device, threads=threads, json=json, **options)
     unfit = ", ".join("--" + name.replace("_", "-") for name, value in options.items() if value)
     if unfit:
         raise InvalidArgument(f"{unfit} cannot be used with a DRT; leave it out.")
@@ -324,14 +323,17 @@ def parse_depths(text: str) -> list[float] | None:
     return depths
 
 
-def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, DRTForCausalLM, Any]:
-    """Name, model and tokenizer."""
-    from memstore.eval.models import load_drt, shipped_model
+def _load(
+    folder: Path | None, shipped: str, device: str, threads: int | None, *, any_kind: bool = False
+) -> tuple[str, Any, Any]:
+    """Name, model and tokenizer: of a DRT, or of ``any_kind``."""
+    from memstore.eval.models import load_drt, load_model, model_folder, shipped_model
 
     use_threads(threads)
     check_device(device)
+    load = load_model if any_kind else load_drt
     with quiet_transformers():
-        model, tokenizer = load_drt(shipped_model(shipped) if folder is None else folder.expanduser(), device)
+        model, tokenizer = load(shipped_model(shipped) if folder is None else model_folder(folder), device)
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
 
 
@@ -347,7 +349,16 @@ def _memory_url(wanted: str | None) -> Iterator[str]:
 def _needle_report(task: str, model: str, filler: str, rows: Sequence[dict[str, Any]]) -> Report:
     columns = [column for column in COLUMNS if any(row[column] is not None for row in rows)]
     report = {"task": task, "model": model, "filler": filler, "rows": rows}
-    return Report(data=report, text=lambda page: _table(page, rows, columns))
+    return Report(data=report, text=lambda page: _show_needles(page, rows, columns))
+
+
+def _show_needles(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    _table(page, rows, columns)
+    layers = [{"length": row["length"], **layer} for row in rows for layer in row.get("layers", ())]
+    if layers:
+        page.line()
+        page.line("The needle's block among all in memory, by layer")
+        _table(page, layers, list(layers[0]))
 
 
 def _table(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:

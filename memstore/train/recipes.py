@@ -183,7 +183,7 @@ LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
         LandmarkRecipe(
             name="landmark-cpu",
             task="passkey",
-            model={"initializer_range": 0.06},
+            model={"initializer_range": 0.06, "local_layers": [0, 1, 2]},
             stages=((0.0, {"passkey": 1.0}),),
             optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
             blocks=(1, 15),
