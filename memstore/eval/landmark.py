@@ -252,28 +252,15 @@ def retrieved(
     model: LandmarkForCausalLM, tokens: Tensor, length: int, retrieval: Retrieval, *, local: int, advance: Advance
 ) -> tuple[float, Counts]:
     """Perplexity of pieces that are processed in segments of ``local`` tokens, and what they asked of the memory."""
-    caches: list[LandmarkCache] = []
+    counts = Counts.of(model.config)
 
     def cache(rows: int) -> LandmarkCache:
-        caches.append(LandmarkCache(model.config, rows, retrieval=retrieval))
-        return caches[-1]
+        made = LandmarkCache(model.config, rows, retrieval=retrieval)
+        made.asked = counts
+        return made
 
     with segments_of(model, local):
-        seen = _perplexity(model, tokens, length, cache, advance)
-    return seen, total([each.counts for each in caches])
-
-
-def total(counts: Sequence[Counts]) -> Counts:
-    """All of ``counts`` together."""
-
-    def added(name: str) -> list[int]:
-        return [sum(layer) for layer in zip(*(getattr(each, name) for each in counts), strict=True)]
-
-    return Counts(
-        sum(each.asked for each in counts),
-        sum(each.dropped for each in counts),
-        *(added(name) for name in ("searches", "segments", "fetched")),
-    )
+        return _perplexity(model, tokens, length, cache, advance), counts
 
 
 @contextmanager

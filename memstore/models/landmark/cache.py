@@ -229,6 +229,13 @@ class LandmarkCache(Past):
         memory = torch.zeros_like(local[0]) if found is None else found[0]
         return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
 
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to.
+
+        ``k, v [B, G, M, D]`` without positions.
+        """
+        self._written(layer, k.detach(), v.detach())
+
     def end(self) -> None:
         """The segment is over: its items count, and blocks of a row that has filled its segment are in memory."""
         assert self._view is not None, "begin() comes first"

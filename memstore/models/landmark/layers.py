@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memstore.attention.layers import RMSNorm, merged
 from memstore.models.landmark.configuration import LandmarkConfig
+
+if TYPE_CHECKING:
+    from memstore.models.landmark.cache import LandmarkCache
 
 
 class Sight(Protocol):
@@ -48,6 +51,10 @@ class Attention(nn.Module):
         gate = None if context_miss is None else self._heads(self.k_proj(context_miss))
         projected: Tensor = self.o_proj(merged(sight.attend(self.number, q, k, v, gate)))
         return projected
+
+    def keep(self, x: Tensor, cache: LandmarkCache) -> None:
+        """Give ``cache`` the keys and values of ``x [B, M, hidden]``."""
+        cache.keep(self.number, self._heads(self.k_proj(x)), self._heads(self.v_proj(x)))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
@@ -91,6 +98,10 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, number)
         self.post_attention_layernorm = norm(config)
         self.mlp = GatedFeedForward(config) if config.architecture == "llama" else FeedForward(config)
+
+    def keep(self, x: Tensor, cache: LandmarkCache) -> None:
+        """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
+        self.self_attn.keep(self.input_layernorm(x), cache)
 
     def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` where there is one -> the same."""

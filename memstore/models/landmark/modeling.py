@@ -12,9 +12,9 @@ behind them (``cache.py``). The same class, without landmarks, is the baselines 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.landmark.segments import Segments
 from memstore.models.landmark.sight import WholeStream
 from memstore.models.packing import Packing
+
+if TYPE_CHECKING:
+    from memstore.models.landmark.cache import LandmarkCache
 
 WITHOUT_LANDMARKS = 2**40
 """Tokens of a block where there are no landmarks: one that never ends."""
@@ -72,13 +75,28 @@ class LandmarkModel(nn.Module):
 
     def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
         """The stream of a segment ``[B, M, hidden]`` after the last norm."""
+        x = self._through(self.layers, packing, sight)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def read(self, packing: Packing, cache: LandmarkCache) -> None:
+        """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted.
+
+        The last layer's keys and values do not depend on what it attends to, so there nothing is retrieved.
+        """
+        *before, last = self.layers
+        x = self._through(before, packing, lambda _: cache)
+        last.keep(x, cache)
+
+    def _through(
+        self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]
+    ) -> Tensor:
         x = self.embed(packing.ids)
         seen = sight(x)
         gate = self.context_miss(packing.ids.new_zeros(1, 1)) if self.config.context_miss else None
-        for layer in self.layers:
+        for layer in layers:
             x, gate = self._checkpointed(layer, x, gate, seen)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return x
 
     def _checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
         if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:

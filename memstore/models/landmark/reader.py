@@ -1,7 +1,7 @@
 """Reading a long input into a memory with a landmark model, and going on from there.
 
-The whole model runs, segment by segment, without its output layer: what a block's states are depends on what was
-retrieved when they were computed. Keys are stored without positions, with their values, of all layers. Landmarks are
+The model runs segment by segment, up to the keys and values of its last layer: what a block's states are depends on
+what was retrieved when they were computed, in all layers but that one. Keys are stored without positions, with their values, of all layers. Landmarks are
 in an index of each layer that searches: not of the first one, where all are alike, and of no local one.
 
 Everything that the next token needs is stored, the incomplete segment too. So a document can be continued from any
@@ -201,7 +201,7 @@ class Reader(DocumentReader):
         ids = tokens.to(self.model.device, torch.int64)[None]
         packing = Packing(ids, None, cache.offsets, self.model.config.block_size)
         cache.begin(packing)
-        self.model.model(packing, lambda _: cache)
+        self.model.model.read(packing, cache)
         cache.end()
 
     def _commit(self, waiting: list[Tensor], cache: LandmarkCache) -> None:
