@@ -17,7 +17,9 @@ RecipeName = Annotated[
     str | None,
     typer.Option(help="landmark-cpu (needs no text), landmark-prose-cpu, landmark-pg19 or landmark-finetune."),
 ]
-Init = Annotated[Path | None, typer.Option(help="Start from the landmark model in this folder.")]
+Init = Annotated[
+    Path | None, typer.Option(help="Start from the landmark model, or the stock Llama-like one, in this folder.")
+]
 Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")]
 Attention = Annotated[
     str | None, typer.Option(help="landmark (without it), or a baseline: full, window, xl (Transformer-XL).")
@@ -146,6 +148,7 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
         out,
         config=_config(recipe, given),
         family=LANDMARK,
+        changes={**({} if recipe is None else recipe.model), **_changes(given)},
         init=given.get("init"),
         **settings,
         optimisation=_optimisation(recipe, given),
@@ -166,7 +169,7 @@ def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
     """The new model's configuration; None where the training starts from a model."""
     from memstore.models.landmark import LandmarkConfig
 
-    changes = {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
+    changes = _changes(given)
     init = given.get("init")
     if init is not None:
         _check_fit(init, given, changes)
@@ -180,13 +183,19 @@ def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
     return recipe.config(**changes)
 
 
+def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
+
+
 def _check_fit(init: Path, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Refuse options that ask for another model than the one to start from."""
     from memstore.train.family import LANDMARK
-    from memstore.train.start import load_config
+    from memstore.train.start import kind_of, load_config
 
     if "preset" in given:
         raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
+    if kind_of(init) != LANDMARK.config.model_type:  # a stock model, which gets landmarks now
+        return
     config = load_config(init, LANDMARK)
     for option, name in _MODEL.items():
         if name in changes and changes[name] != getattr(config, name):

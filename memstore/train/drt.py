@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def train_on_texts(
     *,
     config: Any = None,
     family: Family = DRT,
+    changes: Mapping[str, Any] | None = None,
     tokenizer: Folder | None = None,
     init: Folder | None = None,
     context: int | None = None,
@@ -45,7 +46,8 @@ def train_on_texts(
         texts: see ``corpora.Documents``.
         out: a new folder, or that of the same run, which then goes on.
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
-        family: the kind of model that ``config`` or ``init`` is of.
+        family: the kind of ``config`` or ``init``. A stock Llama-like ``init`` becomes a landmark model.
+        changes: what differs in the configuration that it gets then.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: a model folder to start from, instead of ``config``.
         context: tokens of a segment; 32 blocks if None.
@@ -55,7 +57,7 @@ def train_on_texts(
         runtime: what does not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(config, init, tokenizer, family=family)
+    start = starting(config, init, tokenizer, family=family, changes=changes)
     context = _context(context, start.config)
     documents = corpora.Documents(texts, column=column)
     settings = {

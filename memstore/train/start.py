@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ class Start:
     tokenizer: Folder | None
     """The folder of a tokenizer; None for that of ``init``, or for one that is trained."""
     family: Family = DRT
+    adopted: Any = None
+    """A stock model of ``init`` that has become one of the family."""
 
     def settings(self) -> dict[str, Any]:
         """As a run's settings keep it."""
@@ -64,12 +66,16 @@ class Start:
     def model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
         """The model, with weights that ``seed`` decides where it is new."""
         transformers.set_seed(seed)
+        if self.adopted is not None:
+            return self.adopted
         if self.init is not None:
             try:
                 model = self.family.model.from_pretrained(self.init, dtype=torch.float32)
             except (OSError, SafetensorError, ValueError) as error:
                 raise DamagedError(f"the model {self.init} cannot be loaded: {error}") from None
-            return model if model.config.to_dict() == self.config.to_dict() else grown(model, self.config)
+            if isinstance(model, DRTForCausalLM) and model.config.to_dict() != self.config.to_dict():
+                return grown(model, self.config)
+            return model
         self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         return self.family.model(self.config)
 
@@ -81,16 +87,22 @@ def starting(
     *,
     grow: bool = False,
     family: Family = DRT,
+    changes: Mapping[str, Any] | None = None,
 ) -> Start:
     """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
 
-    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``).
+    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``). ``changes``: what
+    differs in the configuration that the family gives an ``init`` of a stock model.
     """
     size = None if tokenizer is None else len(load_tokenizer(tokenizer))
     if init is None:
         chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
         chosen.vocab_size = chosen.vocab_size if size is None else size
         return Start(chosen, init, tokenizer, family)
+    if family.adopt is not None and kind_of(init) != family.config.model_type:
+        with quiet():
+            adopted = family.adopt(init, **(changes or {}))
+        return Start(adopted.config, init, tokenizer, family, adopted)
     chosen = load_config(init, family)
     if size is not None and size > chosen.vocab_size:
         raise InvalidArgument(
@@ -154,17 +166,23 @@ def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
 
 def load_config(folder: Folder, family: Family = DRT) -> Any:
     """The configuration of the model in ``folder``. Raises ``InvalidArgument`` for one of another ``family``."""
-    path = Path(folder) / "config.json"
-    if not path.exists():
-        raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
-    try:
-        kind = json.loads(path.read_text("utf-8")).get("model_type")
-    except (ValueError, AttributeError):
-        raise InvalidArgument(f"{path} is no configuration: a JSON object was expected") from None
+    kind = kind_of(folder)
     wanted = family.config.model_type
     if kind != wanted:
         raise InvalidArgument(f"the model in {folder} is of the type {kind!r}, not a {family.name} ({wanted!r})")
     return family.config.from_pretrained(folder)
+
+
+def kind_of(folder: Folder) -> str | None:
+    """The type that the configuration in ``folder`` says."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
+    try:
+        kind: str | None = json.loads(path.read_text("utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        raise InvalidArgument(f"{path} is no configuration: a JSON object was expected") from None
+    return kind
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
