@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 DRT, LANDMARK = "memstore-drt", "memstore-landmark"
 """What configurations call the kinds of models."""
-PASSKEY, TWO_HOP = "passkey", "two-hop"
+PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
+"""Models that come with the package: two DRTs, and a landmark model."""
 
 
 def shipped_model(name: str) -> Path:
