@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.errors import InvalidArgument
+from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.layers import Layer, ResidualLinear, Sight, norm
 from memstore.models.landmark.past import Past, WindowCache
@@ -176,8 +176,6 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
         """An empty cache for ``rows`` texts."""
         if self.config.attention != "landmark":
             return WindowCache(self.config, rows)
-        from memstore.models.landmark.cache import LandmarkCache
-
         return LandmarkCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -192,11 +190,12 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)
-        segments = Segments(input_ids, mask, past.waiting, past.step)
+        segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces = []
         for ids, there in segments:
             packing = Packing(ids, there, past.offsets, self.model.block_size)
-            pieces.append(packing.tokens(self.model(packing, partial(past.begin, packing))))
+            past.begin(packing)
+            pieces.append(packing.tokens(self.model(packing, lambda _: past)))
             past.end()
         past.given += input_ids.shape[1]
         return segments.joined(pieces)

@@ -18,48 +18,38 @@ from memstore.models.packing import Packing
 class Past(ABC):
     """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
 
-    It serves one generation: to branch, make another. No gradient flows into it.
+    It serves one generation: to branch, make another.
     """
 
     is_compileable = False
 
-    def __init__(self, config: LandmarkConfig, rows: int) -> None:
+    def __init__(self, config: LandmarkConfig, rows: int, tokens: int = 0) -> None:
+        """``tokens``: those of a document, that each row goes on after."""
         self.config = config
         self.rows = rows
+        self.counts = [tokens] * rows
+        """Tokens of each row, those of the document included."""
         self.given = 0
         """Tokens that came in through the model, with their padding: what ``generate`` leaves out of a prompt."""
         self.owner: weakref.ref[nn.Module] | None = None
         """The model that computed what is in here; None as long as nothing is."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.rows} rows of {max(self.tokens, default=0)} tokens)"
+        return f"{type(self).__name__}({self.rows} rows of {max(self.counts)} tokens)"
 
     @property
-    @abstractmethod
-    def tokens(self) -> list[int]:
-        """Tokens of each row, those of a document included."""
-
-    @property
-    @abstractmethod
     def offsets(self) -> list[int]:
         """Tokens that wait in the incomplete block of each row."""
+        return [count % self.config.tokens_per_block for count in self.counts]
 
     @property
     def step(self) -> int:
-        """Tokens of a segment at most: the model cuts what it is given where ``waiting`` reaches a multiple."""
+        """Tokens between the places where what comes is cut into forward passes."""
         return self.config.segment_tokens
 
-    @property
-    def waiting(self) -> list[int]:
-        """Tokens of each row since the last multiple of ``step``."""
-        return [count % self.step for count in self.tokens]
-
     @abstractmethod
-    def begin(self, packing: Packing, like: Tensor | None = None) -> Past:
-        """A segment comes: ``packing`` says which stream items it has. Returns the cache.
-
-        ``like`` has the type and the device of what the model computes.
-        """
+    def begin(self, packing: Packing) -> None:
+        """A segment comes: ``packing`` says which stream items it has."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
@@ -99,7 +89,7 @@ class Past(ABC):
 class WindowCache(Past):
     """Keys and values that the baselines' next tokens can see: all, a window, or two windows side by side.
 
-    Keys are kept rotated to their true positions.
+    Keys are kept rotated to their true positions. No gradient flows into it.
     """
 
     def __init__(self, config: LandmarkConfig, rows: int) -> None:
@@ -108,34 +98,26 @@ class WindowCache(Past):
         """``[B, G, P, D]`` of each layer."""
         self.places: Tensor | None = None
         """``[B, P]``: position of each of them; -1 where there is none."""
-        self._tokens = [0] * rows
         self._packing: Packing | None = None
         self._turns: Turns | None = None
         self._visible: Tensor | None = None
 
     @property
-    def tokens(self) -> list[int]:
-        """Tokens of each row."""
-        return self._tokens
-
-    @property
     def offsets(self) -> list[int]:
-        """Tokens of each row: there are no landmarks, so they are those of one block that never ends."""
-        return self._tokens
+        """Tokens of each row: there are no blocks, so they are those of one that never ends."""
+        return self.counts
 
-    def begin(self, packing: Packing, like: Tensor | None = None) -> WindowCache:
+    def begin(self, packing: Packing) -> None:
         """Where the segment's items stand, and what each sees."""
         device = packing.ids.device
-        at = torch.tensor(self._tokens, device=device)[:, None] + torch.arange(packing.items, device=device)
-        dtype = torch.float32 if like is None else like.dtype
-        self._packing, self._turns = packing, self.config.rotary.turns(at.unsqueeze(1), dtype)
+        at = torch.tensor(self.counts, device=device)[:, None] + torch.arange(packing.items, device=device)
         here = torch.where(packing.real, at, -1)
+        self._packing, self._turns = packing, self.config.rotary.turns(at.unsqueeze(1))
         self.places = here if self.places is None else torch.cat([self.places, here], 1)
         places, first = self.places[:, None], self._first(at).clamp(min=0)[..., None]
         # What only fills a row up sees itself: something that is finite.
         itself = F.pad(torch.eye(packing.items, dtype=torch.bool, device=device), (places.shape[-1] - packing.items, 0))
-        self._visible = (((places >= first) & (places <= at[..., None])) | itself).unsqueeze(1)
-        return self
+        self._visible = ((places >= first) & (places <= at[..., None]) | itself).unsqueeze(1)
 
     def _first(self, places: Tensor) -> Tensor:
         """The first position that a token at each of ``places`` sees; below 0 where it sees all."""
@@ -162,8 +144,8 @@ class WindowCache(Past):
         """Count the segment's tokens, and drop what nobody will see again."""
         assert self._packing is not None
         assert self.places is not None
-        self._tokens = [count + new for count, new in zip(self._tokens, self._packing.counts, strict=True)]
-        first = self._first(torch.tensor(self._tokens, device=self.places.device)).clamp(min=0)
+        self.counts = [count + new for count, new in zip(self.counts, self._packing.counts, strict=True)]
+        first = self._first(torch.tensor(self.counts, device=self.places.device)).clamp(min=0)
         needed = (self.places >= first[:, None]).any(0)
         if not bool(needed.all()):
             self.places = self.places[:, needed]
@@ -174,7 +156,7 @@ class WindowCache(Past):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
         self.rows = len(beam_idx)
-        self._tokens = [self._tokens[row] for row in beam_idx.tolist()]
+        self.counts = [self.counts[row] for row in beam_idx.tolist()]
         self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
         self.states = [
             None if each is None else (each[0][beam_idx.to(each[0].device)], each[1][beam_idx.to(each[1].device)])
