@@ -123,7 +123,9 @@ class _View:
         """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
         if self.remembers:
             self.older = rotary.turns(positions - (self.size - 1))
-        blocks = int(places[:, -1].max()) // self.size + 1 if packing.items else 1
+        # What fills a short row up may reach beyond the segment: nobody looks there.
+        last = min(int(places[:, -1].max()) // self.size, cache.config.segment_blocks - 1) if packing.items else 0
+        blocks = last + 1
         self.seen = blocks * self.size
         """Local places that any item may see."""
         self.bias, self.own = local_bias(self.places, blocks, self.size)
