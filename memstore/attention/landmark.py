@@ -129,7 +129,8 @@ def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Ten
     scores, blocks = landmarks.search(questions.older, top_k, questions.first.clamp(min=0))
     recent = questions.recent_blocks[:, None, None].expand(*questions.recent.shape[:3], -1)
     scores, blocks = torch.cat([scores, questions.recent], -1), torch.cat([blocks, recent], -1)
-    best = scores.topk(min(top_k, scores.shape[-1]), -1).indices
+    # Scores of the first layer are all alike, and which of equal ones is taken must not depend on other rows.
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return blocks.gather(-1, best)
 
 
