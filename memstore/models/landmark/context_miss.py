@@ -88,6 +88,6 @@ def _total(q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale:
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """``q [B, H, M, D]``, ``k [B or 1, G, N, D]`` -> ``[B, H, M, N]`` in float32 at least."""
-    grouped = q.unflatten(1, (k.shape[1], -1))
-    products = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
+    products: Tensor = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     return (products if products.dtype == torch.float64 else products.float()) * scale

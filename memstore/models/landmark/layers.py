@@ -38,7 +38,6 @@ class Attention(nn.Module):
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
         self.number = number
-        assert config.head_dim is not None
         self.dim = config.head_dim
         inner, outer = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
@@ -54,7 +53,8 @@ class Attention(nn.Module):
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        return heads
 
 
 class GatedFeedForward(nn.Module):

@@ -122,7 +122,8 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
         For the warm start of a training from scratch; equations 1-4 are 1, which every model begins with. It is not
         saved: a trainer sets it at every step.
         """
-        return self.model.ramp
+        ramp: float = self.model.ramp
+        return ramp
 
     @ramp.setter
     def ramp(self, value: float) -> None:
