@@ -49,6 +49,11 @@ class Counts:
     fetched: list[int] = field(default_factory=list)
     """Blocks that were fetched, in each layer; within a segment each counts once."""
 
+    @classmethod
+    def of(cls, config: LandmarkConfig) -> Counts:
+        """Nothing was asked yet."""
+        return cls(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
+
     @property
     def drop_rate(self) -> float:
         """The part of queries for which nothing was retrieved (the paper's appendix D)."""
@@ -160,7 +165,7 @@ class LandmarkCache(Past):
         """``[B]``: blocks of each row that are in memory."""
         self.items = torch.zeros(rows, dtype=torch.int64)
         """``[B]``: stream items of each row since then."""
-        self.asked = Counts(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
+        self.asked = Counts.of(config)
         self.watch: Callable[[Look], None] | None = None
         """Called after each choice, with what it was made by."""
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
@@ -244,31 +249,46 @@ class LandmarkCache(Past):
             self._recent.clear()
         self._view = None
 
-    def local(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, n, G, S, D]`` of the local blocks from number ``first`` among them on.
+    def states(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, G, S, D]`` of the blocks from ``first`` on, the incomplete last one filled with zeros.
 
-        The incomplete last one is filled up with zeros. Rows must be alike.
+        Those of the only row, as far as the table has not given them away (``stored``).
         """
-        frame, size = self._frames[layer], self.config.block_size
+        frame, size, held = self._frames[layer], self.config.block_size, int(self.items[0])
         assert frame is not None
-        held = int(self.items[0])
-        keys, values = (self._in_blocks(x)[:, first : -(-held // size)].clone() for x in (frame.keys, frame.values))
+        keys, values = (self._in_blocks(x)[0, : -(-held // size)].clone() for x in (frame.keys, frame.values))
         if held % size:
-            keys[:, -1, :, held % size :] = 0
-            values[:, -1, :, held % size :] = 0
-        return keys, values
+            keys[-1, :, held % size :] = 0
+            values[-1, :, held % size :] = 0
+        memory = int(self.blocks[0])
+        if first >= memory:
+            return keys[first - memory :], values[first - memory :]
+        before = self.table.own[layer].of_row(0, first)
+        return torch.cat([before[0], keys]), torch.cat([before[1], values])
+
+    def stored(self, stop: int) -> None:
+        """Blocks below ``stop`` are in the document that the table reads: only the latest stay in tensors too."""
+        near = self.slots if self.slots < FOREVER else 1
+        for own in self.table.own:
+            own.keep_from(min(stop, int(self.blocks[0])) - near)
 
     def put_local(self, layer: int, keys: Tensor, values: Tensor, items: int) -> None:
-        """Begin in the middle of a segment: ``keys, values [n, G, S, D]`` are its local blocks, ``items`` of them."""
-        held = keys.transpose(0, 1).flatten(1, 2)[:, :items]  # [G, items, D]
-        frame = self._frame(layer, held.expand(self.rows, -1, -1, -1))
-        places = local_slot(self.blocks, self.slots)[:, None] * self.config.block_size + torch.arange(items)
-        turns = self.config.rotary.turns(places.unsqueeze(1).to(held.device), held.dtype)
-        frame.keys[:, :, :items] = held
-        frame.turned[:, :, :items] = self.config.rotary.rotate(held.expand(self.rows, -1, -1, -1), turns)
-        frame.values[:, :, :items] = values.transpose(0, 1).flatten(1, 2)[:, :items]
-        self.items[:] = items
-        self.counts = [count + items - items // self.config.block_size for count in self.counts]
+        """Begin in the middle of a segment: ``keys, values [n, G, S, D]`` are its blocks, which hold ``items``.
+
+        To be followed by ``resume``.
+        """
+        keys, values = (x.transpose(0, 1).flatten(1, 2)[None, :, :items] for x in (keys, values))  # [1, G, items, D]
+        frame = self._frame(layer, keys)
+        start = local_slot(self.blocks[:1], self.slots) * self.config.block_size
+        turns = self.config.rotary.turns((start + torch.arange(items)).to(keys.device))
+        fresh = (keys, self.config.rotary.rotate(keys, turns), values)
+        for held, new in zip(frame, fresh, strict=True):
+            held[:, :, :items] = new
+
+    def resume(self, tokens: int) -> None:
+        """The segment that every row is in has ``tokens`` already: see ``put_local``."""
+        self.items[:] = tokens + tokens // self.config.tokens_per_block
+        self.counts = [count + tokens for count in self.counts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""

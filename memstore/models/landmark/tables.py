@@ -119,6 +119,13 @@ class TensorBlocks(LayerBlocks):
         assert self._values is not None
         return Found(self._keys[rows, blocks - self.first], self._values[rows, blocks - self.first])
 
+    def of_row(self, row: int, first: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, G, S, D]`` of the blocks of ``row`` from ``first`` on."""
+        assert self._keys is not None
+        assert self._values is not None
+        which = slice(first - self.first, int(self._counts[row]) - self.first)
+        return self._keys[row, which], self._values[row, which]
+
     def keep_from(self, first: int) -> None:
         """Let blocks before ``first`` go."""
         if first > self.first:
