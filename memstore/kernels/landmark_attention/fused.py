@@ -38,8 +38,6 @@ AT_ONCE = 1 << 20
 """Scores that are computed at once: more would leave the caches of a CPU."""
 KEPT = 1 << 24
 """Weights (numbers) that are kept for the backward pass."""
-_last: tuple[tuple[Tensor | None, ...], tuple[Any, ...], Plan] | None = None
-"""Rows, settings, and the plan for them."""
 
 
 def landmark_attention(
@@ -60,25 +58,26 @@ def landmark_attention(
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
         k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    plan = _planned((is_landmark, key_padding, documents), (k.shape[1], window, ramp, causal))
+    plan = _planned(
+        is_landmark, key_padding, documents, groups=k.shape[1], window=window, ramp=ramp, causal=causal
+    )
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
     return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
 
 
-def _planned(rows: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Plan:
-    """The plan for these rows; the last one is remembered, since all layers of a model have the same."""
-    global _last
-    if _last is None or _last[1] != settings or not all(map(_equal, _last[0], rows)):
-        blocks = layout.find(*rows)
-        plan = Plan(blocks, layout.pieces(blocks), *settings)
-        _last = (tuple(None if x is None else x.clone() for x in rows), settings, plan)
-    return _last[2]
-
-
-def _equal(x: Tensor | None, y: Tensor | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    return x.device == y.device and x.dtype == y.dtype and torch.equal(x, y)
+@layout.remembered
+def _planned(
+    is_landmark: Tensor,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    *,
+    groups: int,
+    window: int | None,
+    ramp: float,
+    causal: bool,
+) -> Plan:
+    blocks = layout.find(is_landmark, key_padding, documents)
+    return Plan(blocks, layout.pieces(blocks), groups, window, ramp, causal)
 
 
 class Plan:
