@@ -115,7 +115,7 @@ def _choose_wanted(
 ) -> Tensor:
     """As ``choose`` of lists for each token, asking only for those that are ``wanted [B, X, T]``."""
     most = int(wanted.sum(-1).max())
-    tokens = wanted.sort(dim=-1, descending=True, stable=True).indices[..., :most]  # [B, X, most]
+    tokens = (~wanted).byte().argsort(dim=-1, stable=True)[..., :most]  # [B, X, most]
     heads = questions.older.shape[1]
     asked = questions.picked(tokens.repeat_interleave(heads // lists, 1))
     found = choose(landmarks, asked, top_k, lists=lists, share_tokens=False, pool=pool)
@@ -170,7 +170,8 @@ def _winners(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
     """``votes [B, X, R, N]`` of ``blocks [B, N]`` -> the best of them ``[B, X, R, K]``."""
     blocks = blocks[:, None, None].expand_as(votes)
     # A weight may be too small for its type: what is no block must still come after it.
-    best = torch.where(blocks >= 0, votes, -1.0).topk(min(top_k, votes.shape[-1]), -1).indices
+    votes = torch.where(blocks >= 0, votes, -1.0)
+    best = votes.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return blocks.gather(-1, best)
 
 

@@ -117,7 +117,9 @@ class _View:
         self.uniform = packing.uniform and bool((items == items[0]).all())
         if self.uniform and bool((slot == slot[0]).all()):
             items, slot = items[:1], slot[:1]
-        places = items[:, None] + torch.arange(packing.items)  # [B or 1, M]
+        # What fills a row up may lie beyond its segment, where there is no room.
+        room = cache.config.segment_blocks * self.size
+        places = (items[:, None] + torch.arange(packing.items)).clamp(max=room - 1)  # [B or 1, M]
         self.places = places.to(device)
         self.real = packing.real
         positions = (slot[:, None] * self.size + places).unsqueeze(1).to(device)
@@ -128,9 +130,7 @@ class _View:
         """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
         if self.remembers:
             self.older = rotary.turns(positions - (self.size - 1))
-        # What fills a short row up may reach beyond the segment: nobody looks there.
-        last = min(int(places[:, -1].max()) // self.size, cache.config.segment_blocks - 1) if packing.items else 0
-        blocks = last + 1
+        blocks = int(places[:, -1].max()) // self.size + 1 if packing.items else 1
         self.seen = blocks * self.size
         """Local places that any item may see."""
         self.bias, self.own = local_bias(self.places, blocks, self.size)
