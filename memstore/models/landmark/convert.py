@@ -153,7 +153,7 @@ def _adapted(model: LandmarkForCausalLM, lora: int | LoraConfig, saved: list[str
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise InvalidArgument("lora needs peft: pip install peft") from error
+        raise InvalidArgument('lora needs peft: pip install "torch-memstore[lora]"') from error
     if isinstance(lora, int):
         if lora < 1:
             raise InvalidArgument(f"the rank of lora must be at least 1, not {lora}")
