@@ -85,7 +85,8 @@ def examine(model: PreTrainedModel) -> Architecture:
     if model.config.model_type.startswith("memstore-"):
         kind = model.config.model_type.removeprefix("memstore-")
         raise UnsupportedModel(
-            f"{type(model).__name__} brings its own way to a memory: use memstore.models.{kind}.Reader instead of attach"
+            f"{type(model).__name__} brings its own way to a memory: use memstore.models.{kind}.Reader instead of "
+            "attach"
         )
     try:
         return _examine(model)
