@@ -129,7 +129,8 @@ def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Ten
     scores, blocks = landmarks.search(questions.older, top_k, questions.first.clamp(min=0))
     recent = questions.recent_blocks[:, None, None].expand(*questions.recent.shape[:3], -1)
     scores, blocks = torch.cat([scores, questions.recent], -1), torch.cat([blocks, recent], -1)
-    best = scores.topk(min(top_k, scores.shape[-1]), -1).indices
+    # Scores of the first layer are all alike, and which of equal ones is taken must not depend on other rows.
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return blocks.gather(-1, best)
 
 
@@ -169,7 +170,8 @@ def _winners(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
     """``votes [B, X, R, N]`` of ``blocks [B, N]`` -> the best of them ``[B, X, R, K]``."""
     blocks = blocks[:, None, None].expand_as(votes)
     # A weight may be too small for its type: what is no block must still come after it.
-    best = torch.where(blocks >= 0, votes, -1.0).topk(min(top_k, votes.shape[-1]), -1).indices
+    votes = torch.where(blocks >= 0, votes, -1.0)
+    best = votes.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return blocks.gather(-1, best)
 
 

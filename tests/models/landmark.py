@@ -85,7 +85,8 @@ class Reference:
 
     def logits(self, ids: list[int], controlled: list[bool] | None = None) -> Tensor:
         """``[T, V]``; ``controlled``: for each block, whether its landmark is under the context-miss token."""
-        stream, places = [], []
+        stream: list[Tensor] = []
+        places: list[int] = []
         for number, token in enumerate(ids):
             places.append(len(stream))
             stream.append(self.weights["model.embed_tokens.weight"][token])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,11 +77,11 @@ def test_generation_is_a_loop_of_forward_passes(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_beams_with_a_cache_are_those_without(kind: str) -> None:
     model, ids = make(kind), tokens(20, rows=2)
-    out = [
-        model.generate(ids, max_new_tokens=9, num_beams=3, do_sample=False, pad_token_id=0, use_cache=cached)  # type: ignore[misc]
-        for cached in (True, False)
-    ]
-    assert torch.equal(*out)
+    options: dict[str, Any] = {"max_new_tokens": 9, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    cached, plain = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))  # type: ignore[misc]
+    assert isinstance(cached, Tensor)
+    assert isinstance(plain, Tensor)
+    assert torch.equal(cached, plain)
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:

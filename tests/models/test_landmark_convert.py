@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-STOCK = {
+STOCK: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
     "tied llama": (LlamaConfig, {"tie_word_embeddings": True, "head_dim": 16}),
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 8}),
@@ -43,7 +43,8 @@ def stock(kind: str = "llama", **changes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 @torch.no_grad()
@@ -71,7 +72,7 @@ def test_the_weights_are_shared_and_the_landmark_is_the_mean(kind: str) -> None:
     theirs = dict(model.named_parameters())
     own = {name: tensor for name, tensor in made.named_parameters() if theirs.get(name) is not tensor}
     assert sorted(own) == ["model.context_miss.weight", "model.landmark.weight"]
-    mean = model.get_input_embeddings().weight.mean(0)
+    mean = theirs["model.embed_tokens.weight"].mean(0)
     for tensor in own.values():
         torch.testing.assert_close(tensor[0], mean)
     assert set(theirs) <= {name for name, _ in made.named_parameters()}
@@ -84,6 +85,7 @@ def test_and_back_it_is_the_stock_model(kind: str, tmp_path: Path) -> None:
     model, ids = stock(kind), tokens(60)
     before = expected(model, ids)
     made = make_landmark(model, block_size=8)
+    assert isinstance(made, LandmarkForCausalLM)
     made.save_pretrained(tmp_path)
     for landmark in (made, LandmarkForCausalLM.from_pretrained(tmp_path)):
         back = unmake_landmark(landmark)
@@ -131,7 +133,7 @@ def test_lora_trains_adapters_and_landmark_only_and_is_merged_on_the_way_back(
         step(made, ids)
     trained = made(input_ids=ids).logits.detach()
     assert all(torch.equal(model.state_dict()[name], x) for name, x in weights.items() if "proj" in name)
-    made.save_pretrained(tmp_path)
+    made.save_pretrained(str(tmp_path))
     again = PeftModel.from_pretrained(make_landmark(stock("qwen2"), block_size=8, context_miss=True), str(tmp_path))
     close(again(input_ids=ids).logits.detach(), trained)
     back = unmake_landmark(made)

@@ -73,6 +73,7 @@ def test_the_context_miss_token_is_learned_with_landmarks_drawn_at_random() -> N
     model.train()
     model(ids, labels=ids).loss.backward()
     assert [name for name, x in model.named_parameters() if x.grad is None or not bool(x.grad.any())] == []
+    model(ids[:, :5], labels=ids[:, :5]).loss.backward()  # too short for a landmark
     assert all(bool(x.grad.isfinite().all()) for x in model.parameters() if x.grad is not None)
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+import memstore
+from memstore.errors import UnsupportedModel
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from tests.models.landmark import KINDS, close, logits, make, tokens
 
@@ -88,8 +99,10 @@ def test_the_loss_reaches_every_parameter_and_falls(kind: str) -> None:
 class Ramp(TrainerCallback):
     """A warm start in three steps."""
 
-    def on_step_begin(self, *arguments: object, model: LandmarkForCausalLM, **_: object) -> None:
-        model.ramp = min(1.0, arguments[1].global_step / 2)  # type: ignore[attr-defined]  # the trainer's state
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **options: Any
+    ) -> None:
+        options["model"].ramp = min(1.0, state.global_step / 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"activation_checkpointing": True}], ids=str)
@@ -114,7 +127,7 @@ def test_the_trainer_trains_without_a_warning(tmp_path: Path, options: dict[str,
     assert len(losses) == 3
     assert all(0 < loss < 100 for loss in losses)
     assert model.ramp == 1
-    assert trainer.evaluate(examples)["eval_loss"] > 0
+    assert trainer.evaluate(cast("Dataset[Any]", examples))["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "context miss", "xl"])
@@ -136,6 +149,11 @@ def test_half_precision_is_near_and_finite(kind: str, dtype: torch.dtype) -> Non
         assert bool(out.isfinite().all())
         error = (out.float() - expected).abs().max() / expected.abs().max()
         assert float(error) < 0.1
+
+
+def test_attach_says_what_serves_a_landmark_model(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"use memstore.models.landmark.Reader instead of attach"):
+        memstore.attach(make(), tmp_path / "m").__enter__()
 
 
 def test_generation_without_a_cache_sees_the_whole_text_at_true_positions() -> None:

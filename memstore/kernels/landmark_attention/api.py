@@ -12,6 +12,8 @@ from memstore.errors import InvalidArgument
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 _INTEGERS = (torch.int32, torch.int64)
+_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
 
 
 def landmark_attention(
@@ -70,29 +72,64 @@ def landmark_attention(
         raise InvalidArgument(f"window is at least 1 (the query's own position), or None for no limit, got {window}")
     if not 0 <= ramp <= 1:
         raise InvalidArgument(f"ramp is between 0 (ordinary softmax) and 1 (landmarks decide), got {ramp}")
-    if backend == "auto":
-        backend = "torch"
     if not (q.numel() and v.shape[-1]):
         return _nothing(q, k, v)
+    rows = (is_landmark, key_padding, documents)
+    if backend == "auto":
+        backend = "torch" if q.device.type != "cuda" or triton_problem(q, k, v, rows, window, causal) else "triton"
+    elif backend == "triton" and (problem := triton_problem(q, k, v, rows, window, causal)):
+        raise InvalidArgument(f"backend 'triton' {problem}")
     options: dict[str, Any] = {
         "key_padding": key_padding,
         "documents": documents,
         "window": window,
-        "ramp": ramp,
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
-        "causal": causal,
+        "ramp": float(ramp),
+        "scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
     }
     match backend:
+        case "triton":
+            from memstore.kernels.landmark_attention import triton
+
+            return triton.landmark_attention(q, k, v, is_landmark, **options)
         case "torch":
             from memstore.kernels.landmark_attention import fused
 
-            return fused.landmark_attention(q, k, v, is_landmark, **options)
+            return fused.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
         case "reference":
             from memstore.kernels.landmark_attention import reference
 
-            return reference.landmark_attention(q, k, v, is_landmark, **options)
+            return reference.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
         case _:
             raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
+
+
+def triton_problem(
+    q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, Tensor | None, Tensor | None], window: int | None, causal: bool
+) -> str | None:
+    """Why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
+    largest = max(q.shape[-1], v.shape[-1])
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'torch'"
+    if not causal:
+        return "has causal attention only; use 'auto' or 'torch'"
+    if largest > _LARGEST_HEAD:
+        return f"has heads of at most {_LARGEST_HEAD}, got {largest}; use 'auto' or 'torch'"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _TRITON_TYPES:
+        return (
+            "takes float32, float16 or bfloat16, the same for q, k and v, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them, or use 'auto' or 'torch'"
+        )
+    from memstore.kernels.landmark_attention import triton
+
+    if q.device.type != "cuda" and not triton.interpreted():
+        return (
+            f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on {q.device}; "
+            "use 'auto' or 'torch'"
+        )
+    longest = triton.tiles(*rows, window=window).size
+    if longest > triton.LONGEST:
+        return f"has blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
+    return None
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -58,10 +58,26 @@ def landmark_attention(
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
         k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    found = layout.find(is_landmark, key_padding, documents)
-    plan = Plan(found, layout.pieces(found), k.shape[1], window, ramp, causal)
+    plan = _planned(
+        is_landmark, key_padding, documents, groups=k.shape[1], window=window, ramp=ramp, causal=causal
+    )
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
     return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
+
+
+@layout.remembered
+def _planned(
+    is_landmark: Tensor,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    *,
+    groups: int,
+    window: int | None,
+    ramp: float,
+    causal: bool,
+) -> Plan:
+    blocks = layout.find(is_landmark, key_padding, documents)
+    return Plan(blocks, layout.pieces(blocks), groups, window, ramp, causal)
 
 
 class Plan:
@@ -74,6 +90,9 @@ class Plan:
         self.window, self.ramp, self.causal = window, ramp, causal
         self.alike = len(blocks.number) == 1
         self.tokens = blocks.number.shape[1]
+        self._views: dict[tuple[int, ...], View] = {}
+        self._room = KEPT
+        self._ranges: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def chunks(self, queries: int) -> Iterator[tuple[int, int]]:
         """First and last position of each chunk of the last ``queries`` positions; whole blocks where that is easy."""
@@ -87,6 +106,11 @@ class Plan:
 
     def range(self, first: int, last: int) -> tuple[int, int, int]:
         """The pieces ``start`` to ``stop`` that queries ``first`` to ``last`` see, those from ``edge`` on in part."""
+        if (first, last) not in self._ranges:
+            self._ranges[first, last] = self._range(first, last)
+        return self._ranges[first, last]
+
+    def _range(self, first: int, last: int) -> tuple[int, int, int]:
         if not self.causal:
             return 0, 0, self.pieces.count
         piece = self.pieces.slot // self.pieces.size
@@ -101,6 +125,16 @@ class Plan:
 
     def view(self, first: int, last: int, rows: slice) -> View:
         """What the queries at positions ``first`` to ``last`` see, for ``rows`` of the ``B * G``."""
+        key = (first, last) if self.alike else (first, last, rows.start, rows.stop)
+        if key in self._views:
+            return self._views[key]
+        view = self._view(first, last, rows)
+        self._room -= view.own.numel() + view.hidden.numel()
+        if self._room > 0:
+            self._views[key] = view
+        return view
+
+    def _view(self, first: int, last: int, rows: slice) -> View:
         p, (start, edge, stop) = self.pieces, self.range(first, last)
         position = torch.arange(first, last, device=p.token.device)[:, None]
 
@@ -126,7 +160,9 @@ class Plan:
             slice(start * p.size, stop * p.size),
             edge - start,
             own[:, None],
-            visible[:, None],
+            ~visible[:, None],
+            bool((~visible.any(-1)).any()),
+            bool((~visible[..., : edge - start]).any()),
             ~seen[:, None],
             holes,
             block[:, 0].clamp(min=0),
@@ -142,8 +178,12 @@ class View(NamedTuple):
     """Pieces that every query sees whole, if it sees them."""
     own: Tensor
     """``[X, 1, M, N]``: the piece is of the block of the query."""
-    visible: Tensor
-    """``[X, 1, M, N]``: the query sees a token of the piece."""
+    unseen: Tensor
+    """``[X, 1, M, N]``: the query sees no token of the piece."""
+    blind: bool
+    """A query sees no piece."""
+    barred: bool
+    """A query does not see a piece before the edge."""
     hidden: Tensor
     """``[X, 1, M, N - edge, R]``: tokens that a query does not see."""
     holes: Tensor | None
@@ -173,10 +213,12 @@ def weights(q: Tensor, k: Tensor, view: View, ramp: float, size: int) -> Weights
     _hide_(scores, view, ramp)
     if ramp == 0:
         p = scores.flatten(-2).softmax(-1)
-        return Weights(p.unsqueeze(-2), view.visible.any(-1, keepdim=True).to(p.dtype).expand(*p.shape[:-1], 1), None)
+        return Weights(p.unsqueeze(-2), (~view.unseen.all(-1, keepdim=True)).to(p.dtype).expand(*p.shape[:-1], 1), None)
     share = None
     first = 0 if ramp < 1 or view.landmark is not None else view.edge  # the first piece whose sum is needed
-    inside = scores[..., first:, :].logsumexp(-1)
+    p = scores.softmax(-1)
+    # The log-sum-exp, from the largest of P, exp(highest - LSE): many exponentials of hidden scores would be slow.
+    inside = scores[..., first:, :].amax(-1) - p[..., first:, :].amax(-1).log_()
     if view.landmark is None:
         group = landmark
         other = ramp * landmark[..., first:] + (1 - ramp) * inside
@@ -186,11 +228,11 @@ def weights(q: Tensor, k: Tensor, view: View, ramp: float, size: int) -> Weights
         group = landmark.gather(-1, _expanded(view.landmark, landmark))
         other = ramp * (group - whole) + inside
     group[..., first:] = torch.where(view.own[..., first:], inside, other)
-    group.masked_fill_(~view.visible, float("-inf"))
-    highest = group.amax(-1, keepdim=True).clamp_(min=torch.finfo(group.dtype).min)
-    piece = group.sub_(highest).exp_()
-    piece /= piece.sum(-1, keepdim=True).clamp_(min=torch.finfo(group.dtype).tiny)
-    return Weights(scores.softmax(-1), piece, share)
+    group.masked_fill_(view.unseen, float("-inf"))
+    piece = group.softmax(-1)
+    if view.blind:
+        piece.masked_fill_(view.unseen.all(-1, keepdim=True), 0)
+    return Weights(p, piece, share)
 
 
 def _hide_(scores: Tensor, view: View, ramp: float) -> None:
@@ -201,8 +243,8 @@ def _hide_(scores: Tensor, view: View, ramp: float) -> None:
         scores[..., : view.edge, -1] = lowest
     else:
         scores[..., : view.edge, :].masked_fill_(view.holes, lowest)
-    if ramp == 0 and not view.visible[..., : view.edge].all():
-        scores[..., : view.edge, :].masked_fill_(~view.visible[..., : view.edge, None], lowest)
+    if ramp == 0 and view.barred:
+        scores[..., : view.edge, :].masked_fill_(view.unseen[..., : view.edge, None], lowest)
 
 
 def score_gradients(found: Weights, dp: Tensor, view: View, ramp: float) -> tuple[Tensor, Tensor]:
@@ -265,8 +307,8 @@ class _LandmarkAttention(torch.autograd.Function):
             dp = _at_least_float32(torch.bmm(gradient, v.mT))
             ds, weighted = (x.to(q.dtype) for x in score_gradients(w, dp, view, plan.ramp))
             dq[rows, :, chunk] = torch.bmm(ds, k).view(q.shape)
-            _add_product_(dk[rows, view.slots], ds.mT, q.flatten(1, 2))
-            _add_product_(dv[rows, view.slots], weighted.mT, gradient)
+            dk[rows, view.slots] += torch.bmm(ds.mT, q.flatten(1, 2))
+            dv[rows, view.slots] += torch.bmm(weighted.mT, gradient)
         return (dq * ctx.scale).view(shapes[0]), _of_tokens(dk, plan, shapes[1]), _of_tokens(dv, plan, shapes[2]), None, None
 
 
@@ -331,13 +373,6 @@ def _expanded(index: Tensor, x: Tensor) -> Tensor:
 def _is_last(landmark: Tensor) -> Tensor:
     """The pieces that end their blocks, ``[X, 1, 1, N]``."""
     return (landmark == torch.arange(landmark.shape[-1], device=landmark.device))[:, None, None]
-
-
-def _add_product_(total: Tensor, x: Tensor, y: Tensor) -> None:
-    if total.dtype == x.dtype:
-        total.baddbmm_(x, y)
-    else:
-        total.add_(torch.bmm(x, y))
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -7,10 +7,14 @@ blocks runs over the last dimension. A block has several pieces if it is longer 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Made = TypeVar("Made")
 
 LONGEST = 128
 """Ordinary tokens of a piece."""
@@ -133,3 +137,97 @@ def best_length(lengths: Tensor, tokens: int) -> int:
     if slots(longest) <= WASTE * tokens:
         return longest
     return min((longest, *SIZES), key=slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Blocks as runs of consecutive tokens for a kernel, int32. Incomplete blocks, which only their own queries see, may
+    be cut into several tiles; others are one tile each."""
+
+    count: int
+    size: int
+    """Tokens of the longest tile."""
+    limited: bool
+    """Queries do not see all tiles before them: there are several documents, or a window."""
+    starts: Tensor
+    """``[X, N + 1]``: the first token of each tile; ``T`` for tiles that are not there."""
+    until: Tensor
+    """``[X, N]``: the first position that does not see the tile any more."""
+    ordinary: Tensor
+    """``[X, T]``, int8: 1 for tokens that are neither landmarks nor padding."""
+    tile: Tensor
+    """Number of the tile of each token, ``[X, T]``."""
+    own: Tensor
+    """The first tile of the block of each token, ``[X, T]``."""
+    first: Tensor
+    """The first tile that the query at each position sees, ``[X, T]``."""
+
+
+def tiles(blocks: Blocks, window: int | None) -> Tiles:
+    """Tiles for blocks."""
+    number, (rows, tokens) = blocks.number, blocks.number.shape
+    position = torch.arange(tokens, device=number.device).expand(rows, -1)
+    many = int(number.max()) + 1
+    lengths = number.new_zeros(rows, many).scatter_add_(1, number, torch.ones_like(number))
+    closed = number.new_zeros(rows, many).scatter_add_(1, number, blocks.landmark.long())
+    size = int((lengths * closed).max()) or min(tokens, 64)
+    offset = position - (lengths.cumsum(1) - lengths).gather(1, number)
+    begins = (offset == 0) | (offset % size == 0) & (closed.gather(1, number) == 0)
+    tile = begins.cumsum(1) - 1
+    count = int(tile[:, -1].max()) + 1
+    starts = tile.new_full((rows, count + 1), tokens)
+    starts.scatter_reduce_(1, tile, position, "amin")
+    document_begins = begins & (blocks.document != torch.nn.functional.pad(blocks.document, (1, 0), value=-1)[:, :-1])
+    begin = torch.where(document_begins, position, 0).cummax(1).values
+    lasts = starts[:, 1:] - 1  # the last token of each tile
+    end = torch.where(document_begins, position, tokens).flip(1).cummin(1).values.flip(1)  # at or after
+    end = torch.nn.functional.pad(end, (0, 1), value=tokens)  # of the document of the token before
+    until = end.gather(1, lasts + 1)
+    first = tile.gather(1, begin)
+    if window is not None:
+        first = torch.maximum(first, tile.gather(1, (position - window + 1).clamp(min=0)))
+        until = torch.minimum(until, lasts + window)
+    return Tiles(
+        count=count,
+        size=size,
+        limited=window is not None or bool(blocks.document[:, -1].any()),
+        starts=starts.int(),
+        until=until.int(),
+        ordinary=blocks.ordinary.to(torch.int8),
+        tile=tile.int(),
+        own=tile.gather(1, position - offset).int(),
+        first=first.int(),
+    )
+
+
+def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Remember the last result: all layers of a model ask for the same.
+
+    Tensors are compared by what they hold, not by identity alone, so writing into one in place is noticed.
+    """
+    last: list[tuple[tuple[Any, ...], dict[str, Any], Made]] = []
+
+    def call(*rows: Tensor | None, **settings: Any) -> Made:
+        if last:
+            known, before, made = last[0]
+            if before == settings and all(_same(x, *y) for x, y in zip(rows, known, strict=True)):
+                return made
+        made = make(*rows, **settings)
+        copies = tuple((None, None, None) if x is None else (x, x.clone(), _version(x)) for x in rows)
+        last[:] = [(copies, settings, made)]
+        return made
+
+    return call
+
+
+def _same(x: Tensor | None, before: Tensor | None, copy: Tensor | None, version: int | None) -> bool:
+    if x is None or copy is None:
+        return x is copy
+    if x is before and version is not None and _version(x) == version:
+        return True  # without waiting for the device
+    return x.device == copy.device and x.dtype == copy.dtype and torch.equal(x, copy)
+
+
+def _version(x: Tensor) -> int | None:
+    """Which of the states that writing in place gave it; tensors made for inference do not tell."""
+    return None if x.is_inference() else x._version

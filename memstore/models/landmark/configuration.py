@@ -97,7 +97,7 @@ class LandmarkConfig(PreTrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.num_hidden_layers = num_hidden_layers
-        self.head_dim = head_dim
+        self.head_dim = _head_dim(head_dim, hidden_size, num_attention_heads)
         self.block_size = block_size
         self.architecture = architecture
         self.attention = attention
@@ -126,7 +126,6 @@ class LandmarkConfig(PreTrainedConfig):
     @property
     def rotary(self) -> Rotary:
         """Rotary positions of all layers."""
-        assert self.head_dim is not None
         return Rotary(self.head_dim, self.rope_theta, interleaved=self.rope_interleaved)
 
     @property
@@ -159,13 +158,6 @@ class LandmarkConfig(PreTrainedConfig):
             raise InvalidArgument(f"rope_theta must be above 0, not {self.rope_theta}")
 
     def _check_sizes(self) -> None:
-        if self.head_dim is None and isinstance(self.hidden_size, int) and isinstance(self.num_attention_heads, int):
-            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-                raise InvalidArgument(
-                    f"hidden_size must be a multiple of num_attention_heads, or head_dim be given; they are "
-                    f"{self.hidden_size} and {self.num_attention_heads}"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
         for name in SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -175,8 +167,19 @@ class LandmarkConfig(PreTrainedConfig):
                 "num_attention_heads must be a multiple of num_key_value_heads; "
                 f"they are {self.num_attention_heads} and {self.num_key_value_heads}"
             )
-        if self.head_dim is None or self.head_dim % 2:
+        if self.head_dim % 2:
             raise InvalidArgument(f"head_dim must be even for rotary positions, not {self.head_dim}")
+
+
+def _head_dim(given: int | None, hidden: int, heads: int) -> int:
+    if given is not None:
+        return given
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise InvalidArgument(
+            f"hidden_size must be a multiple of num_attention_heads, or head_dim be given; they are {hidden!r} and "
+            f"{heads!r}"
+        )
+    return hidden // heads
 
 
 _TINY = {

@@ -7,13 +7,16 @@ the group of a query's own block and the free landmarks, and the weight it gets 
 ``L_CMT``, among which a softmax of their own divides it. Where a query sees none of ``L_CMT``, the token keeps its
 weight, which is lost.
 
-Here this is landmark attention with another score for controlled landmarks,
+This is landmark attention with another score for controlled landmarks,
 
     s_l + s_CMT - logsumexp over visible l' of L_CMT (s_l')
 
 which gives each the weight that the paper's product of three softmaxes gives it. That term is a number of the query
 times a flag of the key, so it goes into one more dimension of both, and no attention of its own is needed. A second
 one carries the score of the token itself for queries that see none of ``L_CMT``.
+
+Here landmarks are drawn while training only: otherwise those of a text without a cache are all free, as the paper's
+in-context landmarks are. With a cache, those in memory are under control (``memstore.attention.landmark``).
 
 Deviation: the landmarks under control are drawn once for all layers of a step, not anew in each layer.
 """
@@ -88,6 +91,6 @@ def _total(q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale:
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """``q [B, H, M, D]``, ``k [B or 1, G, N, D]`` -> ``[B, H, M, N]`` in float32 at least."""
-    grouped = q.unflatten(1, (k.shape[1], -1))
-    products = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
+    products: Tensor = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     return (products if products.dtype == torch.float64 else products.float()) * scale

@@ -7,7 +7,7 @@ very same parameters, and those of its landmark beside them.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,8 @@ def make_landmark(
     with torch.device("meta"):
         made = LandmarkForCausalLM(config)
     weights = dict(model.state_dict(keep_vars=True))
-    mean = model.get_input_embeddings().weight.detach().float().mean(0, keepdim=True)
+    embeddings = cast("nn.Embedding", model.get_input_embeddings()).weight
+    mean = embeddings.detach().float().mean(0, keepdim=True)
     own = {name for name, _ in made.named_parameters() if name.startswith(("model.landmark.", "model.context_miss."))}
     for name in own:
         weights[name] = nn.Parameter(mean.to(model.dtype, copy=True))
@@ -152,7 +153,7 @@ def _adapted(model: LandmarkForCausalLM, lora: int | LoraConfig, saved: list[str
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise InvalidArgument("lora needs peft: pip install peft") from error
+        raise InvalidArgument('lora needs peft: pip install "torch-memstore[lora]"') from error
     if isinstance(lora, int):
         if lora < 1:
             raise InvalidArgument(f"the rank of lora must be at least 1, not {lora}")

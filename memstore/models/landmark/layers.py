@@ -31,19 +31,22 @@ def norm(config: LandmarkConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
 
 
+class ResidualLinear(nn.Linear):
+    """A projection into the residual stream. GPT-2's start smaller, the more layers add to it."""
+
+
 class Attention(nn.Module):
     """Projections around what ``Sight`` attends to."""
 
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
         self.number = number
-        assert config.head_dim is not None
         self.dim = config.head_dim
         inner, outer = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
-        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.o_proj = ResidualLinear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> Tensor:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
@@ -57,7 +60,8 @@ class Attention(nn.Module):
         cache.keep(self.number, self._heads(self.k_proj(x)), self._heads(self.v_proj(x)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        return heads
 
 
 class GatedFeedForward(nn.Module):
@@ -67,7 +71,7 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` -> the same."""
@@ -81,7 +85,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` -> the same."""

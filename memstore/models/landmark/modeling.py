@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.errors import InvalidArgument
+from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.layers import Layer, Sight, norm
+from memstore.models.landmark.layers import Layer, ResidualLinear, Sight, norm
 from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.landmark.segments import Segments
 from memstore.models.landmark.sight import WholeStream
 from memstore.models.packing import Packing
-
-if TYPE_CHECKING:
-    from memstore.models.landmark.cache import LandmarkCache
 
 WITHOUT_LANDMARKS = 2**40
 """Tokens of a block where there are no landmarks: one that never ends."""
@@ -75,8 +73,7 @@ class LandmarkModel(nn.Module):
 
     def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
         """The stream of a segment ``[B, M, hidden]`` after the last norm."""
-        x = self._through(self.layers, packing, sight)
-        hidden: Tensor = self.norm(x)
+        hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
         return hidden
 
     def read(self, packing: Packing, cache: LandmarkCache) -> None:
@@ -85,12 +82,9 @@ class LandmarkModel(nn.Module):
         The last layer's keys and values do not depend on what it attends to, so there nothing is retrieved.
         """
         *before, last = self.layers
-        x = self._through(before, packing, lambda _: cache)
-        last.keep(x, cache)
+        last.keep(self._through(before, packing, lambda _: cache), cache)
 
-    def _through(
-        self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]
-    ) -> Tensor:
+    def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
         x = self.embed(packing.ids)
         seen = sight(x)
         gate = self.context_miss(packing.ids.new_zeros(1, 1)) if self.config.context_miss else None
@@ -129,12 +123,8 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        if self.config.architecture == "gpt2" and isinstance(module, Layer):
-            # GPT-2's: what is added to the residual stream starts smaller the more layers add to it.
-            for last in (module.self_attn.o_proj, module.mlp.down_proj):
-                nn.init.normal_(
-                    last.weight, std=self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
-                )
+        if self.config.architecture == "gpt2" and isinstance(module, ResidualLinear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(2 * len(self.model.layers)))
 
     @property
     def ramp(self) -> float:
@@ -143,7 +133,8 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
         For the warm start of a training from scratch; equations 1-4 are 1, which every model begins with. It is not
         saved: a trainer sets it at every step.
         """
-        return self.model.ramp
+        ramp: float = self.model.ramp
+        return ramp
 
     @ramp.setter
     def ramp(self, value: float) -> None:
@@ -197,8 +188,6 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
         """An empty cache for ``rows`` texts."""
         if self.config.attention != "landmark":
             return WindowCache(self.config, rows)
-        from memstore.models.landmark.cache import LandmarkCache
-
         return LandmarkCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:

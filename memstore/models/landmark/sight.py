@@ -81,4 +81,5 @@ def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     exists = (torch.arange(count, device=q.device) > 0).repeat(batch)[:, None, None, None]
     visible = visible & (exists | (torch.arange(2 * window, device=q.device) >= window))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
-    return out.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :items]
+    joined: Tensor = out.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
+    return joined[:, :, :items]
