@@ -115,7 +115,7 @@ def _choose_wanted(
 ) -> Tensor:
     """As ``choose`` of lists for each token, asking only for those that are ``wanted [B, X, T]``."""
     most = int(wanted.sum(-1).max())
-    tokens = wanted.sort(-1, descending=True, stable=True).indices[..., :most]  # [B, X, most]
+    tokens = (~wanted).byte().argsort(dim=-1, stable=True)[..., :most]  # [B, X, most]
     heads = questions.older.shape[1]
     asked = questions.picked(tokens.repeat_interleave(heads // lists, 1))
     found = choose(landmarks, asked, top_k, lists=lists, share_tokens=False, pool=pool)

@@ -117,7 +117,9 @@ class _View:
         self.uniform = packing.uniform and bool((items == items[0]).all())
         if self.uniform and bool((slot == slot[0]).all()):
             items, slot = items[:1], slot[:1]
-        places = items[:, None] + torch.arange(packing.items)  # [B or 1, M]
+        # What fills a row up may lie beyond its segment, where there is no room.
+        room = cache.config.segment_blocks * self.size
+        places = (items[:, None] + torch.arange(packing.items)).clamp(max=room - 1)  # [B or 1, M]
         self.places = places.to(device)
         self.real = packing.real
         positions = (slot[:, None] * self.size + places).unsqueeze(1).to(device)
