@@ -60,6 +60,12 @@ class Remembering(Reference):
     def turned(self, x: Tensor, position: int) -> Tensor:
         return self.rotated(x[None], position)[0]
 
+    def standing(self, x: Tensor, positions: list[int]) -> Tensor:
+        """``x [n, D]``, each turned to its position."""
+        starts = [i for i, place in enumerate(positions) if not i or place != positions[i - 1] + 1]
+        spans = zip(starts, [*starts[1:], len(positions)], strict=True)
+        return torch.cat([self.rotated(x[start:stop], positions[start]) for start, stop in spans])
+
     def lists(self, layer: int, q: Tensor, k: Tensor, start: int, stop: int) -> list[list[list[int]]]:
         """Blocks for each head and item of a segment, in order of time."""
         size, heads, items = self.config.block_size, len(q), stop - start
@@ -111,20 +117,22 @@ class Remembering(Reference):
         begin = self.begin(memory)
         query = self.turned(q[item], begin * size + item - start) / math.sqrt(q.shape[-1])
 
-        def score(place: int, position: int) -> float:
-            return math.exp(float(query @ self.turned(k[place], position)))
-
         own = [place for place in range(item // size * size, item + 1) if place % size != size - 1]
-        total = {place: score(place, begin * size + place - start) for place in own}
         local = range(memory, item // size)
         slots = {block: begin + block - memory for block in local} | dict(
             zip(chosen, self.slots(chosen, memory), strict=True)
         )
-        landmark = {block: score(block * size + size - 1, slot * size + size - 1) for block, slot in slots.items()}
+        places = own + [block * size + i for block in slots for i in range(size)]
+        positions = [begin * size + place - start for place in own]
+        positions += [slot * size + i for slot in slots.values() for i in range(size)]
+        scores = (self.standing(k[places], positions) @ query).exp().tolist()
+        score = dict(zip(places, scores, strict=True))
+        total = {place: score[place] for place in own}
+        landmark = {block: score[block * size + size - 1] for block in slots}
         shares = self.shared(sum(total.values()), landmark, list(local), chosen, gate, head, query)
         out = sum((share * v[place] for place, share in self.normed(total, shares[-1]).items()), torch.zeros_like(v[0]))
-        for block, slot in slots.items():
-            inside = {block * size + i: score(block * size + i, slot * size + i) for i in range(size - 1)}
+        for block in slots:
+            inside = {block * size + i: score[block * size + i] for i in range(size - 1)}
             for place, share in self.normed(inside, shares[block]).items():
                 out = out + share * v[place]
         return out

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.kernels import landmark_attention
 from memstore.memory import Retrieval
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark import cache as module
 from memstore.models.landmark.cache import LandmarkCache, default_retrieval
 from memstore.models.landmark.tables import FirstLayerBlocks
+from memstore.models.packing import Packing
 from tests.models.landmark import close, logits, make, tokens
 from tests.models.landmark_memory import Remembering, in_pieces, remembered
 
@@ -39,7 +42,7 @@ def options(name: str = "each head and token", top_k: Any = 2, **more: Any) -> R
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_every_granularity_computes_what_the_paper_says(granularity: str) -> None:
-    model, ids = make(**SMALL), tokens(52)
+    model, ids = make(**SMALL), tokens(38)
     retrieval = options(granularity)
     ours, _, ties = remembered(model, ids, retrieval)
     close(ours[0].double(), Remembering(model, retrieval, ties).logits(ids[0].tolist()))
@@ -48,14 +51,14 @@ def test_every_granularity_computes_what_the_paper_says(granularity: str) -> Non
 @pytest.mark.parametrize("positions", ["true", "clamped"])
 @pytest.mark.parametrize("granularity", ["each head and token", "one list"])
 def test_other_positions_do_too(positions: str, granularity: str) -> None:
-    model, ids = make("gpt2", **SMALL), tokens(52)
+    model, ids = make("gpt2", **SMALL), tokens(38)
     retrieval = options(granularity, positions=positions)
     ours, _, ties = remembered(model, ids, retrieval)
     close(ours[0].double(), Remembering(model, retrieval, ties).logits(ids[0].tolist()))
 
 
 def test_local_layers_see_the_latest_blocks() -> None:
-    model, ids = make(local_layers=[1], segment_blocks=2), tokens(52)
+    model, ids = make(local_layers=[1], segment_blocks=2), tokens(38)
     ours, cache, ties = remembered(model, ids, options())
     close(ours[0].double(), Remembering(model, options(), ties).logits(ids[0].tolist()))
     assert cache.asked.searches[1] == 0 < cache.asked.searches[2]
@@ -64,7 +67,7 @@ def test_local_layers_see_the_latest_blocks() -> None:
 @pytest.mark.parametrize("threshold", [None, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("granularity", ["each head and token", "each token", "one list"])
 def test_a_context_miss_token_divides_the_weight_as_in_appendix_d(granularity: str, threshold: float | None) -> None:
-    model, ids = make("context miss", **SMALL), tokens(45)
+    model, ids = make("context miss", **SMALL), tokens(38)
     retrieval = options(granularity, threshold=threshold)
     taken = options(granularity)  # the lists that a reference needs, whether or not they are wanted
     ours, cache, _ = remembered(model, ids, retrieval)
@@ -165,8 +168,8 @@ def test_a_list_is_kept_for_as_many_tokens_as_asked_for() -> None:
         cache = LandmarkCache(model.config, 1, retrieval=options("one list", every=every))
         in_pieces(model, ids, cache, 42, 1)
         searches[every] = cache.asked.searches[1]
-    # 42 tokens after those that come at once, which are three segments, of which the last two search; 14 in each.
-    assert searches == {1: 2 + 42, 2: 14 + 21, 7: 4 + 6, "segment": 2 + 3}
+    # 42 tokens after those that come at once, which are three segments of 14, of which the last one searches.
+    assert searches == {1: 1 + 42, 2: 7 + 21, 7: 2 + 6, "segment": 1 + 3}
 
 
 def test_a_list_that_is_kept_is_the_one_that_the_first_token_chose() -> None:
@@ -177,16 +180,28 @@ def test_a_list_that_is_kept_is_the_one_that_the_first_token_chose() -> None:
     close(in_pieces(model, ids, cache, 42, 1), whole)
 
 
+class LastQuery:
+    """The whole stream at once, for its last item alone: in a model of one layer others do not matter."""
+
+    def __init__(self, config: LandmarkConfig, packing: Packing) -> None:
+        self.rotary, self.is_landmark = config.rotary, packing.is_landmark
+        self.turns = config.rotary.turns(torch.arange(packing.items))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        q, k = self.rotary.rotate(q, self.turns), self.rotary.rotate(k, self.turns)
+        last = landmark_attention(q[:, :, -1:], k, v, self.is_landmark)
+        return F.pad(last, (0, 0, q.shape[2] - 1, 0))
+
+
+@torch.no_grad()
 def test_ten_thousand_blocks_are_visible() -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
-    model = make(**sizes, block_size=2, segment_blocks=250, num_hidden_layers=2)
-    ids = tokens(10_001)
-    cache = LandmarkCache(model.config, 1, retrieval=options("one list", "all"))
-    ours = in_pieces(model, ids, cache, 10_000)
-    assert int(cache.blocks) == 10_000
-    close(ours, logits(model, ids))
-    _, few, _ = remembered(model, ids[:, :10_000], options("each token", 3))
-    assert int(few.blocks) == 10_000
+    model, ids = make(block_size=2, segment_blocks=250, num_hidden_layers=1), tokens(10_001)
+    _, few, _ = remembered(model, ids[:, :10_000], options("one list", 3))
+    cache = LandmarkCache(model.config, 1, retrieval=options("one list", "all"), table=few.table, blocks=10_000)
+    ours = model(ids[:, 10_000:], past_key_values=cache).logits
+    packing = Packing(ids, None, [0], 2)
+    hidden = model.model(packing, lambda _: LastQuery(model.config, packing))
+    close(ours[:, -1], model.lm_head(hidden[:, -1]))
 
 
 def test_generate_gives_the_same_with_beams_that_are_one() -> None:
@@ -304,7 +319,7 @@ def test_where_the_published_code_took_another_block_it_was_as_good(monkeypatch:
     def choose_4(landmarks: Any, questions: Any, *arguments: Any, **more: Any) -> Tensor:
         blocks = choose(landmarks, questions, *arguments, **more)
         if isinstance(landmarks, FirstLayerBlocks) and int(questions.first[0]) == 5:
-            scores = landmarks.score(questions.older[:, :1, 3:4], questions.first)[0]
+            scores = landmarks.score(questions.older[:, :, 3:4], questions.first)[0]
             assert (scores == scores[..., :1]).all()
             taken.append(int(blocks[0, 0, 3, 0]))
             blocks[0, 0, 3] = 4
