@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.landmark_attention import api, landmark_attention
+from memstore.kernels.landmark_attention import api, fused, landmark_attention
 from tests.kernels.landmark import CASES, EVERYWHERE, Case, Inputs, errors, exact, inputs, results
 
 DATA = Path(__file__).parents[1] / "data"
@@ -178,6 +180,61 @@ def test_a_window_is_as_if_what_lies_before_it_were_not_there(backend: api.Backe
         torch.testing.assert_close(windowed[:, :, i : i + 1], alone)
 
 
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            self.numbers = max(self.numbers, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    kept = {}
+    for tokens in (6144, 12288):
+        given = inputs(Case(t=tokens, h=2, d=4, landmarks=64), torch.float32)
+        tensors, saved = [x.requires_grad_() for x in (given.q, given.k, given.v)], []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, to=saved: to.append(x.numel()) or x, lambda x: x)
+        with Largest() as largest, hooks:
+            out = landmark_attention(*tensors, given.is_landmark, backend="torch")
+            if tokens == 6144:
+                torch.autograd.grad(out, tensors, given.dout)
+        kept[tokens] = sum(saved)
+        assert largest.numbers <= fused.AT_ONCE
+    assert kept[12288] == 2 * kept[6144]
+
+
+def test_ten_thousand_blocks_are_seen() -> None:
+    given = inputs(Case(t=30_000, queries=5, h=2, d=4, landmarks=3), torch.float32)
+    found = errors(landmark_attention, given, backend="torch")
+    assert all(error <= allowed for error, allowed in found.values()), found
+    late, block = given.v.clone(), 4567
+    late[:, :, 3 * block] += 100  # a change of a value in the middle is felt
+    outs = [landmark_attention(given.q, given.k, v, given.is_landmark, backend="torch") for v in (given.v, late)]
+    assert (outs[0] - outs[1]).abs().amin() > 0
+
+
+def test_another_layout_is_noticed_also_if_it_was_written_in_place() -> None:
+    given = inputs(Case(t=40, landmarks=8))
+    for positions in ((7, 15), (3, 15), (3, 20)):
+        given.is_landmark.zero_()
+        given.is_landmark[:, list(positions)] = True
+        want = exact(given.q, given.k, given.v, given.is_landmark, **given.options)
+        got = landmark_attention(given.q, given.k, given.v, given.is_landmark, backend="torch")
+        torch.testing.assert_close(got, want)
+
+
+def test_tensors_made_for_inference_are_taken() -> None:
+    with torch.inference_mode():
+        given = inputs(Case())
+        for _ in range(2):
+            got = landmark_attention(given.q, given.k, given.v, given.is_landmark, backend="torch")
+            torch.testing.assert_close(got, exact(given.q, given.k, given.v, given.is_landmark, **given.options))
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 @pytest.mark.parametrize("empty", ["queries", "batch", "keys", "values"])
 def test_nothing_gives_nothing(backend: api.Backend, empty: str) -> None:
@@ -218,3 +275,10 @@ def test_wrong_inputs_are_named() -> None:
         landmark_attention(q, k, v, lm, ramp=1.5)
     with pytest.raises(InvalidArgument, match="'auto', 'reference', 'torch' or 'triton', got 'cuda'"):
         landmark_attention(q, k, v, lm, backend="cuda")  # type: ignore[arg-type]
+
+
+def test_triton_says_why_not_and_what_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    given = inputs(Case(), torch.float32)
+    with pytest.raises(InvalidArgument, match=r"'triton' is not installed: pip install .*, or use 'auto' or 'torch'"):
+        results(landmark_attention, given, backend="triton")

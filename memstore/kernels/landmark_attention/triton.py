@@ -89,24 +89,36 @@ def _tuned(kernel: Any) -> Any:
 
 
 @triton.jit
+def _places(
+    first: tl.tensor, count: tl.tensor, stride: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Where rows from ``first`` on are in a matrix ``[count, SIZE]``: an offset in 64 bits, offsets from it, a mask."""
+    index, dims = tl.arange(0, LENGTH), tl.arange(0, PADDED)
+    mask = (first + index < count)[:, None]
+    if SIZE != PADDED:
+        mask = mask & (dims < SIZE)[None, :]
+    return (tl.full([], 0, tl.int64) + first) * stride, index[:, None] * stride + dims[None, :], mask
+
+
+@triton.jit
 def _rows(
-    base: tl.tensor, index: tl.tensor, count: tl.tensor, stride: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
-) -> tl.tensor:
-    """Rows ``index`` of a matrix ``[count, SIZE]``, with 0 beyond its edges."""
-    dims = tl.arange(0, PADDED)
-    mask = (index[:, None] < count) & (dims[None, :] < SIZE)
-    return tl.load(base + index[:, None].to(tl.int64) * stride + dims[None, :], mask=mask, other=0.0)
+    base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """``LENGTH`` rows of a matrix, with 0 beyond its edges."""
+    begin, offsets, mask = _places(first, count, stride, LENGTH, SIZE, PADDED)
+    return tl.load(base + begin + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store_rows(
-    base: tl.tensor, tile: tl.tensor, index: tl.tensor, count: tl.tensor, stride: tl.tensor,
-    SIZE: tl.constexpr, PADDED: tl.constexpr,
+    base: tl.tensor, tile: tl.tensor, first: tl.tensor, count: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a tile to rows ``index`` of a matrix ``[count, SIZE]``."""
-    dims = tl.arange(0, PADDED)
-    mask = (index[:, None] < count) & (dims[None, :] < SIZE)
-    tl.store(base + index[:, None].to(tl.int64) * stride + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
+    """Write a tile to rows of a contiguous matrix ``[count, SIZE]``."""
+    begin, offsets, mask = _places(first, count, SIZE, LENGTH, SIZE, PADDED)
+    tl.store(base + begin + offsets, tile.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -156,14 +168,14 @@ def _attend(
     """One block more."""
     start, end = tl.load(starts + n), tl.load(starts + n + 1)
     key = start + tl.arange(0, BS)
-    keys = _rows(k, key, end, ks, D, BD)
+    keys = _rows(k, start, end, ks, BS, D, BD)
     there = tl.load(ordinary + key, mask=key < end, other=0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
     p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED)
     higher = tl.maximum(highest, group)
     shrink = tl.exp2(highest - higher)
     weight = tl.exp2(group - higher)
-    values = _rows(v, key, end, vs, DV, BDV)
+    values = _rows(v, start, end, vs, BS, DV, BDV)
     product = tl.dot((p * (weight * share)[:, None]).to(values.dtype), values, input_precision=PRECISION)
     return attended * shrink[:, None] + product, higher, total * shrink + weight
 
@@ -194,7 +206,8 @@ def _forward_kernel(
 ) -> None:  # fmt: skip
     """A tile of queries walks over the blocks that it sees."""
     many = tl.cdiv(rows, BM)
-    row = (many - 1 - tl.program_id(0) % many) * BM + tl.arange(0, BM)  # those with most to do begin
+    at = (many - 1 - tl.program_id(0) % many) * BM  # those with most to do begin
+    row = at + tl.arange(0, BM)
     head = tl.program_id(0) // many % heads
     b = (tl.program_id(0) // many // heads).to(tl.int64)
     group = head // (heads // groups)
@@ -207,7 +220,7 @@ def _forward_kernel(
     last = tl.max(mine, 0)
     edge = tl.min(tl.where(row < rows, mine, last), 0)
     begin = tl.min(tl.where(row < rows, sees, last), 0)
-    queries = _rows(q + b * qb + head.to(tl.int64) * qh, row, rows, qs, D, BD)
+    queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
     k += b * kb + group.to(tl.int64) * kg
     v += b * vb + group.to(tl.int64) * vg
     attended = tl.zeros([BM, BDV], tl.float32)
@@ -227,7 +240,7 @@ def _forward_kernel(
     found = total > 0
     total = tl.where(found, total, 1.0)
     tl.store(lse + place + row, tl.where(found, highest + tl.log2(total), float("inf")), mask=row < rows)
-    _store_rows(out + place * DV, attended / total[:, None], row, rows, DV, DV, BDV)
+    _store_rows(out + place * DV, attended / total[:, None], at, rows, BM, DV, BDV)
 
 
 @triton.jit
@@ -263,8 +276,8 @@ def _queries_step(
     """The gradient of the queries from one block more."""
     start, end = tl.load(starts + n), tl.load(starts + n + 1)
     key = start + tl.arange(0, BS)
-    keys = _rows(k, key, end, ks, D, BD)
-    values = _rows(v, key, end, vs, DV, BDV)
+    keys = _rows(k, start, end, ks, BS, D, BD)
+    values = _rows(v, start, end, vs, BS, DV, BDV)
     there = tl.load(ordinary + key, mask=key < end, other=0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
     dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
@@ -303,7 +316,8 @@ def _queries_kernel(
 ) -> None:  # fmt: skip
     """A tile of queries walks over the blocks that it sees: the gradient of the queries, and ``Delta``."""
     many = tl.cdiv(rows, BM)
-    row = (many - 1 - tl.program_id(0) % many) * BM + tl.arange(0, BM)
+    at = (many - 1 - tl.program_id(0) % many) * BM
+    row = at + tl.arange(0, BM)
     head = tl.program_id(0) // many % heads
     b = (tl.program_id(0) // many // heads).to(tl.int64)
     group = head // (heads // groups)
@@ -317,9 +331,9 @@ def _queries_kernel(
     edge = tl.min(tl.where(row < rows, mine, last), 0)
     begin = tl.min(tl.where(row < rows, sees, last), 0)
     place = (b * heads + head) * rows
-    queries = _rows(q + b * qb + head.to(tl.int64) * qh, row, rows, qs, D, BD)
-    gradient = _rows(dout + place * DV, row, rows, DV, DV, BDV)
-    attended = _rows(out + place * DV, row, rows, DV, DV, BDV)
+    queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+    gradient = _rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
+    attended = _rows(out + place * DV, at, rows, DV, BM, DV, BDV)
     dots = tl.sum(gradient.to(tl.float32) * attended.to(tl.float32), 1)
     tl.store(delta + place + row, dots, mask=row < rows)
     normaliser = tl.load(lse + place + row, mask=row < rows, other=float("inf"))
@@ -336,23 +350,24 @@ def _queries_kernel(
             total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, position, own_first, sees,
             scale, ramp, window, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
         )  # fmt: skip
-    _store_rows(dq + place * D, total * scale, row, rows, D, D, BD)
+    _store_rows(dq + place * D, total * scale, at, rows, BM, D, BD)
 
 
 @triton.jit
 def _keys_step(
     keys_gradient: tl.tensor,  # [BS, BD]
     values_gradient: tl.tensor,  # [BS, BDV]
-    row: tl.tensor,  # [BM]
+    at: tl.tensor,  # the first query
     keys: tl.tensor, values: tl.tensor, key: tl.tensor, end: tl.tensor, there: tl.tensor, n: tl.tensor,
     q: tl.tensor, qs: tl.tensor, dout: tl.tensor, lse: tl.tensor, delta: tl.tensor, own: tl.tensor, first: tl.tensor,
     rows: tl.tensor, before: tl.tensor, scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The gradients of keys and values from one tile of queries more."""
-    queries = _rows(q, row, rows, qs, D, BD)
-    gradient = _rows(dout, row, rows, DV, DV, BDV)
+    row = at + tl.arange(0, BM)
+    queries = _rows(q, at, rows, qs, BM, D, BD)
+    gradient = _rows(dout, at, rows, DV, BM, DV, BDV)
     normaliser = tl.load(lse + row, mask=row < rows, other=float("inf"))
     dots = tl.load(delta + row, mask=row < rows, other=0.0)
     position = before + row
@@ -403,8 +418,8 @@ def _keys_kernel(
     if end > start:
         key = start + tl.arange(0, BS)
         matrix = b * groups + group
-        keys = _rows(k + b * kb + group.to(tl.int64) * kg, key, end, ks, D, BD)
-        values = _rows(v + b * vb + group.to(tl.int64) * vg, key, end, vs, DV, BDV)
+        keys = _rows(k + b * kb + group.to(tl.int64) * kg, start, end, ks, BS, D, BD)
+        values = _rows(v + b * vb + group.to(tl.int64) * vg, start, end, vs, BS, DV, BDV)
         there = tl.load(ordinary + b * tb + key, mask=key < end, other=0)
         own += b * tb
         first += b * tb
@@ -418,18 +433,18 @@ def _keys_kernel(
             place = (b * heads + head) * rows
             for at in range(begin, whole, BM):
                 keys_gradient, values_gradient = _keys_step(
-                    keys_gradient, values_gradient, at + tl.arange(0, BM), keys, values, key, end, there, n,
+                    keys_gradient, values_gradient, at, keys, values, key, end, there, n,
                     q + b * qb + head.to(tl.int64) * qh, qs, dout + place * DV, lse + place, delta + place, own, first,
-                    rows, before, scale, ramp, window, D, DV, BD, BDV, True, LIMITED, PRECISION,
+                    rows, before, scale, ramp, window, D, DV, BD, BDV, BM, True, LIMITED, PRECISION,
                 )  # fmt: skip
             for at in range(whole, stop, BM):
                 keys_gradient, values_gradient = _keys_step(
-                    keys_gradient, values_gradient, at + tl.arange(0, BM), keys, values, key, end, there, n,
+                    keys_gradient, values_gradient, at, keys, values, key, end, there, n,
                     q + b * qb + head.to(tl.int64) * qh, qs, dout + place * DV, lse + place, delta + place, own, first,
-                    rows, before, scale, ramp, window, D, DV, BD, BDV, False, LIMITED, PRECISION,
+                    rows, before, scale, ramp, window, D, DV, BD, BDV, BM, False, LIMITED, PRECISION,
                 )  # fmt: skip
-        _store_rows(dk + matrix * tokens * D, keys_gradient * scale, key, end, D, D, BD)
-        _store_rows(dv + matrix * tokens * DV, values_gradient, key, end, DV, DV, BDV)
+        _store_rows(dk + matrix * tokens * D, keys_gradient * scale, start, end, BS, D, BD)
+        _store_rows(dv + matrix * tokens * DV, values_gradient, start, end, BS, DV, BDV)
 
 
 def interpreted() -> bool:
