@@ -2,7 +2,8 @@
 
 The model runs segment by segment, up to the keys and values of its last layer: what a block's states are depends on
 what was retrieved when they were computed, in all layers but that one. Keys are stored without positions, with their
-values, of all layers. Landmarks are in an index of each layer that searches: not of the first one, where all are alike, and of no local one.
+values, of all layers. Landmarks are in an index of each layer that searches: not of the first one, where all are alike,
+and of no local one.
 
 Everything that the next token needs is stored, the incomplete segment too. So a document can be continued from any
 commit, by any process, and gives the same states, bit for bit; as far as tokens do not share lists, for these are
