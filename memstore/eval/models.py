@@ -58,7 +58,7 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
     classes: dict[str | None, Any] = {DRT: DRTForCausalLM, LANDMARK: LandmarkForCausalLM}
     if kind not in classes:
         raise UnsupportedModel(
-            f"{folder} is a {kind or 'model of no type'}, neither a DRT nor a landmark model. Train one: memstore train"
+            f"{folder} is a {kind or 'model of no type'}, not a DRT or a landmark model. Train one: memstore train"
         )
     if not (folder / "tokenizer.json").exists():
         raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
