@@ -150,7 +150,7 @@ def test_a_loss_that_is_not_finite_names_the_last_good_checkpoint(
     ordinary = LandmarkForCausalLM.forward
 
     def spoiled(self: LandmarkForCausalLM, *arguments: Any, **named: Any) -> Any:
-        output = ordinary(self, *arguments, **named)
+        output: Any = ordinary(self, *arguments, **named)
         output.logits = output.logits * (float("nan") if (tmp_path / "run/checkpoints/checkpoint-5").exists() else 1)
         return output
 

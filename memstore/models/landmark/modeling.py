@@ -82,6 +82,7 @@ class LandmarkModel(nn.Module):
         The last layer's keys and values do not depend on what it attends to, so there nothing is retrieved.
         """
         *before, last = self.layers
+        assert isinstance(last, Layer)
         last.keep(self._through(before, packing, lambda _: cache), cache)
 
     def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
