@@ -69,6 +69,10 @@ def attach(
     from memstore.memory import Memory, Retrieval
 
     retrieval = Retrieval() if retrieval is None else retrieval
+    if not retrieval.share_tokens or retrieval.threshold is not None:
+        raise InvalidArgument(
+            "Retrieval.share_tokens=False and Retrieval.threshold are for landmark models; leave them out here"
+        )
     wanted = _wanted(memory_or_url)
     sizes = [each.spec.block_size if isinstance(each, Memory) else _existing_block_size(each) for each in wanted]
     block_size = next((size for size in sizes if size is not None), block_size)

@@ -83,8 +83,10 @@ def examine(model: PreTrainedModel) -> Architecture:
     if not hasattr(model, "base_model") or not hasattr(model, "config"):
         raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")
     if model.config.model_type.startswith("memstore-"):
+        kind = model.config.model_type.removeprefix("memstore-")
         raise UnsupportedModel(
-            f"{type(model).__name__} brings its own way to a memory: use memstore.models.drt.Reader instead of attach"
+            f"{type(model).__name__} brings its own way to a memory: use memstore.models.{kind}.Reader instead of "
+            "attach"
         )
     try:
         return _examine(model)

@@ -139,8 +139,9 @@ def _options(attached: Attached, *, retrieve: bool) -> dict[str, Any]:
     """What the states of a document depend on beside the model, its router and the tokens."""
     sizes = {"window": attached.window, "sink": attached.sink, "segment": attached.segment, "retrieve": retrieve}
     options = {**asdict(attached.retrieval), **sizes}
-    for asked_only in ("every", "query", "passes", "on_error"):  # these concern prompts
-        del options[asked_only]
+    # The first four concern prompts, the others landmark models.
+    for elsewhere in ("every", "query", "passes", "on_error", "share_tokens", "threshold"):
+        del options[elsewhere]
     return options
 
 

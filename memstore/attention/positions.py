@@ -8,16 +8,22 @@ States are stored without positions; positions are applied when blocks are fetch
 & Jaggi 2023), one slot of ``block_size`` positions for each retrieved block. ``true`` gives every token its place in
 the document; it is exact while the document is shorter than what the model was trained for. ``clamped`` is ``true``,
 moved down so that the local tokens start at ``limit`` at most, with everything that would come before 0 at position 0.
+
+Landmark attention counts in slots of one block each, with the tokens since the last committed block behind them:
+``searching_slots`` and ``final_slots`` are section 3.2.1 and figure 2 of its paper. ``Rotary`` turns states to their
+positions.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from memstore.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,94 @@ def t5_buckets(distance: Tensor, *, buckets: int = 32, farthest: int = 128) -> T
     exact = buckets // 2
     grown = (distance.clamp(min=1).float() / exact).log() / math.log(farthest / exact) * (buckets - exact)
     return torch.where(distance < exact, distance, (exact + grown.long()).clamp(max=buckets - 1))
+
+
+class Turns(NamedTuple):
+    """Cosines and sines of some positions; the sines with the sign that each dimension wants."""
+
+    cos: Tensor
+    """``[..., D]``"""
+    sin: Tensor
+    """``[..., D]``"""
+
+    def __getitem__(self, index: object) -> Turns:  # type: ignore[override]  # of both at once, never one of them
+        return Turns(self.cos[index], self.sin[index])  # type: ignore[index]  # whatever a tensor takes
+
+
+class Rotary:
+    """Rotary positions (Su et al. 2021): pairs of dimensions, each turned by an angle that grows with the position.
+
+    A pair is ``i`` and ``i + D / 2`` as in Llama, or with ``interleaved`` the neighbours ``2 i`` and ``2 i + 1``, as in
+    the GPT-2-like model of the landmark paper.
+    """
+
+    def __init__(self, dim: int, theta: float = 10_000.0, *, interleaved: bool = False) -> None:
+        """``dim``: size of a head. Raises ``InvalidArgument`` where it is odd."""
+        if dim < 2 or dim % 2:
+            raise InvalidArgument(f"rotary positions need an even head size, not {dim}")
+        self.dim = dim
+        self.theta = theta
+        self.interleaved = interleaved
+
+    def turns(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
+        """Turns ``[..., D]`` of ``positions [...]``, which may be negative.
+
+        Angles are computed in float64, so that they are as good at position 100,000,000 as at 0. ``dtype`` is that of
+        what will be rotated; half types are rotated in float32.
+        """
+        powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=positions.device) / self.dim
+        angles = positions.unsqueeze(-1) * self.theta**-powers
+        cos, sin = angles.cos(), angles.sin()
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.interleaved:
+            return Turns(_beside(cos, cos).to(wide), _beside(-sin, sin).to(wide))
+        return Turns(torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
+
+    def rotate(self, x: Tensor, turns: Turns) -> Tensor:
+        """Rotate ``x [..., D]`` by turns that broadcast."""
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self.interleaved else x.roll(self.dim // 2, -1)
+        return torch.addcmul(x * turns.cos, swapped, turns.sin).to(x.dtype)
+
+
+def _beside(even: Tensor, odd: Tensor) -> Tensor:
+    return torch.stack([even, odd], -1).flatten(-2)
+
+
+def positional_jumps(is_landmark: Tensor, largest: int, *, generator: torch.Generator | None = None) -> Tensor:
+    """Positions ``[B, T]`` that grow by 1, and after each landmark by 1 to ``largest``, drawn anew for each.
+
+    Mohtashami & Jaggi 2023, appendix E (their ``p_jump``): a model trained so knows distances longer than its texts.
+    """
+    if largest < 1:
+        raise InvalidArgument(f"positions must jump by at least 1, not {largest}")
+    extra = torch.randint(largest, is_landmark.shape, generator=generator, device=is_landmark.device) * is_landmark
+    return torch.arange(is_landmark.shape[1], device=is_landmark.device) + extra.cumsum(1) - extra
+
+
+def local_slot(count: Tensor, top_k: int) -> Tensor:
+    """The slot of the first local token where ``count`` blocks are in memory: that after the last block.
+
+    ``top_k + 1`` slots lie before it, for figure 2 keeps one empty; while there are fewer blocks, positions are true.
+    """
+    return count.clamp(max=top_k + 1)
+
+
+def searching_slots(blocks: Tensor, count: Tensor, top_k: int) -> Tensor:
+    """Where blocks stand while they are searched: the last ``top_k`` in slots of their own, older ones all in slot 0.
+
+    ``blocks`` and ``count`` (blocks in memory) broadcast.
+    """
+    return (blocks - (count - top_k - 1).clamp(min=0)).clamp(min=0)
+
+
+def final_slots(blocks: Tensor, count: Tensor, top_k: int) -> Tensor:
+    """Where the chosen ``blocks [..., K]`` are attended to, K being at most ``top_k``.
+
+    They are in order of time, places without a block (-1) first. Those among the last ``top_k`` of ``count`` blocks go
+    to the right, up to the local tokens, older ones to the left, so that at least one slot between them stays empty.
+    """
+    size = blocks.shape[-1]
+    place = torch.arange(size, device=blocks.device)
+    left = place - (blocks < 0).sum(-1, keepdim=True)
+    right = local_slot(count, top_k) - size + place
+    return torch.where(blocks >= count - top_k, right, left).clamp(min=0)

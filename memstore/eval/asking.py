@@ -28,12 +28,28 @@ class Found:
 
 
 @dataclass(frozen=True)
+class LayerFound:
+    """How one layer of a landmark model saw the needle, in the head that ranked it best."""
+
+    layer: int
+    rank: int
+    """Blocks in memory whose landmark weighed more than that of the needle's best block."""
+    margin: float | None
+    """Score of the needle's best block minus that of the best other; None where there is no other."""
+    weight: float
+    """Of the softmax over all landmarks in memory, what the needle's blocks have."""
+
+
+@dataclass(frozen=True)
 class Reply:
     """What the model said, and what it retrieved for it."""
 
     tokens: list[int]
     found: tuple[Found, ...]
-    """For each needle that had to be found what its group of upper layers retrieved; none without scores."""
+    """For each needle that had to be found what its group of upper layers retrieved (of a landmark model: the layer
+    that saw it best); none without scores."""
+    layers: tuple[LayerFound, ...] = ()
+    """What each layer of a landmark model saw; none where the needle was among the local tokens."""
 
 
 class Watched(BlockTable):

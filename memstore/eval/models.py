@@ -11,7 +11,10 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 if TYPE_CHECKING:
     from memstore.models.drt import DRTForCausalLM
 
-PASSKEY, TWO_HOP = "passkey", "two-hop"
+DRT, LANDMARK = "memstore-drt", "memstore-landmark"
+"""What configurations call the kinds of models."""
+PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
+"""Models that come with the package: two DRTs, and a landmark model."""
 
 
 def shipped_model(name: str) -> Path:
@@ -22,23 +25,45 @@ def shipped_model(name: str) -> Path:
     return folder
 
 
+def model_folder(name: Path) -> Path:
+    """The folder called ``name``, or that of the model of this name in the package, where no such folder is."""
+    folder = name.expanduser()
+    shipped = Path(str(files("memstore"))) / "models" / "shipped" / name
+    return shipped if not folder.exists() and len(name.parts) == 1 and (shipped / "config.json").exists() else folder
+
+
 def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
     """The DRT in ``folder``, in evaluation mode, and its tokenizer.
+
+    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
+    """
+    kind = kind_of(folder)
+    if kind != DRT:
+        raise UnsupportedModel(f"{folder} is a {kind or 'model of no type'}, not a DRT. Train one: memstore train drt")
+    return load_model(folder, device)
+
+
+def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """The DRT or landmark model in ``folder``, in evaluation mode, and its tokenizer.
 
     Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
     """
     from safetensors import SafetensorError
     from transformers import PreTrainedTokenizerFast
 
-    from memstore.models.drt import DRTConfig, DRTForCausalLM
+    from memstore.models.drt import DRTForCausalLM
+    from memstore.models.landmark import LandmarkForCausalLM
 
-    kind = _kind(folder)
-    if kind != DRTConfig.model_type:
-        raise UnsupportedModel(f"{folder} is a {kind or 'model of no type'}, not a DRT. Train one: memstore train drt")
+    kind = kind_of(folder)
+    classes: dict[str | None, Any] = {DRT: DRTForCausalLM, LANDMARK: LandmarkForCausalLM}
+    if kind not in classes:
+        raise UnsupportedModel(
+            f"{folder} is a {kind or 'model of no type'}, not a DRT or a landmark model. Train one: memstore train"
+        )
     if not (folder / "tokenizer.json").exists():
         raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
     try:
-        model = DRTForCausalLM.from_pretrained(folder)
+        model = classes[kind].from_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except OSError as error:
         raise NotFound(f"the model {folder} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
@@ -51,12 +76,12 @@ def load_drt(folder: Path, device: str = "cpu") -> tuple[DRTForCausalLM, Any]:
             f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "
             "they do not belong together"
         )
-    model.eval()  # type: ignore[no-untyped-call]
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps it
+    model.eval()
+    model.to(device)
     return model, tokenizer
 
 
-def _kind(folder: Path) -> str | None:
+def kind_of(folder: Path) -> str | None:
     """What the configuration in ``folder`` says it is."""
     import json
 

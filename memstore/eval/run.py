@@ -12,19 +12,19 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.eval.asking import Reply, ask
+from memstore.eval.asking import LayerFound, Reply
 from memstore.eval.filler import Filler
+from memstore.eval.readers import ask, open_reader
 from memstore.eval.resources import PeakMemory
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
 from memstore.memory import Memory
-from memstore.models.drt import DRTForCausalLM, Reader
 
 Advance = Callable[[int], None]
 
@@ -118,6 +118,14 @@ class Row:
         weights = [outcome.reply.found[hop].weight for outcome in self.outcomes if len(outcome.reply.found) > hop]
         return fmean(weights) if weights else None
 
+    def layers(self) -> list[dict[str, Any]]:
+        """How each layer of a landmark model saw the needle, over all samples in which it was in memory."""
+        seen: dict[int, list[LayerFound]] = {}
+        for outcome in self.outcomes:
+            for found in outcome.reply.layers:
+                seen.setdefault(found.layer, []).append(found)
+        return [_layer(number, found) for number, found in sorted(seen.items())]
+
     def to_dict(self, decode: Callable[[list[int]], str] = str) -> dict[str, Any]:
         """As ``--json`` prints it; a second needle to be found, by a second group, has names of its own."""
         read, seconds = (sum(getattr(each, name) for each in self.outcomes) for name in ("tokens_read", "read_seconds"))
@@ -134,7 +142,9 @@ class Row:
             row[f"margin{suffix}"] = round(fmean(margins), 4) if margins else None
             row[f"margin_min{suffix}"] = round(min(margins), 4) if margins else None
             row[f"weight{suffix}"] = _rounded(self.weight(hop))
+        layers = self.layers()
         return row | {
+            **({"layers": layers} if layers else {}),
             "repeats": self.repeats,
             "tokens_per_second": round(read / seconds) if read and seconds else None,
             "seconds": round(sum(outcome.seconds for outcome in self.outcomes), 3),
@@ -144,7 +154,7 @@ class Row:
 
 
 def evaluate(
-    model: DRTForCausalLM,
+    model: Any,
     tokenizer: Any,
     plan: Plan,
     filler: Filler,
@@ -189,7 +199,7 @@ def draw(plan: Plan, length: int, tokenizer: Any, filler: Filler, tokens_per_blo
 
 def _outcomes(
     samples: list[Sample],
-    model: DRTForCausalLM,
+    model: Any,
     filler: Filler,
     memory: Memory,
     name: str,
@@ -203,7 +213,7 @@ def _outcomes(
     try:
         for sample in order:
             begun = time.perf_counter()
-            with Reader(model, memory, name) as reader:
+            with open_reader(model, memory, name) as reader:
                 _cut(reader, sample.first if reuse else 0)
                 read = reader.append(_listened(sample.haystack(filler, len(reader)), advance))
                 advance(read.tokens - read.new)
@@ -217,7 +227,7 @@ def _outcomes(
     return outcomes
 
 
-def _cut(reader: Reader, tokens: int) -> None:
+def _cut(reader: Any, tokens: int) -> None:
     """Let nothing be left but the whole blocks of the first ``tokens``."""
     keep = min(tokens, len(reader)) // reader.model.config.tokens_per_block
     if len(reader):
@@ -233,6 +243,20 @@ def _listened(chunks: Iterator[Any], advance: Advance) -> Iterator[Tensor]:
     for chunk in chunks:
         yield torch.from_numpy(chunk)
         advance(len(chunk))
+
+
+def _layer(number: int, found: Sequence[LayerFound]) -> dict[str, Any]:
+    margins = [each.margin for each in found if each.margin is not None]
+    return {
+        "layer": number,
+        "samples": len(found),
+        "rank": median(each.rank for each in found),
+        "rank_max": max(each.rank for each in found),
+        "margin": round(fmean(margins), 4) if margins else None,
+        "margin_min": round(min(margins), 4) if margins else None,
+        "weight": round(fmean(each.weight for each in found), 4),
+        "weight_min": round(min(each.weight for each in found), 4),
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -3,11 +3,13 @@
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
+from memstore.kernels.landmark_attention import landmark_attention
 
 __all__ = [
     "block_attention",
     "grouped_cross_attention",
     "knn_attention",
     "knn_attention_with_lse",
+    "landmark_attention",
     "merge_attention",
 ]

@@ -25,6 +25,14 @@ class Retrieval:
     share: Share = "model"
     """Who shares one list: all layers, a layer, the query heads of a key-value head, or nobody."""
 
+    share_tokens: bool = True
+    """Whether the tokens that a model processes together share one list. False lets each token choose for itself
+    (``every=1``), or the first one for those that follow it. Only landmark models can do without."""
+
+    threshold: float | None = None
+    """Weight of the context-miss token below which nothing is retrieved, from 0 to 1; None retrieves always. For
+    landmark models that were trained with one."""
+
     pool: Literal["max", "mean"] = "max"
     """``share="model"``: a block's score is that of its best (or mean) group of ``span`` query tokens.
     Otherwise: the score of its best (or mean) query token."""
@@ -44,7 +52,7 @@ class Retrieval:
 
     order: Literal["score", "time"] = "score"
     """Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small model
-    that has fetched several similar passages believes the nearest."""
+    that has fetched several similar passages believes the nearest. Landmark models always take the order of time."""
 
     on_error: Literal["raise", "miss"] = "raise"
     """What happens to a prompt or its answer when a chosen block cannot be read: an error, or the block is left out,
@@ -55,12 +63,16 @@ class Retrieval:
         self._positive("every", "segment")
         self._positive("span")
         self._one_of("share", ("none", "group", "layer", "model"))
+        self._one_of("share_tokens", (True, False))
         self._one_of("pool", ("max", "mean"))
         self._one_of("query", ("last", "all"))
         self._one_of("passes", (1, 2))
         self._one_of("positions", ("stingy", "true", "clamped"))
         self._one_of("order", ("score", "time"))
         self._one_of("on_error", ("raise", "miss"))
+        value = self.threshold
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
+            raise InvalidArgument(f"Retrieval.threshold must be a number from 0 to 1 or None, got {value!r}")
 
     def _positive(self, name: str, *words: str) -> None:
         value = getattr(self, name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
+from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
 from memstore.tools.options import Device, Threads, use_threads
 from memstore.tools.output import Json, Page, Report
@@ -23,7 +24,6 @@ from memstore.tools.texts import read_text
 
 if TYPE_CHECKING:
     from memstore.eval.run import Plan, Row
-    from memstore.models.drt import DRTForCausalLM
 
 COLUMNS = ("length", "depth", "samples", "accuracy", "margin", "margin_min", "weight", "repeats", "tokens_per_second")
 RANDOM = "random"
@@ -83,7 +83,8 @@ class Setting:
             raise InvalidArgument(
                 "no model that comes with memstore was trained on several needles: name one of yours with --model"
             )
-        name, model, tokenizer = _load(self.model, TWO_HOP if task == "two-hop" else PASSKEY, self.device, self.threads)
+        shipped = TWO_HOP if task == "two-hop" else PASSKEY
+        name, model, tokenizer = _load(self.model, shipped, self.device, self.threads, any_kind=True)
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
             _draw(rows, self.picture, plan, name, filler)
@@ -104,13 +105,13 @@ class Setting:
             options=options,
         )
 
-    def _rows(self, plan: Plan, model: DRTForCausalLM, tokenizer: Any) -> tuple[list[Row], str]:
+    def _rows(self, plan: Plan, model: Any, tokenizer: Any) -> tuple[list[Row], str]:
         """All rows, and what the filler is called."""
         import memstore
         from memstore.eval.filler import load_filler
+        from memstore.eval.readers import memory_spec
         from memstore.eval.run import check_lengths, evaluate
         from memstore.memory.ingest import progress_bar
-        from memstore.models.drt.reader import memory_spec
 
         check_lengths(plan, tokenizer, model.config.tokens_per_block)
         at_most = max(plan.lengths) * 3 // 2 + SLACK
@@ -142,7 +143,8 @@ def passkey(setting: Setting) -> Report:
     """Hide a number in a long text, and ask for it.
 
     Every sample is read into a memory and asked; a sample counts if the whole answer is right. The margin is the score
-    of the needle's block minus that of the best other block.
+    of the needle's block minus that of the best other block. Landmark models retrieve in several layers: the margin is
+    that of the layer which ranks the needle best, and there is a table of all.
 
     Example:
 
@@ -182,25 +184,65 @@ def perplexity(
     *,
     text: Annotated[str, typer.Option(help="A text file, or - for standard input.", show_default=False)],
     model: Model = None,
-    lengths: Lengths = "2K,8K,32K",
-    scored: Annotated[int, typer.Option(min=1, help="Tokens scored at the end of each sample.")] = 1024,
-    samples: Annotated[int, typer.Option(min=1, help="Places of the text, the same for all lengths.")] = 4,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens, separated by commas; 2K is 2048. Without it: 2K,8K,32K, of landmark models 512,2K,4K."
+        ),
+    ] = None,
+    scored: Annotated[
+        int | None, typer.Option(min=1, help="Of a DRT: tokens scored at the end of each sample. Without it: 1024.")
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(min=1, help="Places of the text, the same for all lengths; of landmark models, longest pieces."),
+    ] = 4,
+    local: LocalLengths = None,
+    top_k: TopK = None,
+    cutoffs: Cutoffs = None,
+    baseline: Baseline = None,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> Report:
-    """Compare perplexity with the memory and with the window alone.
+    """Compare perplexity with the memory and with less of it.
 
-    The same last tokens are scored after contexts of each length: with all of it in a memory, and by the same weights
-    with retrieval off.
+    For a DRT the same last tokens are scored after contexts of each length: with all of it in a memory, and by the same
+    weights with retrieval off. For a landmark model there are the paper's two tables, by length and by granularity, and
+    with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all.
 
     Example:
 
         memstore eval perplexity --text moby-dick.txt --lengths 2K,8K,32K
     """
-    wanted = parse_lengths(lengths)
     content = read_text(text)
     require_transformers()
+    from memstore.eval.models import LANDMARK, kind_of, model_folder
+
+    options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
+    if model is not None and kind_of(folder := model_folder(model)) == LANDMARK:
+        if scored is not None:
+            raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")
+        wanted = parse_lengths(lengths or "512,2K,4K")
+        return tables(content, folder, wanted, samples, device=device, threads=threads, json=json, **options)
+    unfit = ", ".join("--" + name.replace("_", "-") for name, value in options.items() if value)
+    if unfit:
+        raise InvalidArgument(f"{unfit} cannot be used with a DRT; leave it out.")
+    return _perplexity(
+        content, model, parse_lengths(lengths or "2K,8K,32K"), scored or 1024, samples, threads, device, json
+    )
+
+
+def _perplexity(
+    content: str,
+    model: Path | None,
+    wanted: list[int],
+    scored: int,
+    samples: int,
+    threads: int | None,
+    device: str,
+    json: bool,
+) -> Report:
     import torch
 
     from memstore.eval.models import PASSKEY
@@ -281,14 +323,17 @@ def parse_depths(text: str) -> list[float] | None:
     return depths
 
 
-def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, DRTForCausalLM, Any]:
-    """Name, model and tokenizer."""
-    from memstore.eval.models import load_drt, shipped_model
+def _load(
+    folder: Path | None, shipped: str, device: str, threads: int | None, *, any_kind: bool = False
+) -> tuple[str, Any, Any]:
+    """Name, model and tokenizer: of a DRT, or of ``any_kind``."""
+    from memstore.eval.models import load_drt, load_model, model_folder, shipped_model
 
     use_threads(threads)
     check_device(device)
+    load = load_model if any_kind else load_drt
     with quiet_transformers():
-        model, tokenizer = load_drt(shipped_model(shipped) if folder is None else folder.expanduser(), device)
+        model, tokenizer = load(shipped_model(shipped) if folder is None else model_folder(folder), device)
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
 
 
@@ -304,7 +349,16 @@ def _memory_url(wanted: str | None) -> Iterator[str]:
 def _needle_report(task: str, model: str, filler: str, rows: Sequence[dict[str, Any]]) -> Report:
     columns = [column for column in COLUMNS if any(row[column] is not None for row in rows)]
     report = {"task": task, "model": model, "filler": filler, "rows": rows}
-    return Report(data=report, text=lambda page: _table(page, rows, columns))
+    return Report(data=report, text=lambda page: _show_needles(page, rows, columns))
+
+
+def _show_needles(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    _table(page, rows, columns)
+    layers = [{"length": row["length"], **layer} for row in rows for layer in row.get("layers", ())]
+    if layers:
+        page.line()
+        page.line("The needle's block among all in memory, by layer")
+        _table(page, layers, list(layers[0]))
 
 
 def _table(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:

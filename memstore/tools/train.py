@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,12 +50,12 @@ SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints."
 LogEvery = Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one) or cpu.")]
 
-_OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
+OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
 _MODEL = ("preset", "block_size", "groups", "vocabulary")
 FITTING = {
-    "texts": {*_OPTIMISATION, *_MODEL, "tokenizer", "context", "valid", "column", "init"},
+    "texts": {*OPTIMISATION, *_MODEL, "tokenizer", "context", "valid", "column", "init"},
     "--recipe": {"steps", "learning_rate", "warmup", "seed", "bf16", "groups", "init"},
-    "--pairs": {*_OPTIMISATION, "prompt_field", "answer_field", "init", "block_size", "groups"},
+    "--pairs": {*OPTIMISATION, "prompt_field", "answer_field", "init", "block_size", "groups"},
 }
 """What can be said beside each kind of data."""
 
@@ -125,20 +125,28 @@ def drt(
     }
     given = {name: value for name, value in given.items() if value is not None}
     _check(text, recipe, pairs, given)
+    settings = {
+        "device": device,
+        "save_every": save_every,
+        "log_every": log_every,
+        "gradient_checkpointing": gradient_checkpointing,
+        "progress": not json,
+    }
+    return carry_out(lambda runtime: _train(text, recipe, pairs, out, given, runtime), out, threads, settings)
+
+
+def carry_out(
+    train: Callable[[Any], dict[str, Any]], out: Path, threads: int | None, settings: Mapping[str, Any]
+) -> Report:
+    """The report of a training in the folder ``out``, which ``train`` does with a ``Runtime`` of ``settings``."""
     use_threads(threads)
     _require_packages()
     from memstore.train import Runtime
 
-    runtime = Runtime(
-        device=device,
-        save_every=save_every,
-        log_every=log_every,
-        gradient_checkpointing=gradient_checkpointing,
-        progress=not json,
-    )
+    runtime = Runtime(**settings)
     _one_voice()
     try:
-        data = _train(text, recipe, pairs, out, given, runtime)
+        data = train(runtime)
     except KeyboardInterrupt:
         raise _interrupted(out) from None
     return Report(data=data, text=lambda page: _show(page, data))
@@ -151,10 +159,15 @@ def _check(texts: list[str] | None, recipe: str | None, pairs: Path | None, give
         raise InvalidArgument(f"train on texts, with --recipe or with --pairs: one of them is needed, got {what}.")
     if kinds == ["--pairs"] and "init" not in given:
         raise InvalidArgument("--pairs needs a model that can read: name its folder with --init")
-    unfit = sorted(given.keys() - FITTING[kinds[0]])
+    refuse_unfit(given, FITTING[kinds[0]], kinds[0])
+
+
+def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None:
+    """Raise ``InvalidArgument`` for options that are ``given`` and do not belong to those ``fitting`` for ``kind``."""
+    unfit = sorted(given.keys() - fitting)
     if unfit:
         options = ", ".join("--" + name.replace("_", "-") for name in unfit)
-        raise InvalidArgument(f"{options} cannot be used with {kinds[0]}; leave it out.")
+        raise InvalidArgument(f"{options} cannot be used with {kind}; leave it out.")
 
 
 def _require_packages() -> None:
@@ -182,7 +195,7 @@ def _train(
         if init is not None:
             _check_fit(init, given)
         return train_recipe(_recipe(recipe, given), out, init=init, runtime=runtime)
-    optimisation = _optimisation(given)
+    optimisation = optimisation_of(given)
     if pairs is not None:
         _check_fit(init, given)
         fields = {name: given[name] for name in ("prompt_field", "answer_field") if name in given}
@@ -206,15 +219,16 @@ def _recipe(name: str, given: Mapping[str, Any]) -> Any:
     recipe = find_recipe(name)
     if "groups" in given:
         recipe = recipe.with_groups(given["groups"])
-    changes = {name: given[name] for name in _OPTIMISATION if name in given}
+    changes = {name: given[name] for name in OPTIMISATION if name in given}
     return replace(recipe, optimisation=replace(recipe.optimisation, **changes))
 
 
-def _optimisation(given: Mapping[str, Any]) -> Any:
+def optimisation_of(given: Mapping[str, Any]) -> Any:
+    """The ``Optimisation`` that the options say, with the learning rate that suits the size."""
     from memstore.train.settings import FINE_TUNING_RATE, LEARNING_RATES, Optimisation
 
     rate = FINE_TUNING_RATE if "init" in given else LEARNING_RATES.get(given.get("preset", "tiny"), FINE_TUNING_RATE)
-    return Optimisation(**{"learning_rate": rate, **{name: given[name] for name in _OPTIMISATION if name in given}})
+    return Optimisation(**{"learning_rate": rate, **{name: given[name] for name in OPTIMISATION if name in given}})
 
 
 def _config(given: Mapping[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""Train a DRT: on texts, by a recipe, or on prompts and answers. All three go on where they were interrupted."""
+"""Train a model: on texts, by a recipe, or on prompts and answers. All three go on where they were interrupted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from memstore.errors import InvalidArgument
 from memstore.eval.models import shipped_model
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
-from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import corpora, segments
+from memstore.train.family import DRT, LANDMARK, Family
 from memstore.train.needles import Rows
-from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.recipes import LANDMARK_RECIPES, RECIPES, LandmarkRecipe, Recipe, find_recipe
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
 from memstore.train.tokens import train_tokenizer
-from memstore.train.trainer import DRTTrainer, NeedleTrainer, measure_answers, perplexity
+from memstore.train.trainer import MemoryTrainer, measure_answers, perplexity
 
 DEFAULT_BLOCKS = 32
 """Blocks of a segment, where no context is given."""
@@ -29,7 +29,9 @@ def train_on_texts(
     texts: Sequence[Folder],
     out: Folder,
     *,
-    config: DRTConfig | None = None,
+    config: Any = None,
+    family: Family = DRT,
+    changes: Mapping[str, Any] | None = None,
     tokenizer: Folder | None = None,
     init: Folder | None = None,
     context: int | None = None,
@@ -44,6 +46,8 @@ def train_on_texts(
         texts: see ``corpora.Documents``.
         out: a new folder, or that of the same run, which then goes on.
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
+        family: the kind of ``config`` or ``init``. A stock Llama-like ``init`` becomes a landmark model.
+        changes: what differs in the configuration that it gets then.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: a model folder to start from, instead of ``config``.
         context: tokens of a segment; 32 blocks if None.
@@ -53,7 +57,7 @@ def train_on_texts(
         runtime: what does not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(config, init, tokenizer)
+    start = starting(config, init, tokenizer, family=family, changes=changes)
     context = _context(context, start.config)
     documents = corpora.Documents(texts, column=column)
     settings = {
@@ -73,12 +77,13 @@ def train_recipe(
 ) -> Report:
     """Train by a recipe, from nothing or from the model folder ``init``; the report, with the model in ``out``.
 
-    A model with fewer upper layers or groups than the recipe's is grown first: new layers begin as copies.
+    A DRT with fewer upper layers or groups than the recipe's is grown first: new layers begin as copies.
     """
-    recipe = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = find_recipe(recipe, {**RECIPES, **LANDMARK_RECIPES}) if isinstance(recipe, str) else recipe
     if init is None and recipe.start is not None:
         init = shipped_model(find_recipe(recipe.start).task)
-    start = starting(DRTConfig.preset("tiny", **recipe.model), init, grow=True)
+    family = LANDMARK if isinstance(recipe, LandmarkRecipe) else DRT
+    start = starting(family.config.preset("tiny", **recipe.model), init, grow=family is DRT, family=family)
     texts = [corpora.topics(), corpora.sources()]
     settings = {
         "kind": "recipe",
@@ -118,7 +123,7 @@ def train_on_pairs(
         return opened.run.report or _on_pairs(opened, start, found)
 
 
-def _context(context: int | None, config: DRTConfig) -> int:
+def _context(context: int | None, config: Any) -> int:
     context = DEFAULT_BLOCKS * config.tokens_per_block if context is None else context
     if context < 2 * config.tokens_per_block:
         raise InvalidArgument(
@@ -153,9 +158,11 @@ def _on_pairs(opened: Session, start: Start, found: list[tuple[str, str]]) -> Re
     return opened.fit(trainer, lambda: {"pairs": len(pairs), "longest": longest})
 
 
-def _trainer(opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, items: Any, collate: Any) -> DRTTrainer:
+def _trainer(
+    opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, items: Any, collate: Any
+) -> MemoryTrainer:
     data = opened.drawn(items)
-    return DRTTrainer(
+    return start.family.text_trainer(
         opened.run,
         start.model(tokenizer, opened.optimisation.seed),
         opened.arguments(start.config, len(data), opened.optimisation.batch),
@@ -163,6 +170,7 @@ def _trainer(opened: Session, start: Start, tokenizer: PreTrainedTokenizerBase, 
         data=data,
         collate=collate,
         tokenizer=tokenizer,
+        fresh=start.init is None,
     )
 
 
@@ -173,7 +181,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
     size, seed = start.config.tokens_per_block, recipe.optimisation.seed
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
     data = Rows(recipe, tokenizer, tokens, size, batches, seed)
-    trainer = NeedleTrainer(
+    trainer = start.family.needle_trainer(
         recipe,
         opened.run,
         start.model(tokenizer, seed),
@@ -182,12 +190,13 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
         data=data,
         collate=_only,
         tokenizer=tokenizer,
+        fresh=start.init is None,
     )
     fresh = Rows(recipe.asking_only(recipe.task), tokenizer, tokens, size, recipe.checked, seed + 1)
     return opened.fit(trainer, lambda: _measured(trainer.trained, recipe, fresh, opened))
 
 
-def _measured(model: DRTForCausalLM, recipe: Recipe, fresh: Rows, opened: Session) -> Report:
+def _measured(model: Any, recipe: Recipe, fresh: Rows, opened: Session) -> Report:
     """Whole answers on rows that training has not seen."""
     return {
         "recipe": recipe.name,

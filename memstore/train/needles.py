@@ -215,6 +215,9 @@ class Rows(Dataset[Any]):
         riddle = exercise.riddle
         start, length = blocks * self._tokens_per_block + 1, (blocks + 1) * self._tokens_per_block
         room = start - len(riddle.question) - sum(map(len, riddle.needles))
+        if not self._recipe.aligned:
+            earlier = plain.randint(0, min(room, self._tokens_per_block - 1))
+            start, room = start - earlier, room - earlier
         asked, wanted = self._asked(exercise, length - start)
         after = length - start - len(asked)
         if after < 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -89,6 +89,8 @@ class Recipe:
     """Rows that measure the result."""
     next_command: str
     """What to try with the model."""
+    aligned: ClassVar[bool] = True
+    """Whether questions end with the first token of a block, as a DRT needs them; else they end anywhere."""
 
     def tasks_at(self, progress: float) -> Mapping[str, float]:
         """The share of each task at a part of the training, from 0 to 1."""
@@ -118,6 +120,22 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """As a run's settings keep it: what the result depends on."""
         return {**asdict(self), "optimisation": self.optimisation.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandmarkRecipe(Recipe):
+    """What to train a landmark model on, and how.
+
+    Grouped softmax from the first step on stays at chance: a landmark that weighs nothing learns nothing. So training
+    begins with a causal softmax (``ramp`` 0 of the model) until answers are copied, and the influence of landmarks
+    grows from there.
+    """
+
+    warm_until: float = 0.3
+    """Loss of the answers, smoothed, below which landmarks begin to count."""
+    ramp_steps: int = 100
+    """Steps from causal softmax to the grouped one."""
+    aligned: ClassVar[bool] = False
 
 
 RECIPES: dict[str, Recipe] = {
@@ -159,8 +177,93 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``."""
-    if name not in RECIPES:
-        raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        LandmarkRecipe(
+            name="landmark-cpu",
+            task="passkey",
+            model={"initializer_range": 0.06, "local_layers": [0, 1, 2]},
+            stages=((0.0, {"passkey": 1.0}),),
+            optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
+            blocks=(1, 15),
+            ramp=0.5,
+            distinct_until=0.15,
+            few_from=0.2,
+            hard_from=0.5,
+            bank=0,
+            next_command="memstore eval passkey --model {model}",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecipe:
+    """How to train a landmark model on texts that the user names."""
+
+    name: str
+    preset: str | None
+    """Sizes of the model; None: a stock model is fine-tuned, which the user names."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the preset."""
+    context: int
+    """Tokens of a segment."""
+    valid: float = 0.0
+    """Part of the text that is held out."""
+    optimisation: Optimisation
+
+    def config(self, **changes: Any) -> Any:
+        """The configuration of its model, with changes; None for a stock model's."""
+        from memstore.models.landmark import LandmarkConfig
+
+        return None if self.preset is None else LandmarkConfig.preset(self.preset, **{**self.model, **changes})
+
+
+TEXT_RECIPES: dict[str, TextRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        TextRecipe(
+            name="landmark-prose-cpu",
+            preset="tiny",
+            model={"vocab_size": 2048, "block_size": 51, "window": 256, "segment_blocks": 5, "retrieval_top_k": 2},
+            context=512,
+            valid=0.05,
+            optimisation=Optimisation(steps=1200, batch=4, learning_rate=3e-3),
+        ),
+        # Section 4.1: AdamW 0.9/0.95 with decay 1e-3, 2e-3 to 4e-4 after a warm-up of 2%, 128 sequences of 512 a step.
+        TextRecipe(
+            name="landmark-pg19",
+            preset="paper",
+            context=512,
+            optimisation=Optimisation(
+                steps=240_000, batch=16, accumulate=8, learning_rate=2e-3, final_rate=0.2, warmup=4800, bf16=True
+            ),
+        ),
+        # The published command for LLaMA 7B: 128 sequences of 512 a step, of which each of its 8 GPUs computes 16.
+        TextRecipe(
+            name="landmark-finetune",
+            preset=None,
+            model={"block_size": 64},
+            context=512,
+            optimisation=Optimisation(
+                steps=15_000,
+                batch=2,
+                accumulate=64,
+                learning_rate=2e-5,
+                final_rate=0.0,
+                warmup=450,
+                weight_decay=0.1,
+                betas=(0.9, 0.999),
+                bf16=True,
+            ),
+        ),
+    )
+}
+
+
+def find_recipe(name: str, known: Mapping[str, Any] = RECIPES) -> Any:
+    """The recipe called ``name``, of those that are ``known``."""
+    if name not in known:
+        raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(known)}")
+    return known[name]

@@ -13,12 +13,11 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from memstore.models.drt import DRTConfig
 from memstore.train.run import REPORT, Run, complete
 from memstore.train.segments import Shuffled
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, quiet
-from memstore.train.trainer import DRTTrainer, arguments
+from memstore.train.trainer import MemoryTrainer, arguments
 
 Report = dict[str, Any]
 
@@ -40,12 +39,12 @@ class Session:
         steps = wanted.steps or math.ceil(wanted.epochs * len(items) / batch)
         return Shuffled(items, steps * batch, wanted.seed)
 
-    def arguments(self, config: DRTConfig, items: int, batch: int) -> TrainingArguments:
+    def arguments(self, config: Any, items: int, batch: int) -> TrainingArguments:
         """What the Trainer is told for ``items`` to be seen in batches of ``batch``."""
         steps = items // (batch * self.optimisation.accumulate * self.state.num_processes)
         return arguments(self.run, config, self.optimisation, self.runtime, steps, batch)
 
-    def fit(self, trainer: DRTTrainer, measure: Callable[[], Report]) -> Report:
+    def fit(self, trainer: MemoryTrainer, measure: Callable[[], Report]) -> Report:
         """Train, write the model, measure it, and write the report."""
         last = self.run.checkpoint()
         resumed = 0 if last is None else complete(last)["step"]
@@ -55,6 +54,7 @@ class Session:
         self._train(trainer, last)
         seconds = time.perf_counter() - begun
         trainer.check_weights()
+        trainer.finish()
         if self.state.is_main_process:
             trainer.trained.config.use_cache = True  # the Trainer has turned it off
             trainer.trained.save_pretrained(self.run.out)
@@ -63,7 +63,7 @@ class Session:
         assert self.run.report is not None, f"{REPORT} has just been written"
         return self.run.report
 
-    def _train(self, trainer: DRTTrainer, last: Path | None) -> None:
+    def _train(self, trainer: MemoryTrainer, last: Path | None) -> None:
         bar = None
         if self.runtime.progress and self.state.is_main_process:
             from memstore.train.progress import Bar
@@ -91,7 +91,7 @@ def session(
         yield Session(run, state, optimisation, runtime)
 
 
-def _figures(trainer: DRTTrainer, resumed: int, seconds: float) -> Report:
+def _figures(trainer: MemoryTrainer, resumed: int, seconds: float) -> Report:
     return {
         "model": str(trainer.run.out),
         "parameters": sum(parameter.numel() for parameter in trainer.trained.parameters()),

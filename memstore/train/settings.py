@@ -7,7 +7,7 @@ from typing import Any
 
 from memstore.errors import InvalidArgument
 
-LEARNING_RATES = {"tiny": 2e-3, "small-128m": 4e-4, "medium-350m": 3e-4}
+LEARNING_RATES = {"tiny": 2e-3, "paper": 2e-3, "small-128m": 4e-4, "medium-350m": 3e-4}
 """By preset, from nothing."""
 FINE_TUNING_RATE = 5e-4
 

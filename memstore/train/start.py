@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.train.family import DRT, Family
 from memstore.train.run import Run
 
 Folder = str | Path
@@ -28,15 +29,19 @@ Folder = str | Path
 class Start:
     """The model before the first step."""
 
-    config: DRTConfig
+    config: Any
     init: Folder | None
     """The folder of a model to go on with; None for random weights."""
     tokenizer: Folder | None
     """The folder of a tokenizer; None for that of ``init``, or for one that is trained."""
+    family: Family = DRT
+    adopted: Any = None
+    """A stock model of ``init`` that has become one of the family."""
 
     def settings(self) -> dict[str, Any]:
         """As a run's settings keep it."""
-        names = [name for name in inspect.signature(DRTConfig).parameters if name not in ("kwargs", "use_cache")]
+        known = inspect.signature(self.family.config).parameters
+        names = [name for name in known if name not in ("kwargs", "use_cache")]
         return {
             "config": {name: getattr(self.config, name) for name in names},
             "init": None if self.init is None else _digest(Path(self.init), "*.safetensors"),
@@ -58,32 +63,47 @@ class Start:
         tokenizer.save_pretrained(run.out)
         return tokenizer
 
-    def model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> DRTForCausalLM:
+    def model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
         """The model, with weights that ``seed`` decides where it is new."""
         transformers.set_seed(seed)
+        if self.adopted is not None:
+            return self.adopted
         if self.init is not None:
             try:
-                model: DRTForCausalLM = DRTForCausalLM.from_pretrained(self.init, dtype=torch.float32)
+                model = self.family.model.from_pretrained(self.init, dtype=torch.float32)
             except (OSError, SafetensorError, ValueError) as error:
                 raise DamagedError(f"the model {self.init} cannot be loaded: {error}") from None
-            return model if model.config.to_dict() == self.config.to_dict() else grown(model, self.config)
+            if isinstance(model, DRTForCausalLM) and model.config.to_dict() != self.config.to_dict():
+                return grown(model, self.config)
+            return model
         self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        return DRTForCausalLM(self.config)
+        return self.family.model(self.config)
 
 
 def starting(
-    config: DRTConfig | None, init: Folder | None = None, tokenizer: Folder | None = None, *, grow: bool = False
+    config: Any,
+    init: Folder | None = None,
+    tokenizer: Folder | None = None,
+    *,
+    grow: bool = False,
+    family: Family = DRT,
+    changes: Mapping[str, Any] | None = None,
 ) -> Start:
     """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
 
-    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``).
+    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``). ``changes``: what
+    differs in the configuration that the family gives an ``init`` of a stock model.
     """
     size = None if tokenizer is None else len(load_tokenizer(tokenizer))
     if init is None:
-        chosen = copy.deepcopy(config) if config is not None else DRTConfig.preset("tiny")
+        chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
         chosen.vocab_size = chosen.vocab_size if size is None else size
-        return Start(chosen, init, tokenizer)
-    chosen = load_config(init)
+        return Start(chosen, init, tokenizer, family)
+    if family.adopt is not None and kind_of(init) != family.config.model_type:
+        with quiet():
+            adopted = family.adopt(init, **(changes or {}))
+        return Start(adopted.config, init, tokenizer, family, adopted)
+    chosen = load_config(init, family)
     if size is not None and size > chosen.vocab_size:
         raise InvalidArgument(
             f"the tokenizer {tokenizer} has {size:,} tokens, the model {init} knows {chosen.vocab_size:,}: "
@@ -91,7 +111,7 @@ def starting(
         )
     if grow and config is not None:
         chosen = _outgrowing(chosen, config, init)
-    return Start(chosen, init, tokenizer)
+    return Start(chosen, init, tokenizer, family)
 
 
 GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel")
@@ -144,19 +164,25 @@ def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
     return model
 
 
-def load_config(folder: Folder) -> DRTConfig:
-    """The configuration of the DRT in ``folder``."""
+def load_config(folder: Folder, family: Family = DRT) -> Any:
+    """The configuration of the model in ``folder``. Raises ``InvalidArgument`` for one of another ``family``."""
+    kind = kind_of(folder)
+    wanted = family.config.model_type
+    if kind != wanted:
+        raise InvalidArgument(f"the model in {folder} is of the type {kind!r}, not a {family.name} ({wanted!r})")
+    return family.config.from_pretrained(folder)
+
+
+def kind_of(folder: Folder) -> str | None:
+    """The type that the configuration in ``folder`` says."""
     path = Path(folder) / "config.json"
     if not path.exists():
         raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
     try:
-        kind = json.loads(path.read_text("utf-8")).get("model_type")
+        kind: str | None = json.loads(path.read_text("utf-8")).get("model_type")
     except (ValueError, AttributeError):
         raise InvalidArgument(f"{path} is no configuration: a JSON object was expected") from None
-    if kind != DRTConfig.model_type:
-        raise InvalidArgument(f"the model in {folder} is of the type {kind!r}, not a DRT ({DRTConfig.model_type!r})")
-    config: DRTConfig = DRTConfig.from_pretrained(folder)
-    return config
+    return kind
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:

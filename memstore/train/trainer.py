@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ ADAPTIVE = "adamw_torch"
 
 
 def arguments(
-    run: Run, config: DRTConfig, optimisation: Optimisation, runtime: Runtime, steps: int, batch: int
+    run: Run, config: Any, optimisation: Optimisation, runtime: Runtime, steps: int, batch: int
 ) -> TrainingArguments:
-    """What the Trainer is told; everything else about a run is in ``DRTTrainer``."""
+    """What the Trainer is told; everything else about a run is in ``MemoryTrainer``."""
     cpu = runtime.device == "cpu" or not torch.cuda.is_available()
     made = TrainingArguments(
         output_dir=str(run.checkpoints),
@@ -55,14 +56,18 @@ def arguments(
         dataloader_pin_memory=not cpu,
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
-        # Only where scores weigh nothing do parameters go without a gradient.
-        ddp_find_unused_parameters=config.fusion == "chunked" or config.retrieval == "external",
+        ddp_find_unused_parameters=_leaves_unused(config),
         disable_tqdm=True,
         report_to="none",
     )
     # Several GPUs in one process would be DataParallel, which knows nothing of banks; torchrun starts one for each.
     made._n_gpu = min(made.n_gpu, 1)
     return made
+
+
+def _leaves_unused(config: Any) -> bool:
+    """Whether parameters go without a gradient: those of a DRT whose scores weigh nothing."""
+    return isinstance(config, DRTConfig) and (config.fusion == "chunked" or config.retrieval == "external")
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
@@ -79,24 +84,27 @@ def rate(step: int, steps: int, optimisation: Optimisation) -> float:
     return height * warm * (optimisation.final_rate + (1 - optimisation.final_rate) * cosine)
 
 
-class DRTTrainer(Trainer):
+class MemoryTrainer(Trainer):
     """Trains on batches with ``labels``."""
 
     def __init__(
         self,
         run: Run,
-        model: DRTForCausalLM,
+        model: Any,
         args: TrainingArguments,
         optimisation: Optimisation,
         *,
         data: Any,
         collate: Callable[[list[Any]], dict[str, Tensor]],
         tokenizer: PreTrainedTokenizerBase,
+        fresh: bool = True,
     ) -> None:
         super().__init__(model=model, args=args, train_dataset=data, data_collator=collate, processing_class=tokenizer)
         self.run = run
         self.trained = model
         self.optimisation = optimisation
+        self.fresh = fresh
+        """Whether the model began with random weights."""
         self.tokens = 0
         """Tokens trained on since this process began."""
         self.tokens_before = 0
@@ -108,6 +116,11 @@ class DRTTrainer(Trainer):
             each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
         ]
         self.add_callback(Keeper(self))
+
+    @property
+    def progress(self) -> float:
+        """The part of the training that is done, from 0 to 1."""
+        return self.state.global_step / self.state.max_steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         """See ``rate``."""
@@ -142,6 +155,15 @@ class DRTTrainer(Trainer):
             if not bool(torch.isfinite(parameter).all()):
                 raise self.diverged(f"{name} is no longer finite after step {self.state.global_step}")
 
+    def keep(self, checkpoint: Path) -> None:
+        """Write to ``checkpoint`` what a training depends on beside weights and optimizer; here nothing."""
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on with what ``keep`` wrote."""
+
+    def finish(self) -> None:
+        """Undo what only training needs, before the model is saved and measured; here nothing."""
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means of ``parts`` to what is logged."""
         means = {name: float(torch.stack(values).mean()) for name, values in self.parts.items()}
@@ -149,41 +171,72 @@ class DRTTrainer(Trainer):
         super().log({**logs, **means}, start_time)
 
 
-class NeedleTrainer(DRTTrainer):
+class AnswerTrainer(MemoryTrainer):
     """Trains on the batches of ``needles.Rows``: the answer's loss, and some language modelling."""
 
-    def __init__(self, recipe: Recipe, run: Run, model: DRTForCausalLM, *rest: Any, **options: Any) -> None:
+    def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
         self.recipe = recipe
-        self.bank = Bank(model, recipe)
-        self._gumbel = DRTConfig.preset("tiny", **recipe.model).gumbel
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """Answer and text, weighted as the recipe says."""
         assert not return_outputs
-        ids, free = inputs["input_ids"], inputs["free"]
-        progress = self.state.global_step / self.state.max_steps
-        self.trained.config.gumbel = self._gumbel if progress < self.recipe.hard_from else self.recipe.hard_gumbel
-        shared = self.bank.shared(free, progress)
-        logits = model(input_ids=ids, shared=shared, use_cache=False).logits[:, :-1]
-        self.bank.keep(free)
-        asked, targets = inputs["answer"][:, 1:], ids[:, 1:]
+        logits = self.logits_of(model, inputs)[:, :-1]
+        asked, targets = inputs["answer"][:, 1:], inputs["input_ids"][:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
         answer, text = losses[asked].mean(), losses[~asked].mean()
         found = first_right(logits, targets, asked)
-        self.bank.pace(found, progress, self.state.max_steps)
         self._note("answer_loss", answer)
         self._note("text_loss", text)
         self._note("whole_answers", whole_answers(logits, targets, asked).float().mean())
         self._note("found", torch.tensor(found))
-        distractors = 0 if shared is None or shared.states is None else len(shared.states)
-        self._note("distractors", torch.tensor(float(distractors)))
+        self.learned(answer.detach(), found)
         return self.recipe.answer_weight * answer + self.recipe.text_weight * text
+
+    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits of a batch, ``[B, T, vocab]``."""
+        raise NotImplementedError
+
+    def learned(self, answer: Tensor, found: float) -> None:
+        """Hear of the answers' loss, and of the part of the needles that was found."""
+        raise NotImplementedError
 
     def _note(self, name: str, value: Tensor) -> None:
         self.parts.setdefault(name, []).append(value.detach())
+
+
+class NeedleTrainer(AnswerTrainer):
+    """Trains a DRT, with distractors from a bank."""
+
+    def __init__(self, recipe: Recipe, run: Run, model: DRTForCausalLM, *rest: Any, **options: Any) -> None:
+        super().__init__(recipe, run, model, *rest, **options)
+        self.bank = Bank(model, recipe)
+        self._gumbel = DRTConfig.preset("tiny", **recipe.model).gumbel
+
+    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``AnswerTrainer``."""
+        ids, free = inputs["input_ids"], inputs["free"]
+        self.trained.config.gumbel = self._gumbel if self.progress < self.recipe.hard_from else self.recipe.hard_gumbel
+        shared = self.bank.shared(free, self.progress)
+        logits: Tensor = model(input_ids=ids, shared=shared, use_cache=False).logits
+        self.bank.keep(free)
+        distractors = 0 if shared is None or shared.states is None else len(shared.states)
+        self._note("distractors", torch.tensor(float(distractors)))
+        return logits
+
+    def learned(self, answer: Tensor, found: float) -> None:
+        """See ``AnswerTrainer``."""
+        self.bank.pace(found, self.progress, self.state.max_steps)
+
+    def keep(self, checkpoint: Path) -> None:
+        """The bank."""
+        self.bank.save(checkpoint / f"bank-{self.args.process_index}.safetensors")
+
+    def resume(self, checkpoint: Path) -> None:
+        """The bank."""
+        self.bank.load(checkpoint / f"bank-{self.args.process_index}.safetensors", self.args.device)
 
 
 def whole_answers(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
@@ -200,7 +253,7 @@ def first_right(logits: Tensor, targets: Tensor, asked: Tensor) -> float:
 
 
 @torch.no_grad()
-def measure_answers(model: DRTForCausalLM, rows: Rows, count: int) -> float:
+def measure_answers(model: Any, rows: Rows, count: int) -> float:
     """The part of ``count`` rows of which ``model`` gives the whole answer."""
     model.train(False)
     right, seen, number = 0, 0, 0
@@ -214,7 +267,7 @@ def measure_answers(model: DRTForCausalLM, rows: Rows, count: int) -> float:
 
 
 @torch.no_grad()
-def perplexity(model: DRTForCausalLM, segments: Any, batch: int) -> float:
+def perplexity(model: Any, segments: Any, batch: int) -> float:
     """Of ``segments [N, T]`` (an array of token ids), all tokens but the first of each."""
     model.train(False)
     total = 0.0
@@ -226,9 +279,9 @@ def perplexity(model: DRTForCausalLM, segments: Any, batch: int) -> float:
 
 
 class Keeper(TrainerCallback):
-    """Says when a checkpoint is whole, keeps the bank in it, and writes the log."""
+    """Says when a checkpoint is whole, lets the trainer add to it, and writes the log."""
 
-    def __init__(self, trainer: DRTTrainer) -> None:
+    def __init__(self, trainer: MemoryTrainer) -> None:
         self._trainer = trainer
         self._begun = time.perf_counter()
 
@@ -240,8 +293,7 @@ class Keeper(TrainerCallback):
         last = self._trainer.run.checkpoint()
         if last is not None:
             self._trainer.tokens_before = complete(last)["tokens"]
-            if isinstance(self._trainer, NeedleTrainer):
-                self._trainer.bank.load(last / f"bank-{args.process_index}.safetensors", args.device)
+            self._trainer.resume(last)
         if state.is_world_process_zero:
             self._trainer.run.rewind_log(state.global_step)
 
@@ -249,8 +301,7 @@ class Keeper(TrainerCallback):
         """Add what the Trainer does not know of, and last of all the word that the checkpoint is whole."""
         self._trainer.check_weights()
         folder = self._trainer.run.checkpoints / f"checkpoint-{state.global_step}"
-        if isinstance(self._trainer, NeedleTrainer):
-            self._trainer.bank.save(folder / f"bank-{args.process_index}.safetensors")
+        self._trainer.keep(folder)
         self._trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
             tokens = self._trainer.tokens_before + self._trainer.tokens

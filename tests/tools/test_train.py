@@ -14,7 +14,7 @@ from memstore.errors import TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import corpora, train_on_texts
 from memstore.train.tokens import train_tokenizer
-from memstore.train.trainer import DRTTrainer
+from memstore.train.trainer import MemoryTrainer
 from tests.tools.conftest import Cli
 
 FAILED, USAGE, NOT_FOUND, REFUSED, INTERRUPTED = 1, 2, 3, 5, 130
@@ -101,10 +101,10 @@ def test_what_is_missing_is_named(cli: Cli, text: Path, tmp_path: Path, argument
 def test_a_training_that_diverges_ends_with_its_own_message(
     cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def diverge(self: DRTTrainer, *arguments: Any, **named: Any) -> None:
+    def diverge(self: MemoryTrainer, *arguments: Any, **named: Any) -> None:
         raise self.diverged("the loss is nan at step 1")
 
-    monkeypatch.setattr(DRTTrainer, "training_step", diverge)
+    monkeypatch.setattr(MemoryTrainer, "training_step", diverge)
     outcome = cli("train", "drt", text, "--out", tmp_path / "run", "--steps", 2, "--context", 93, "--json")
     assert outcome.code == FAILED
     assert outcome.json["error"] == TrainingDiverged.__name__

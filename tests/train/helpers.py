@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from memstore.train import RECIPES, Optimisation, Recipe, Runtime, corpora
-from memstore.train.trainer import DRTTrainer
+from memstore.train.trainer import MemoryTrainer
 
 CONTEXT = 124
 SHORT = Optimisation(steps=16, batch=2, seed=3)
@@ -48,14 +48,14 @@ def kill() -> None:
 
 def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
     """Do something when a step is about to begin."""
-    ordinary = DRTTrainer.training_step
+    ordinary = MemoryTrainer.training_step
 
-    def acting(self: DRTTrainer, *arguments: Any, **named: Any) -> torch.Tensor:
+    def acting(self: MemoryTrainer, *arguments: Any, **named: Any) -> torch.Tensor:
         if self.state.global_step + 1 == step:
             act()
         return ordinary(self, *arguments, **named)
 
-    patch.setattr(DRTTrainer, "training_step", acting)
+    patch.setattr(MemoryTrainer, "training_step", acting)
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from memstore.errors import DifferentRun, InvalidArgument, NotFound, TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import Optimisation, Runtime, corpora, segments, train_on_texts
-from memstore.train.trainer import DRTTrainer, rate
+from memstore.train.trainer import MemoryTrainer, rate
 from tests.train.conftest import Trained
 from tests.train.helpers import CONTEXT, RUNTIME, SHORT, Stopped, at_step, losses, same_weights, stop
 from tests.train.two import train
@@ -118,13 +118,13 @@ def test_bfloat16_trains_too(trained: Trained, text: Path, tmp_path: Path) -> No
 def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary: Any = DRTTrainer.compute_loss
+    ordinary: Any = MemoryTrainer.compute_loss
 
-    def spoiled(self: DRTTrainer, *arguments: Any, **named: Any) -> Any:
+    def spoiled(self: MemoryTrainer, *arguments: Any, **named: Any) -> Any:
         factor = float("nan") if self.state.global_step + 1 == 8 else 1.0
         return ordinary(self, *arguments, **named) * factor
 
-    monkeypatch.setattr(DRTTrainer, "compute_loss", spoiled)
+    monkeypatch.setattr(MemoryTrainer, "compute_loss", spoiled)
     with pytest.raises(TrainingDiverged, match=r"the loss is nan at step 8.*checkpoint-5: start again"):
         train_on_texts([text], tmp_path / "run", context=CONTEXT, optimisation=SHORT, runtime=RUNTIME)
     assert not (tmp_path / "run/model.safetensors").exists()
@@ -133,14 +133,14 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(
 def test_weights_that_are_not_finite_never_become_a_checkpoint(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(self: DRTTrainer, *arguments: Any, **named: Any) -> torch.Tensor:
+    def spoil(self: MemoryTrainer, *arguments: Any, **named: Any) -> torch.Tensor:
         loss = ordinary(self, *arguments, **named)
         if self.state.global_step + 1 == 5:
             self.trained.model.norm.weight.grad.fill_(float("inf"))
         return loss
 
-    ordinary = DRTTrainer.training_step
-    monkeypatch.setattr(DRTTrainer, "training_step", spoil)
+    ordinary = MemoryTrainer.training_step
+    monkeypatch.setattr(MemoryTrainer, "training_step", spoil)
     with pytest.raises(TrainingDiverged, match=r"no longer finite after step 5.*No checkpoint had been written"):
         train_on_texts([text], tmp_path / "run", context=CONTEXT, optimisation=SHORT, runtime=RUNTIME)
 

@@ -12,29 +12,25 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
-from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
-from memstore.memory.append import Tokens, as_tokens
+from memstore.errors import InvalidArgument, ReadOnlyMemory
+from memstore.memory import Fingerprint, Memory, MemorySpec
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_workers, progress_bar
-from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import MemoryTable, OnError
+from memstore.models.reading import DocumentReader, codec_of, evaluating
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -43,28 +39,6 @@ FORWARD_BLOCKS = 96
 
 SWITCH_SECONDS = 0.0005
 """After which a thread that computes in Python lets others go on, while several read."""
-
-Chunks = Tokens | Iterable[Tokens]
-"""Token ids, or pieces of them one after the other."""
-
-
-@dataclass(frozen=True)
-class ReadResult:
-    """What a call of ``Reader.read`` did."""
-
-    document: str
-    tokens: int
-    """Tokens of the document now."""
-    new: int
-    """Tokens read by this call."""
-    reused: int
-    """Tokens that were there already, in this document or in others that begin with the same text."""
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed of reading the new tokens."""
-        return self.new / self.seconds if self.seconds else 0.0
 
 
 def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
@@ -102,7 +76,7 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
     )
 
 
-class Reader:
+class Reader(DocumentReader):
     """A document of a memory, and the DRT that reads it.
 
     ::
@@ -151,70 +125,8 @@ class Reader:
         self._on_error: OnError = on_error
         self.model = model
         self.segment = segment_blocks * model.config.tokens_per_block
-        spec = memory_spec(model, tokenizer, _codec_of(memory, mode) if codec is None else codec)
-        self._own = not isinstance(memory, Memory)
-        self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode, index=index)
-        try:
-            check_same(spec, self.memory)
-            self.document = self.memory.document(document)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Close the memory, unless it was given open."""
-        if self._own:
-            self.memory.close()
-
-    def read(self, tokens: Chunks, *, progress: bool = False, reuse: bool = True) -> ReadResult:
-        """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
-
-        ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Where they
-        end before the document does, they are compared and it stays as it is. Raises ``InvalidArgument`` where
-        the document holds another text. With ``reuse`` a new document shares the blocks of another one of this memory
-        that begins with the same text (as far as it is not an iterator), which then need not be read.
-        """
-        if reuse and _is_flat(tokens) and self.memory.mode != "r":
-            (flat,) = _pieces(tokens)
-            self.document.reuse(flat)
-        stored = len(self.document)
-        seen = 0
-
-        def rest() -> Iterator[Tensor]:
-            nonlocal seen
-            for piece in _pieces(tokens):
-                known = min(max(0, stored - seen), len(piece))
-                if known:
-                    _check_stored(self.document, self.memory.spec.block_size, seen, piece[:known])
-                seen += len(piece)
-                if known < len(piece):
-                    yield piece[known:]
-
-        total = _count(tokens) if _is_flat(tokens) else None
-        seconds = self._append(rest(), stored, total, progress=progress)
-        new = len(self.document) - stored
-        return ReadResult(self.document.name, len(self.document), new, min(stored, seen), seconds)
-
-    def append(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
-        """Read more tokens at the end of the document, such as a question and the answer that was generated."""
-        stored = len(self.document)
-        seconds = self._append(_pieces(tokens), stored, None, progress=progress)
-        new = len(self.document) - stored
-        return ReadResult(self.document.name, stored + new, new, 0, seconds)
+        spec = memory_spec(model, tokenizer, codec_of(memory, mode) if codec is None else codec)
+        super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
 
     @torch.no_grad()
     def cache(self, rows: int = 1) -> DRTCache:
@@ -225,7 +137,7 @@ class Reader:
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
-        with _evaluating(self.model):
+        with evaluating(self.model):
             cache, tail = self._started(rows)
             cache.belong_to(self.model.model)
             if len(tail):
@@ -267,11 +179,6 @@ class Reader:
         cache = DRTCache(config, rows, table, first * text)
         return cache, self._tokens(first, count)
 
-    def _tokens(self, first: int, count: int) -> Tensor:
-        blocks = range(first, -(-count // self.model.config.tokens_per_block))
-        parts = [self.document.tokens(block) for block in blocks]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
         config = self.model.config
         ids = tokens.to(self.model.device, torch.int64).expand(cache.rows, -1)
@@ -288,7 +195,7 @@ class Reader:
         commit: Future[None] | None = None
         computing: deque[tuple[Tensor, Future[tuple[Tensor, Tensor]]]] = deque()
         with (
-            _evaluating(self.model),
+            evaluating(self.model),
             _taking_turns(),
             progress_bar(self.document.name, done, total, progress) as advance,
             background_workers(1) as writer,
@@ -303,7 +210,7 @@ class Reader:
                 advance(len(tokens))
                 return writer.submit(self._commit, tokens, *made)
 
-            segments = self._with_context(self._segments(pieces))
+            segments = self._with_context(self._segments(pieces, self.segment))
             failure: BaseException | None = None
             try:
                 while True:
@@ -350,25 +257,6 @@ class Reader:
         first = count // config.tokens_per_block - math.ceil(window / config.block_size)
         return max(first, self.document.blocks.start if len(self.document) else 0, 0)
 
-    def _segments(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Segments that end at multiples of the segment's length, as far as the pieces go."""
-        waiting: list[Tensor] = []
-        held, place = 0, len(self.document)
-        for piece in pieces:
-            self._check(piece)
-            start = 0
-            while start < len(piece):
-                room = self.segment - place % self.segment - held
-                waiting.append(piece[start : start + room])
-                held += len(waiting[-1])
-                start += len(waiting[-1])
-                if held == self.segment - place % self.segment:
-                    yield torch.cat(waiting)
-                    place += held
-                    waiting, held = [], 0
-        if held:
-            yield torch.cat(waiting)
-
     @torch.no_grad()
     def _blocks(self, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
@@ -392,31 +280,6 @@ class Reader:
         with self.document.append(tokens) as batch:
             batch.put(0, landmarks=landmarks, c=states)
 
-    def _check(self, tokens: Tensor) -> None:
-        last = self.model.config.vocab_size - 1
-        if not tokens.numel():
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > last:
-            raise InvalidArgument(
-                f"token ids must be from 0 to {last}, got {low}..{high}; "
-                "was the text encoded with this model's tokenizer?"
-            )
-
-
-class _evaluating:  # noqa: N801 - it reads as a word in a with statement
-    """The model without dropout or noise, for the time being."""
-
-    def __init__(self, model: DRTForCausalLM) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._training = self._model.training
-        self._model.train(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._model.train(self._training)
-
 
 @contextmanager
 def _taking_turns() -> Iterator[None]:
@@ -427,51 +290,6 @@ def _taking_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(interval)
-
-
-def _codec_of(memory: Memory | str | Path, mode: Mode) -> str:
-    """The codec of a memory; "none" where it is yet to be made."""
-    if isinstance(memory, Memory):
-        return memory.spec.codec
-    if mode == "x":
-        return "none"
-    try:
-        with open_memory(memory, mode="r") as opened:
-            return opened.spec.codec
-    except NotFound:
-        return "none"
-
-
-def _is_flat(tokens: Chunks) -> bool:
-    if isinstance(tokens, Tensor | np.ndarray):
-        return True
-    return isinstance(tokens, Sequence) and (not tokens or isinstance(tokens[0], int))
-
-
-def _count(tokens: Chunks) -> int:
-    """How many tokens a flat text has."""
-    return tokens.numel() if isinstance(tokens, Tensor) else len(tokens)  # type: ignore[arg-type]  # flat
-
-
-def _pieces(tokens: Chunks) -> Iterator[Tensor]:
-    if _is_flat(tokens):
-        flat = tokens[0] if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1 else tokens
-        yield as_tokens(flat)  # type: ignore[arg-type]  # checked above
-        return
-    for piece in tokens:
-        yield as_tokens(piece)  # type: ignore[arg-type]  # it says what is wrong with anything else
-
-
-def _check_stored(document: Document, size: int, start: int, piece: Tensor) -> None:
-    """Raise ``InvalidArgument`` unless the document, in blocks of ``size``, holds ``piece`` from token ``start`` on."""
-    first, stop = start // size, -(-(start + len(piece)) // size)
-    stored = torch.cat([document.tokens(block) for block in range(first, stop)])[start - first * size :][: len(piece)]
-    if not torch.equal(stored, piece.long()):
-        place = start + int((stored != piece.long()).nonzero()[0])
-        raise InvalidArgument(
-            f"document {document.name!r} holds another text (they differ from token {place} on): read this one under "
-            "another name, or append() to go on after it"
-        )
 
 
 def _landmark_size(model: DRTForCausalLM) -> int:

@@ -1,0 +1,259 @@
+"""Landmark attention at inference: which earlier blocks are retrieved, and attention to them and to the local tokens.
+
+Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), section 3.2 and appendix D.
+A block of ``S`` tokens counts its landmark, which is its last token.
+
+======================================  ===============================================================================
+paper                                   here
+======================================  ===============================================================================
+equations 1-4, for one query            ``attend``: weights of blocks and of the tokens in them, and their log-sum-exp
+"the k highest scoring blocks"          ``choose``: one list for each query head and token, or shared by some of them
+max over heads, max over tokens         ``share`` and ``share_tokens``, of the softmax over all landmarks in memory
+"prepended to the local attention"      ``joined``: retrieved and local part are attended to apart and merged, which is
+                                        exact, so that lists of each token need no copies of the local keys
+CMT, ``S_i,-1``                         ``gated``: the token's weight, beside the local tokens, is what memory gets
+======================================  ===============================================================================
+
+A landmark's score is that of its key where the block stands while it is searched (``positions.searching_slots``). All
+older blocks stand in one slot. So an index of keys without positions serves: it is asked with queries turned back by
+the place of a landmark in that slot, and only the last few blocks are scored one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 22
+"""Scores that are computed at once where every block in memory is scored."""
+
+Pool = Literal["max", "mean"]
+
+
+class Landmarks(Protocol):
+    """Landmarks without positions of the blocks of ``B`` rows, in one layer."""
+
+    def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and blocks ``[B, H, T, n]`` for ``queries [B, H, T, D]``: of blocks below ``stop [B]`` the best.
+
+        They are ``top_k`` or more, or all. Score -inf and block -1 where there are fewer.
+        """
+
+    def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores ``[B, H, T, N]`` of all blocks ``[N]``; -inf for those of a row not below its ``stop``."""
+
+
+class Questions(NamedTuple):
+    """What blocks are chosen by: the queries of a segment that ask, and the scores of the latest blocks."""
+
+    older: Tensor
+    """``[B, H, T, D]``: queries, turned and scaled so that products with landmarks without positions are scores."""
+    recent: Tensor
+    """``[B, H, T, n]``: scores of the last ``n`` blocks."""
+    first: Tensor
+    """``[B]``: number of the first of these; older blocks come before it. Below 0 where a row has fewer blocks."""
+    real: Tensor
+    """``[B, T]``: False for queries that only fill a row up."""
+
+    @property
+    def recent_blocks(self) -> Tensor:
+        """``[B, n]``; -1 where there is none."""
+        return (self.first[:, None] + torch.arange(self.recent.shape[-1], device=self.first.device)).clamp(min=-1)
+
+    def tokens(self, which: slice) -> Questions:
+        """Those of some tokens."""
+        return Questions(self.older[:, :, which], self.recent[:, :, which], self.first, self.real[:, which])
+
+    def picked(self, tokens: Tensor) -> Questions:
+        """For each row and head those of ``tokens [B, H, t]``."""
+        older = self.older.gather(2, tokens.unsqueeze(-1).expand(-1, -1, -1, self.older.shape[-1]))
+        recent = self.recent.gather(2, tokens.unsqueeze(-1).expand(-1, -1, -1, self.recent.shape[-1]))
+        return Questions(older, recent, self.first, torch.ones_like(tokens[:, 0], dtype=torch.bool))
+
+
+def choose(
+    landmarks: Landmarks,
+    questions: Questions,
+    top_k: int,
+    *,
+    lists: int,
+    share_tokens: bool,
+    pool: Pool,
+    wanted: Tensor | None = None,
+) -> Tensor:
+    """Blocks ``[B, X, R, K]`` in order of time; -1, and in front, where there are fewer than ``K``.
+
+    Args:
+        landmarks: where older blocks are searched.
+        questions: what asks.
+        top_k: blocks of a list.
+        lists: ``X``: H for a list for each query head, G or 1 for one for all heads of a group or of the layer.
+        share_tokens: one list for all tokens (R is 1), else one for each.
+        pool: how heads and tokens that share a list vote: by the largest or the mean softmax weight of a landmark
+            among all landmarks in memory.
+        wanted: ``[B, X, R]``: where False nothing is searched for.
+    """
+    if wanted is not None and not bool(wanted.any()):
+        return torch.full((*wanted.shape, 0), -1, device=wanted.device)
+    if wanted is not None and not share_tokens and not bool(wanted.all()):
+        return _choose_wanted(landmarks, questions, top_k, lists, pool, wanted)
+    if lists == questions.older.shape[1] and (not share_tokens or questions.older.shape[2] == 1):
+        blocks = _best_of_each(landmarks, questions, top_k)
+    else:
+        blocks = _best_together(landmarks, questions, top_k, lists, share_tokens, pool)
+    if wanted is not None:
+        blocks = blocks.masked_fill(~wanted.unsqueeze(-1), -1)
+    return blocks.sort(-1).values
+
+
+def _choose_wanted(
+    landmarks: Landmarks, questions: Questions, top_k: int, lists: int, pool: Pool, wanted: Tensor
+) -> Tensor:
+    """As ``choose`` of lists for each token, asking only for those that are ``wanted [B, X, T]``."""
+    most = int(wanted.sum(-1).max())
+    tokens = (~wanted).byte().argsort(dim=-1, stable=True)[..., :most]  # [B, X, most]
+    heads = questions.older.shape[1]
+    asked = questions.picked(tokens.repeat_interleave(heads // lists, 1))
+    found = choose(landmarks, asked, top_k, lists=lists, share_tokens=False, pool=pool)
+    found = found.masked_fill(~wanted.gather(-1, tokens).unsqueeze(-1), -1)
+    blocks = found.new_full((*wanted.shape, found.shape[-1]), -1)
+    return blocks.scatter(2, tokens.unsqueeze(-1).expand_as(found), found)
+
+
+def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Tensor:
+    """Each head and token for itself: the softmax over all landmarks would change nothing."""
+    scores, blocks = landmarks.search(questions.older, top_k, questions.first.clamp(min=0))
+    recent = questions.recent_blocks[:, None, None].expand(*questions.recent.shape[:3], -1)
+    scores, blocks = torch.cat([scores, questions.recent], -1), torch.cat([blocks, recent], -1)
+    # Scores of the first layer are all alike, and which of equal ones is taken must not depend on other rows.
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return blocks.gather(-1, best)
+
+
+def _best_together(
+    landmarks: Landmarks, questions: Questions, top_k: int, lists: int, share_tokens: bool, pool: Pool
+) -> Tensor:
+    """Heads, and tokens where they share lists, vote with the softmax over all landmarks in memory."""
+    votes: Tensor | None = None
+    found: list[Tensor] = []
+    blocks = torch.empty(0, dtype=torch.int64)
+    for piece in _pieces(questions):
+        weights, blocks = memory_weights(landmarks, piece)  # [B, H, t, N], [B, N]
+        weights = _pooled(weights.unflatten(1, (lists, -1)), 2, pool)
+        if share_tokens:
+            weights = weights.masked_fill(~piece.real[:, None, :, None], 0.0)
+            weights = _pooled(weights, 2, pool, keepdim=True)
+            votes = weights if votes is None else _pooled(torch.stack([votes, weights]), 0, pool)
+        else:
+            found.append(_winners(weights, blocks, top_k))
+    return torch.cat(found, 2) if votes is None else _winners(votes, blocks, top_k)
+
+
+def _pieces(questions: Questions) -> Iterator[Questions]:
+    """The tokens, so many at once that scores stay of bounded size."""
+    batch, heads, tokens, _ = questions.older.shape
+    count = int(questions.first.max().clamp(min=0)) + questions.recent.shape[-1]
+    step = max(1, PIECE // max(1, batch * heads * count))
+    for start in range(0, tokens, step):
+        yield questions.tokens(slice(start, start + step))
+
+
+def _pooled(x: Tensor, dim: int, pool: Pool, *, keepdim: bool = False) -> Tensor:
+    return x.amax(dim, keepdim) if pool == "max" else x.sum(dim, keepdim)  # of equal numbers, so as good as the mean
+
+
+def _winners(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
+    """``votes [B, X, R, N]`` of ``blocks [B, N]`` -> the best of them ``[B, X, R, K]``."""
+    blocks = blocks[:, None, None].expand_as(votes)
+    # A weight may be too small for its type: what is no block must still come after it.
+    votes = torch.where(blocks >= 0, votes, -1.0)
+    best = votes.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return blocks.gather(-1, best)
+
+
+def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, Tensor]:
+    """The softmax over all landmarks in memory ``[B, H, T, N]``, and their blocks ``[B, N]``, -1 where none is."""
+    stop = questions.first.clamp(min=0)
+    scores, blocks = landmarks.score(questions.older, stop)
+    older = torch.where(blocks < stop[:, None], blocks, -1)
+    blocks = torch.cat([older, questions.recent_blocks], 1)
+    weights = torch.cat([scores, questions.recent], -1).softmax(-1)
+    return torch.where(blocks[:, None, None] >= 0, weights, 0.0), blocks
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None, own: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Grouped softmax (equations 1-4) of queries over blocks, each list of blocks with queries of its own.
+
+    Args:
+        q: ``[B, H, R, n, D]``.
+        k: ``[B, Y, R, C, S, D]``, ``Y`` dividing ``H``; the last key of a block is its landmark.
+        v: ``[B, Y, R, C, S - 1, D]``: those of the ordinary tokens.
+        scale: factor on the scores.
+        bias: ``-inf`` for what is not seen, else 0, ``[B or 1, Y or 1, R or 1, 1, n or 1, C, S]``.
+        own: True for the block of a query itself, whose tokens stand in the group of landmarks; the same shape
+            without ``S``.
+
+    Returns:
+        The output ``[B, H, R, n, D]`` in float32 at least, and the log-sum-exp ``[B, H, R, n]`` of the group: own
+        tokens and landmarks. A query that sees nothing gets 0 and -inf.
+    """
+    groups = k.shape[1]
+    packed = q.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, Y, R, h, n, D]
+    scores = packed.flatten(3, 4) @ k.flatten(3, 4).transpose(-1, -2)
+    scores = scores.unflatten(-1, k.shape[3:5]).unflatten(3, packed.shape[3:5])  # [B, Y, R, h, n, C, S]
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if bias is not None:
+        scores = scores + bias
+    weights, lse = _grouped(scores, own)
+    out = weights.flatten(-2).flatten(3, 4) @ v.flatten(3, 4).to(weights.dtype)
+    out = out.unflatten(3, packed.shape[3:5]).transpose(2, 3).flatten(1, 2)
+    return out, lse.transpose(2, 3).flatten(1, 2)
+
+
+def _grouped(scores: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``scores [..., C, S]`` -> weights of ordinary tokens ``[..., C, S - 1]``, and the log-sum-exp of the group."""
+    ordinary, landmark = scores[..., :-1], scores[..., -1]
+    inside = ordinary.logsumexp(-1)
+    gate = landmark if own is None else torch.where(own, inside, landmark)
+    lse = gate.logsumexp(-1)
+    share = gate - lse.nan_to_num(neginf=0.0).unsqueeze(-1)
+    return torch.exp(ordinary + (share - inside.nan_to_num(neginf=0.0)).unsqueeze(-1)), lse
+
+
+def joined(local: tuple[Tensor, Tensor], retrieved: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention to both, of outputs ``[..., D]`` and log-sum-exps ``[...]``; every query sees something local."""
+    return torch.lerp(local[0], retrieved[0], torch.sigmoid(retrieved[1] - local[1]).unsqueeze(-1))
+
+
+def gated(local: tuple[Tensor, Tensor], score: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The weight ``[...]`` of the context-miss token beside the local tokens, and where it calls for the memory.
+
+    ``score [...]`` is the token's. Below ``threshold`` the weight is lost, as in appendix D, where it is set to 0 after
+    the softmax: other weights do not grow.
+    """
+    weight = torch.sigmoid(score - local[1])
+    return weight, weight >= threshold
+
+
+def joined_by_gate(local: Tensor, retrieved: Tensor, weight: Tensor, called: Tensor) -> Tensor:
+    """Local and retrieved output ``[..., D]`` where the context-miss token has ``weight [...]`` and ``called``."""
+    return torch.lerp(local, retrieved * called.unsqueeze(-1), weight.unsqueeze(-1))
+
+
+def local_bias(places: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """``bias`` and ``own`` of ``attend`` for queries at ``places [B or 1, M]`` of a run of ``blocks`` blocks.
+
+    A query sees the tokens of its own block up to itself, and blocks before it by their landmarks.
+    """
+    item = torch.arange(blocks * block_size, device=places.device).view(blocks, block_size)
+    own = (places // block_size).unsqueeze(-1) == torch.arange(blocks, device=places.device)  # [B, M, C]
+    seen = item <= places[..., None, None]
+    seen[..., -1] &= ~own  # the landmark of its own block is nobody's
+    bias = torch.zeros((), device=places.device).masked_fill(~seen, -math.inf)
+    return bias[:, None, None, None], own[:, None, None, None]

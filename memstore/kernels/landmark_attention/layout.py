@@ -1,0 +1,235 @@
+"""Where blocks begin, and where a fast form keeps their tokens. Layouts are found with a few operations on ``[B, Tk]``.
+
+The PyTorch form keeps a block in one or several *pieces* of ``R`` slots: ``R - 1`` ordinary tokens, and the landmark in
+the last slot, whatever the length of the block. So scores are ``[..., N, R]`` for all rows, in which a softmax within
+blocks runs over the last dimension. A block has several pieces if it is longer than others by much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Made = TypeVar("Made")
+
+LONGEST = 128
+"""Ordinary tokens of a piece."""
+SIZES = (8, 16, 32, 64, LONGEST)
+"""Of pieces, where blocks are of very different lengths."""
+WASTE = 1.5
+"""Slots for each token, above which another size of pieces is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The blocks of each row. ``X`` rows, or 1 if all are the same."""
+
+    landmark: Tensor
+    """``[X, T]``, True for landmarks that are no padding."""
+    ordinary: Tensor
+    """``[X, T]``, True for tokens that are neither landmarks nor padding."""
+    number: Tensor
+    """Of the block of each token, ``[X, T]``, from 0."""
+    document: Tensor
+    """Number of the document of each token, ``[X, T]``, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """``N`` pieces of ``R`` slots for each row. Where there is no token, positions are ``T``."""
+
+    count: int
+    size: int
+    regular: bool
+    """Slots are the tokens in their order."""
+    ragged: bool
+    """Pieces before the last are not all full."""
+    split: bool
+    """A block has more than one piece."""
+    packed: bool
+    """There are several documents in a row."""
+    token: Tensor
+    """Position of the token in each slot, ``[X, N * R]``."""
+    slot: Tensor
+    """Slot of each token, ``[X, T]``; anything for padding."""
+    ordinary: Tensor
+    """``[X, N, R]``: position of each ordinary token."""
+    landmark: Tensor
+    """Position of the landmark of the block of each piece, ``[X, N]``."""
+    landmark_piece: Tensor
+    """The piece that has it, ``[X, N]``."""
+    block: Tensor
+    """Number of the block of each piece, ``[X, N]``; -1 for none."""
+    document: Tensor
+    """Number of the document of each piece, ``[X, N]``; -1 for none."""
+
+
+def find(is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None) -> Blocks:
+    """The blocks of ``is_landmark [B, T]``: each ends with its landmark, or with its document."""
+    if key_padding is not None and bool(key_padding.all()):
+        key_padding = None
+    if all(x is None or bool((x[1:] == x[:1]).all()) for x in (is_landmark, key_padding, documents)):
+        is_landmark, key_padding, documents = (
+            None if x is None else x[:1] for x in (is_landmark, key_padding, documents)
+        )
+    real = torch.ones_like(is_landmark) if key_padding is None else key_padding
+    landmark = is_landmark & real
+    begins = torch.zeros_like(landmark)
+    if documents is not None:
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    document = begins.cumsum(1)
+    begins[:, 1:] |= landmark[:, :-1]
+    return Blocks(landmark=landmark, ordinary=real & ~landmark, number=begins.cumsum(1), document=document)
+
+
+def pieces(blocks: Blocks) -> Pieces:
+    """Pieces for blocks; their size is that of the longest block, or what needs few slots in all."""
+    rows, tokens = blocks.number.shape
+    position = torch.arange(tokens, device=blocks.number.device)
+    many = int(blocks.number.max()) + 1
+    lengths = blocks.number.new_zeros(rows, many).scatter_add_(1, blocks.number, blocks.ordinary.long())
+    length = best_length(lengths, tokens)
+    size = length + 1
+    before = blocks.ordinary.cumsum(1) - lengths.cumsum(1).sub(lengths).gather(1, blocks.number) - 1  # in the block
+    empty = blocks.landmark & (lengths.gather(1, blocks.number) == 0)
+    piece = (blocks.ordinary & (before % length == 0) | empty).cumsum(1) - 1
+    count = max(int(piece[:, -1].max()) + 1, 1)
+    slot = piece * size + torch.where(blocks.landmark, length, before % length)
+    placed = blocks.ordinary | blocks.landmark
+    token = slot.new_full((rows, count * size + 1), tokens)
+    token.scatter_(1, torch.where(placed, slot, count * size), torch.where(placed, position, tokens))
+    token = token[:, :-1]
+    table = token.view(rows, count, size)
+    first = table.amin(-1)  # position of a token of the piece
+    there, at = first < tokens, first.clamp(max=tokens - 1)
+    ends = slot.new_full((rows, many), tokens)
+    ends.scatter_reduce_(1, blocks.number, torch.where(blocks.landmark, position, tokens), "amin")
+    landmark = torch.where(there, ends.gather(1, blocks.number.gather(1, at)), tokens)
+    ordinary = table.clone()
+    ordinary[..., -1] = tokens
+    used = torch.nn.functional.pad(token, (0, max(0, tokens - count * size)), value=tokens)[:, :tokens]
+    return Pieces(
+        count=count,
+        size=size,
+        regular=bool((used == position).all()),
+        ragged=bool((ordinary[:, :-1, :-1] == tokens).any()),
+        split=bool((lengths > length).any()),
+        packed=bool(blocks.document[:, -1].any()),
+        token=token,
+        slot=slot.clamp(0, count * size - 1),
+        ordinary=ordinary,
+        landmark=landmark,
+        landmark_piece=piece.gather(1, landmark.clamp(max=tokens - 1)).clamp(min=0),
+        block=torch.where(there, blocks.number.gather(1, at), -1),
+        document=torch.where(there, blocks.document.gather(1, at), -1),
+    )
+
+
+def best_length(lengths: Tensor, tokens: int) -> int:
+    """Ordinary tokens in a piece, for blocks of ``lengths [X, blocks]`` ordinary tokens."""
+
+    def slots(length: int) -> int:
+        return int((-(-lengths // length)).clamp(min=1).sum(1).max()) * (length + 1)
+
+    longest = max(1, min(int(lengths.max()), LONGEST))
+    if slots(longest) <= WASTE * tokens:
+        return longest
+    return min((longest, *SIZES), key=slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Blocks as runs of consecutive tokens for a kernel, int32. Incomplete blocks, which only their own queries see, may
+    be cut into several tiles; others are one tile each."""
+
+    count: int
+    size: int
+    """Tokens of the longest tile."""
+    limited: bool
+    """Queries do not see all tiles before them: there are several documents, or a window."""
+    starts: Tensor
+    """``[X, N + 1]``: the first token of each tile; ``T`` for tiles that are not there."""
+    until: Tensor
+    """``[X, N]``: the first position that does not see the tile any more."""
+    ordinary: Tensor
+    """``[X, T]``, int8: 1 for tokens that are neither landmarks nor padding."""
+    tile: Tensor
+    """Number of the tile of each token, ``[X, T]``."""
+    own: Tensor
+    """The first tile of the block of each token, ``[X, T]``."""
+    first: Tensor
+    """The first tile that the query at each position sees, ``[X, T]``."""
+
+
+def tiles(blocks: Blocks, window: int | None) -> Tiles:
+    """Tiles for blocks."""
+    number, (rows, tokens) = blocks.number, blocks.number.shape
+    position = torch.arange(tokens, device=number.device).expand(rows, -1)
+    many = int(number.max()) + 1
+    lengths = number.new_zeros(rows, many).scatter_add_(1, number, torch.ones_like(number))
+    closed = number.new_zeros(rows, many).scatter_add_(1, number, blocks.landmark.long())
+    size = int((lengths * closed).max()) or min(tokens, 64)
+    offset = position - (lengths.cumsum(1) - lengths).gather(1, number)
+    begins = (offset == 0) | (offset % size == 0) & (closed.gather(1, number) == 0)
+    tile = begins.cumsum(1) - 1
+    count = int(tile[:, -1].max()) + 1
+    starts = tile.new_full((rows, count + 1), tokens)
+    starts.scatter_reduce_(1, tile, position, "amin")
+    document_begins = begins & (blocks.document != torch.nn.functional.pad(blocks.document, (1, 0), value=-1)[:, :-1])
+    begin = torch.where(document_begins, position, 0).cummax(1).values
+    lasts = starts[:, 1:] - 1  # the last token of each tile
+    end = torch.where(document_begins, position, tokens).flip(1).cummin(1).values.flip(1)  # at or after
+    end = torch.nn.functional.pad(end, (0, 1), value=tokens)  # of the document of the token before
+    until = end.gather(1, lasts + 1)
+    first = tile.gather(1, begin)
+    if window is not None:
+        first = torch.maximum(first, tile.gather(1, (position - window + 1).clamp(min=0)))
+        until = torch.minimum(until, lasts + window)
+    return Tiles(
+        count=count,
+        size=size,
+        limited=window is not None or bool(blocks.document[:, -1].any()),
+        starts=starts.int(),
+        until=until.int(),
+        ordinary=blocks.ordinary.to(torch.int8),
+        tile=tile.int(),
+        own=tile.gather(1, position - offset).int(),
+        first=first.int(),
+    )
+
+
+def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Remember the last result: all layers of a model ask for the same.
+
+    Tensors are compared by what they hold, not by identity alone, so writing into one in place is noticed.
+    """
+    last: list[tuple[tuple[Any, ...], dict[str, Any], Made]] = []
+
+    def call(*rows: Tensor | None, **settings: Any) -> Made:
+        if last:
+            known, before, made = last[0]
+            if before == settings and all(_same(x, *y) for x, y in zip(rows, known, strict=True)):
+                return made
+        made = make(*rows, **settings)
+        copies = tuple((None, None, None) if x is None else (x, x.clone(), _version(x)) for x in rows)
+        last[:] = [(copies, settings, made)]
+        return made
+
+    return call
+
+
+def _same(x: Tensor | None, before: Tensor | None, copy: Tensor | None, version: int | None) -> bool:
+    if x is None or copy is None:
+        return x is copy
+    if x is before and version is not None and _version(x) == version:
+        return True  # without waiting for the device
+    return x.device == copy.device and x.dtype == copy.dtype and torch.equal(x, copy)
+
+
+def _version(x: Tensor) -> int | None:
+    """Which of the states that writing in place gave it; tensors made for inference do not tell."""
+    return None if x.is_inference() else x._version

@@ -1,0 +1,553 @@
+"""Landmark attention in Triton: one pass over the keys forward, and no statistics of blocks in memory.
+
+Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), equations 1-4. All weights
+are ``W_b P_b``: ``P_b`` is the softmax within block ``b``, and ``W`` a softmax over blocks of ``g_b``, which is the
+log-sum-exp of the own block, and ``ramp * s_landmark + (1 - ramp) * LSE_b`` for an earlier one. A tile of keys is one
+whole block, whatever its length, so ``P_b`` and ``g_b`` are at hand as soon as the scores are, and the online softmax
+of flash attention runs over blocks. What is saved for the backward pass is one number for each query: ``L``, the
+log-sum-exp of ``g`` (to the base 2).
+
+With ``G`` the gradient of the output, ``dP = G V^T``, ``delta_b = rowsum(P_b dP)`` and ``Delta = G . out``,
+
+    dS = W_b P_b (dP - Delta)                                     in the own block
+    dS = W_b P_b (dP - Delta - ramp * (delta_b - Delta))          in an earlier one
+    ds_landmark = ramp * W_b (delta_b - Delta)
+
+in which ``P_b``, ``W_b`` and ``delta_b`` are computed again from the tile. Two kernels, as usual: a tile of queries
+walks over blocks for ``dQ``, a block walks over tiles of queries for ``dK`` and ``dV``.
+
+An incomplete block, which only its own queries see, may be longer than a tile: in the own block ``g`` is a log-sum-exp,
+which can be taken in parts. A complete block must fit into a tile.
+"""
+
+# What the compiler knows is in capitals, and one such argument is for the tuner alone.
+# ruff: noqa: ARG001, N803
+# Triton has no type information.
+# mypy: disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from memstore.kernels.landmark_attention import layout
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)
+"""Finite, so that differences of it are numbers."""
+SMALLEST = 16
+"""Shortest side of a tile that the matrix units of all devices take."""
+LONGEST = 256
+"""Tokens of a complete block."""
+
+
+def _config(queries: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"BM": queries}, num_warps=warps, num_stages=stages)
+
+
+INTERPRETED_CONFIG = _config(64, 1, 1)
+CONFIGS = [
+    _config(16, 4, 2),
+    _config(32, 4, 2),
+    _config(64, 4, 2),
+    _config(64, 4, 3),
+    _config(64, 8, 2),
+    _config(128, 4, 3),
+    _config(128, 8, 2),
+    _config(128, 8, 3),
+]
+
+
+def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) -> list[triton.Config]:
+    """The configurations worth trying: tiles no longer than the queries, sums that leave registers for the rest."""
+    args = {**args, **more}
+
+    def fits(config: triton.Config) -> bool:
+        queries, keys = config.kwargs["BM"], args["BS"]
+        summed = keys * (args["BD"] + args["BDV"]) if "until" in args else queries * max(args["BD"], args["BDV"])
+        numbers = (summed + 2 * queries * keys) / (32 * config.num_warps)  # in each thread, of at most 255
+        return bool(queries <= args["ROWS"] and numbers <= 192)
+
+    return [config for config in configs if fits(config)] or configs[:1]
+
+
+def padded(length: int) -> int:
+    """The side of a tile that covers ``length``."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def _tuned(kernel: Any) -> Any:
+    """Tiles are chosen by measuring, once for each kind of shape; the interpreter cannot measure."""
+    key = ["ROWS", "BS", "D", "DV", "PRECISION", "LIMITED"]
+    if isinstance(kernel, triton.JITFunction):
+        return triton.autotune(CONFIGS, key, {"early_config_prune": admissible})(kernel)
+    return triton.autotune([INTERPRETED_CONFIG], key)(kernel)
+
+
+@triton.jit
+def _places(
+    first: tl.tensor, count: tl.tensor, stride: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Where rows from ``first`` on are in a matrix ``[count, SIZE]``: an offset in 64 bits, offsets from it, a mask."""
+    index, dims = tl.arange(0, LENGTH), tl.arange(0, PADDED)
+    mask = (first + index < count)[:, None]
+    if SIZE != PADDED:
+        mask = mask & (dims < SIZE)[None, :]
+    return (tl.full([], 0, tl.int64) + first) * stride, index[:, None] * stride + dims[None, :], mask
+
+
+@triton.jit
+def _rows(
+    base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """``LENGTH`` rows of a matrix, with 0 beyond its edges."""
+    begin, offsets, mask = _places(first, count, stride, LENGTH, SIZE, PADDED)
+    return tl.load(base + begin + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    base: tl.tensor, tile: tl.tensor, first: tl.tensor, count: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a tile to rows of a contiguous matrix ``[count, SIZE]``."""
+    begin, offsets, mask = _places(first, count, SIZE, LENGTH, SIZE, PADDED)
+    tl.store(base + begin + offsets, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weigh(
+    scores: tl.tensor,  # [BM, BS], to the base 2
+    key: tl.tensor,  # [BS], positions
+    end: tl.tensor,  # of the block
+    ordinary: tl.tensor,  # [BS]
+    position: tl.tensor,  # [BM]
+    own: tl.tensor,  # [BM], the first tile of the own block
+    first: tl.tensor,  # [BM], the first tile that is seen
+    n: tl.tensor,  # this tile
+    ramp: tl.tensor,
+    window: tl.tensor,
+    EDGE: tl.constexpr,  # keys may lie after queries
+    LIMITED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """``P`` of a block before it is divided by its sum, ``[BM, BS]``; one over this sum; and ``g``, ``[BM]`` each."""
+    landmark = tl.sum(tl.where(key[None, :] == end - 1, scores, 0.0), 1)
+    seen = (ordinary != 0)[None, :]
+    if EDGE:
+        seen = seen & (key[None, :] <= position[:, None])
+    if LIMITED:
+        seen = seen & (key[None, :] > position[:, None] - window) & (n >= first)[:, None]
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(tl.max(scores, 1), LOWEST)
+    p = tl.exp2(scores - highest[:, None])
+    summed = tl.sum(p, 1)
+    found = summed > 0
+    summed = tl.where(found, summed, 1.0)
+    inside = highest + tl.log2(summed)
+    group = tl.where(n >= own, inside, ramp * landmark + (1 - ramp) * inside)
+    return p, 1 / summed, tl.where(found, group, float("-inf"))
+
+
+@triton.jit
+def _attend(
+    attended: tl.tensor,  # [BM, BDV]
+    highest: tl.tensor,  # [BM]
+    total: tl.tensor,  # [BM]
+    n: tl.tensor, queries: tl.tensor, k: tl.tensor, v: tl.tensor, ks: tl.tensor, vs: tl.tensor,
+    starts: tl.tensor, ordinary: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """One block more."""
+    start, end = tl.load(starts + n), tl.load(starts + n + 1)
+    key = start + tl.arange(0, BS)
+    keys = _rows(k, start, end, ks, BS, D, BD)
+    there = tl.load(ordinary + key, mask=key < end, other=0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED)
+    higher = tl.maximum(highest, group)
+    shrink = tl.exp2(highest - higher)
+    weight = tl.exp2(group - higher)
+    values = _rows(v, start, end, vs, BS, DV, BDV)
+    product = tl.dot((p * (weight * share)[:, None]).to(values.dtype), values, input_precision=PRECISION)
+    return attended * shrink[:, None] + product, higher, total * shrink + weight
+
+
+@_tuned
+@triton.jit
+def _forward_kernel(
+    q: tl.tensor,  # [B, H, Tq, D], strided
+    k: tl.tensor,  # [B, G, Tk, D], strided
+    v: tl.tensor,  # [B, G, Tk, DV], strided
+    starts: tl.tensor,  # [B, N + 1]
+    ordinary: tl.tensor,  # [B, Tk]
+    tile: tl.tensor,  # [B, Tk]
+    own: tl.tensor,  # [B, Tk]
+    first: tl.tensor,  # [B, Tk]
+    out: tl.tensor,  # [B, H, Tq, DV], contiguous
+    lse: tl.tensor,  # [B, H, Tq]
+    qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
+    kb: tl.tensor, kg: tl.tensor, ks: tl.tensor,
+    vb: tl.tensor, vg: tl.tensor, vs: tl.tensor,
+    sb: tl.tensor, tb: tl.tensor,  # of starts, and of what has one number for each token
+    heads: tl.tensor, groups: tl.tensor, rows: tl.tensor, before: tl.tensor,  # keys before the first query
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    ROWS: tl.constexpr,  # tells the tuner about the number of rows
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr,  # rows of a tile of queries
+) -> None:  # fmt: skip
+    """A tile of queries walks over the blocks that it sees."""
+    many = tl.cdiv(rows, BM)
+    at = (many - 1 - tl.program_id(0) % many) * BM  # those with most to do begin
+    row = at + tl.arange(0, BM)
+    head = tl.program_id(0) // many % heads
+    b = (tl.program_id(0) // many // heads).to(tl.int64)
+    group = head // (heads // groups)
+    position = before + row
+    starts += b * sb
+    ordinary += b * tb
+    mine = tl.load(tile + b * tb + position, mask=row < rows, other=0)
+    own_first = tl.load(own + b * tb + position, mask=row < rows, other=0)
+    sees = tl.load(first + b * tb + position, mask=row < rows, other=0)
+    last = tl.max(mine, 0)
+    edge = tl.min(tl.where(row < rows, mine, last), 0)
+    begin = tl.min(tl.where(row < rows, sees, last), 0)
+    queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+    k += b * kb + group.to(tl.int64) * kg
+    v += b * vb + group.to(tl.int64) * vg
+    attended = tl.zeros([BM, BDV], tl.float32)
+    highest = tl.full([BM], LOWEST, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    for n in range(begin, edge):
+        attended, highest, total = _attend(
+            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, position, own_first, sees,
+            scale, ramp, window, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
+        )  # fmt: skip
+    for n in range(edge, last + 1):
+        attended, highest, total = _attend(
+            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, position, own_first, sees,
+            scale, ramp, window, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
+        )  # fmt: skip
+    place = (b * heads + head) * rows
+    found = total > 0
+    total = tl.where(found, total, 1.0)
+    tl.store(lse + place + row, tl.where(found, highest + tl.log2(total), float("inf")), mask=row < rows)
+    _store_rows(out + place * DV, attended / total[:, None], at, rows, BM, DV, BDV)
+
+
+@triton.jit
+def _differentiate(
+    scores: tl.tensor,  # [BM, BS], to the base 2
+    dp: tl.tensor,  # [BM, BS]
+    normaliser: tl.tensor,  # [BM]
+    delta: tl.tensor,  # [BM]
+    key: tl.tensor, end: tl.tensor, there: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
+    n: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    EDGE: tl.constexpr, LIMITED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The weights of a block and the gradient of its scores, ``[BM, BS]`` each."""
+    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED)
+    weight = tl.exp2(group - normaliser)
+    influence = tl.where(n >= own, 0.0, ramp)
+    handed = influence * (tl.sum(p * dp, 1) * share - delta)
+    w = p * (weight * share)[:, None]
+    ds = w * (dp - (delta + handed)[:, None])
+    return w, tl.where(key[None, :] == end - 1, ds + (weight * handed)[:, None], ds)
+
+
+@triton.jit
+def _queries_step(
+    total: tl.tensor,  # [BM, BD]
+    n: tl.tensor, queries: tl.tensor, gradient: tl.tensor, normaliser: tl.tensor, delta: tl.tensor,
+    k: tl.tensor, v: tl.tensor, ks: tl.tensor, vs: tl.tensor,
+    starts: tl.tensor, ordinary: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The gradient of the queries from one block more."""
+    start, end = tl.load(starts + n), tl.load(starts + n + 1)
+    key = start + tl.arange(0, BS)
+    keys = _rows(k, start, end, ks, BS, D, BD)
+    values = _rows(v, start, end, vs, BS, DV, BDV)
+    there = tl.load(ordinary + key, mask=key < end, other=0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+    dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
+    _, ds = _differentiate(
+        scores, dp, normaliser, delta, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED
+    )
+    return total + tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
+
+
+@_tuned
+@triton.jit
+def _queries_kernel(
+    q: tl.tensor,  # [B, H, Tq, D], strided
+    k: tl.tensor,  # [B, G, Tk, D], strided
+    v: tl.tensor,  # [B, G, Tk, DV], strided
+    starts: tl.tensor,  # [B, N + 1]
+    ordinary: tl.tensor,  # [B, Tk]
+    tile: tl.tensor,  # [B, Tk]
+    own: tl.tensor,  # [B, Tk]
+    first: tl.tensor,  # [B, Tk]
+    out: tl.tensor,  # [B, H, Tq, DV], contiguous
+    dout: tl.tensor,  # [B, H, Tq, DV], contiguous
+    lse: tl.tensor,  # [B, H, Tq]
+    delta: tl.tensor,  # [B, H, Tq]
+    dq: tl.tensor,  # [B, H, Tq, D], contiguous
+    qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
+    kb: tl.tensor, kg: tl.tensor, ks: tl.tensor,
+    vb: tl.tensor, vg: tl.tensor, vs: tl.tensor,
+    sb: tl.tensor, tb: tl.tensor,
+    heads: tl.tensor, groups: tl.tensor, rows: tl.tensor, before: tl.tensor,
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of queries walks over the blocks that it sees: the gradient of the queries, and ``Delta``."""
+    many = tl.cdiv(rows, BM)
+    at = (many - 1 - tl.program_id(0) % many) * BM
+    row = at + tl.arange(0, BM)
+    head = tl.program_id(0) // many % heads
+    b = (tl.program_id(0) // many // heads).to(tl.int64)
+    group = head // (heads // groups)
+    position = before + row
+    starts += b * sb
+    ordinary += b * tb
+    mine = tl.load(tile + b * tb + position, mask=row < rows, other=0)
+    own_first = tl.load(own + b * tb + position, mask=row < rows, other=0)
+    sees = tl.load(first + b * tb + position, mask=row < rows, other=0)
+    last = tl.max(mine, 0)
+    edge = tl.min(tl.where(row < rows, mine, last), 0)
+    begin = tl.min(tl.where(row < rows, sees, last), 0)
+    place = (b * heads + head) * rows
+    queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+    gradient = _rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
+    attended = _rows(out + place * DV, at, rows, DV, BM, DV, BDV)
+    dots = tl.sum(gradient.to(tl.float32) * attended.to(tl.float32), 1)
+    tl.store(delta + place + row, dots, mask=row < rows)
+    normaliser = tl.load(lse + place + row, mask=row < rows, other=float("inf"))
+    k += b * kb + group.to(tl.int64) * kg
+    v += b * vb + group.to(tl.int64) * vg
+    total = tl.zeros([BM, BD], tl.float32)
+    for n in range(begin, edge):
+        total = _queries_step(
+            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, position, own_first, sees,
+            scale, ramp, window, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
+        )  # fmt: skip
+    for n in range(edge, last + 1):
+        total = _queries_step(
+            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, position, own_first, sees,
+            scale, ramp, window, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
+        )  # fmt: skip
+    _store_rows(dq + place * D, total * scale, at, rows, BM, D, BD)
+
+
+@triton.jit
+def _keys_step(
+    keys_gradient: tl.tensor,  # [BS, BD]
+    values_gradient: tl.tensor,  # [BS, BDV]
+    at: tl.tensor,  # the first query
+    keys: tl.tensor, values: tl.tensor, key: tl.tensor, end: tl.tensor, there: tl.tensor, n: tl.tensor,
+    q: tl.tensor, qs: tl.tensor, dout: tl.tensor, lse: tl.tensor, delta: tl.tensor, own: tl.tensor, first: tl.tensor,
+    rows: tl.tensor, before: tl.tensor, scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The gradients of keys and values from one tile of queries more."""
+    row = at + tl.arange(0, BM)
+    queries = _rows(q, at, rows, qs, BM, D, BD)
+    gradient = _rows(dout, at, rows, DV, BM, DV, BDV)
+    normaliser = tl.load(lse + row, mask=row < rows, other=float("inf"))
+    dots = tl.load(delta + row, mask=row < rows, other=0.0)
+    position = before + row
+    own_first = tl.load(own + position, mask=row < rows, other=0)
+    sees = tl.load(first + position, mask=row < rows, other=0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+    dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
+    w, ds = _differentiate(
+        scores, dp, normaliser, dots, key, end, there, position, own_first, sees, n, ramp, window, EDGE, LIMITED
+    )
+    values_gradient += tl.dot(tl.trans(w.to(gradient.dtype)), gradient, input_precision=PRECISION)
+    keys_gradient += tl.dot(tl.trans(ds.to(queries.dtype)), queries, input_precision=PRECISION)
+    return keys_gradient, values_gradient
+
+
+@_tuned
+@triton.jit
+def _keys_kernel(
+    q: tl.tensor,  # [B, H, Tq, D], strided
+    k: tl.tensor,  # [B, G, Tk, D], strided
+    v: tl.tensor,  # [B, G, Tk, DV], strided
+    starts: tl.tensor,  # [B, N + 1]
+    until: tl.tensor,  # [B, N]
+    ordinary: tl.tensor,  # [B, Tk]
+    own: tl.tensor,  # [B, Tk]
+    first: tl.tensor,  # [B, Tk]
+    dout: tl.tensor,  # [B, H, Tq, DV], contiguous
+    lse: tl.tensor,  # [B, H, Tq]
+    delta: tl.tensor,  # [B, H, Tq]
+    dk: tl.tensor,  # [B, G, Tk, D], contiguous
+    dv: tl.tensor,  # [B, G, Tk, DV], contiguous
+    qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
+    kb: tl.tensor, kg: tl.tensor, ks: tl.tensor,
+    vb: tl.tensor, vg: tl.tensor, vs: tl.tensor,
+    sb: tl.tensor, ub: tl.tensor, tb: tl.tensor,
+    heads: tl.tensor, groups: tl.tensor, rows: tl.tensor, before: tl.tensor, tokens: tl.tensor, count: tl.tensor,
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+) -> None:  # fmt: skip
+    """A block walks over the tiles of queries that see it, one head of its group after the other."""
+    n = tl.program_id(0) % count  # the first have most to do
+    group = tl.program_id(0) // count % groups
+    b = (tl.program_id(0) // count // groups).to(tl.int64)
+    start, end = tl.load(starts + b * sb + n), tl.load(starts + b * sb + n + 1)
+    if end > start:
+        key = start + tl.arange(0, BS)
+        matrix = b * groups + group
+        keys = _rows(k + b * kb + group.to(tl.int64) * kg, start, end, ks, BS, D, BD)
+        values = _rows(v + b * vb + group.to(tl.int64) * vg, start, end, vs, BS, DV, BDV)
+        there = tl.load(ordinary + b * tb + key, mask=key < end, other=0)
+        own += b * tb
+        first += b * tb
+        begin = tl.maximum(start - before, 0)  # rows of queries
+        stop = tl.minimum(tl.load(until + b * ub + n) - before, rows)
+        whole = tl.minimum(begin + tl.cdiv(tl.maximum(end - before - begin, 0), BM) * BM, stop)  # they see all keys
+        keys_gradient = tl.zeros([BS, BD], tl.float32)
+        values_gradient = tl.zeros([BS, BDV], tl.float32)
+        for i in range(heads // groups):
+            head = group * (heads // groups) + i
+            place = (b * heads + head) * rows
+            for at in range(begin, whole, BM):
+                keys_gradient, values_gradient = _keys_step(
+                    keys_gradient, values_gradient, at, keys, values, key, end, there, n,
+                    q + b * qb + head.to(tl.int64) * qh, qs, dout + place * DV, lse + place, delta + place, own, first,
+                    rows, before, scale, ramp, window, D, DV, BD, BDV, BM, True, LIMITED, PRECISION,
+                )  # fmt: skip
+            for at in range(whole, stop, BM):
+                keys_gradient, values_gradient = _keys_step(
+                    keys_gradient, values_gradient, at, keys, values, key, end, there, n,
+                    q + b * qb + head.to(tl.int64) * qh, qs, dout + place * DV, lse + place, delta + place, own, first,
+                    rows, before, scale, ramp, window, D, DV, BD, BDV, BM, False, LIMITED, PRECISION,
+                )  # fmt: skip
+        _store_rows(dk + matrix * tokens * D, keys_gradient * scale, start, end, BS, D, BD)
+        _store_rows(dv + matrix * tokens * DV, values_gradient, start, end, BS, DV, BDV)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
+    return not isinstance(_forward_kernel.fn, triton.JITFunction)
+
+
+@layout.remembered
+def tiles(
+    is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None, *, window: int | None
+) -> layout.Tiles:
+    """The tiles for these rows."""
+    return layout.tiles(layout.find(is_landmark, key_padding, documents), window)
+
+
+def landmark_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_landmark: Tensor,
+    *,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    window: int | None,
+    ramp: float,
+    scale: float,
+) -> Tensor:
+    """``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``, causal."""
+    found = tiles(is_landmark, key_padding, documents, window=window)
+    if key_padding is not None:
+        there = key_padding[:, None, :, None]
+        q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
+        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
+    settings = {"window": k.shape[2] if window is None else window, "ramp": ramp, "scale": scale}
+    out: Tensor = _LandmarkAttention.apply(q, k, v, found, settings)  # type: ignore[no-untyped-call]
+    return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
+
+
+class _LandmarkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        told = _told(q, k, v, found, settings)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        with torch.cuda.device_of(q):
+            _forward_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.found, ctx.settings = found, settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        found = ctx.found
+        told = _told(q, k, v, found, ctx.settings) | {"dout": dout.contiguous(), "lse": lse}
+        delta, dq = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        with torch.cuda.device_of(q):
+            _queries_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, delta=delta, dq=dq, tile=found.tile, **told)
+            _keys_kernel[(k.shape[0] * k.shape[1] * found.count,)](
+                q=q, k=k, v=v, delta=delta, dk=dk, dv=dv, until=found.until, ub=_stride(found.until),
+                tokens=k.shape[2], count=found.count, **told,
+            )  # fmt: skip
+        return dq, dk, dv, None, None
+
+
+def _queries_grid(q: Tensor) -> Any:
+    """One program for each tile of queries of each head."""
+    return lambda config: (q.shape[0] * q.shape[1] * -(-q.shape[2] // config["BM"]),)
+
+
+def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> dict[str, Any]:
+    """What all kernels are told."""
+    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return {
+        **dict(zip(("qb", "qh", "qs"), q.stride(), strict=False)),
+        **dict(zip(("kb", "kg", "ks"), k.stride(), strict=False)),
+        **dict(zip(("vb", "vg", "vs"), v.stride(), strict=False)),
+        "starts": found.starts,
+        "ordinary": found.ordinary,
+        "own": found.own,
+        "first": found.first,
+        "sb": _stride(found.starts),
+        "tb": _stride(found.tile),
+        "heads": q.shape[1],
+        "groups": k.shape[1],
+        "rows": q.shape[2],
+        "before": k.shape[2] - q.shape[2],
+        **settings,
+        "ROWS": min(padded(q.shape[2]), 128),
+        "D": k.shape[3],
+        "DV": v.shape[3],
+        "BD": padded(k.shape[3]),
+        "BDV": padded(v.shape[3]),
+        "BS": padded(found.size),
+        "LIMITED": found.limited,
+        "PRECISION": "ieee" if exact else "tf32",
+        "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
+    }
+
+
+def _stride(x: Tensor) -> int:
+    """From row to row; 0 where all rows are the same."""
+    return 0 if len(x) == 1 else x.stride(0)

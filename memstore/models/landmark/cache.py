@@ -1,0 +1,513 @@
+"""What a landmark model remembers from one segment to the next, and how its queries see it.
+
+Text is cut into segments of ``segment_blocks`` blocks, counted from its beginning. The tokens of the segment that is
+being written are *local*: they attend to each other directly. The blocks of all segments before it are *in memory*, and
+are retrieved. So what a token sees depends on its place alone, and not on how the text was cut into calls: a text at
+once, in pieces and token by token gives the same, where each token chooses for itself. (Lists that tokens share are
+chosen by those that come in one call.)
+
+Keys are kept without positions, and turned to where they are attended at: see ``memstore.attention.positions``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
+from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
+from memstore.errors import InvalidArgument
+from memstore.memory.retrieval import Retrieval
+from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
+from memstore.models.landmark.past import Past
+from memstore.models.landmark.tables import BlockTable, tensor_table
+from memstore.models.packing import Packing
+
+FOREVER = 2**40
+"""More blocks than there will be."""
+
+
+@dataclass
+class Counts:
+    """What was asked of the memory; a segment here is a forward pass, for each row by itself."""
+
+    queries: int = 0
+    """Times a query head of a token had blocks in memory."""
+    dropped: int = 0
+    """Times the context-miss token's weight was below the threshold, so that nothing was retrieved."""
+    searches: list[int] = field(default_factory=list)
+    """Lists that were chosen, in each layer."""
+    segments: list[int] = field(default_factory=list)
+    """Segments for which blocks were fetched, in each layer."""
+    fetched: list[int] = field(default_factory=list)
+    """Blocks that were fetched, in each layer; within a segment each counts once."""
+
+    @classmethod
+    def of(cls, config: LandmarkConfig) -> Counts:
+        """Nothing was asked yet."""
+        return cls(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
+
+    @property
+    def drop_rate(self) -> float:
+        """The part of queries for which nothing was retrieved (the paper's appendix D)."""
+        return self.dropped / self.queries if self.queries else 0.0
+
+    def unique_blocks(self, layer: int) -> float:
+        """Blocks fetched per segment in ``layer`` (the paper's appendix C); 0 where nothing was."""
+        return self.fetched[layer] / self.segments[layer] if self.segments[layer] else 0.0
+
+
+class Look(NamedTuple):
+    """What one layer saw of its memory in one call: see ``LandmarkCache.watch``."""
+
+    layer: int
+    questions: Questions
+    """What asked; ``attention.landmark.memory_weights`` says how it weighs every block in memory."""
+    blocks: Tensor
+    """``[B, X, R, K]``: the lists that were chosen, -1 where there is no block."""
+    local: Tensor
+    """``[B, H, M]``: log-sum-exp of the scores of own tokens and local landmarks."""
+
+
+class _Frame(NamedTuple):
+    """The segment that is being written, in one layer: room for ``F`` blocks."""
+
+    keys: Tensor
+    """``[B, G, F * S, D]`` without positions"""
+    turned: Tensor
+    """``[B, G, F * S, D]`` at their positions"""
+    values: Tensor
+    """``[B, G, F * S, D]``"""
+
+
+class _Kept(NamedTuple):
+    """A list that further tokens use."""
+
+    blocks: Tensor
+    """``[B, X, 1, K]``"""
+    shown: Shown
+    run: Tensor
+    """``[B]``: the run of tokens that it is for."""
+    made: Tensor
+    """``[B, X, 1]``: whether it was asked for."""
+
+    def reordered(self, rows: Tensor) -> _Kept:
+        """Row ``b`` is what row ``rows[b]`` was."""
+        keys, values, bias = self.shown
+        bias = None if bias is None else bias[rows]
+        cpu = rows.cpu()
+        return _Kept(self.blocks[rows], Shown(keys[rows], values[rows], bias), self.run[cpu], self.made[rows])
+
+
+class _View:
+    """Where the items of one segment stand and what they see of each other: the same in every layer."""
+
+    def __init__(self, cache: LandmarkCache, packing: Packing) -> None:
+        self.packing = packing
+        self.size = cache.config.block_size
+        device, rotary = packing.ids.device, cache.config.rotary
+        items, slot = cache.items, local_slot(cache.blocks, cache.slots)
+        self.uniform = packing.uniform and bool((items == items[0]).all())
+        if self.uniform and bool((slot == slot[0]).all()):
+            items, slot = items[:1], slot[:1]
+        # What fills a row up may lie beyond its segment, where there is no room.
+        room = cache.config.segment_blocks * self.size
+        places = (items[:, None] + torch.arange(packing.items)).clamp(max=room - 1)  # [B or 1, M]
+        self.places = places.to(device)
+        self.real = packing.real
+        positions = (slot[:, None] * self.size + places).unsqueeze(1).to(device)
+        self.turns = rotary.turns(positions)
+        self.before = rotary.turns(torch.tensor(-1, device=device))
+        self.remembers = bool((cache.blocks > 0).any())
+        self.older: Turns | None = None
+        """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
+        if self.remembers:
+            self.older = rotary.turns(positions - (self.size - 1))
+        blocks = int(places[:, -1].max()) // self.size + 1 if packing.items else 1
+        self.seen = blocks * self.size
+        """Local places that any item may see."""
+        self.bias, self.own = local_bias(self.places, blocks, self.size)
+
+
+class LandmarkCache(Past):
+    """The ``past_key_values`` of a model with landmarks.
+
+    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. Nothing is
+    differentiated through it.
+    """
+
+    def __init__(
+        self,
+        config: LandmarkConfig,
+        rows: int,
+        *,
+        retrieval: Retrieval | None = None,
+        table: BlockTable | None = None,
+        blocks: int = 0,
+    ) -> None:
+        """``blocks``: those that the table has, a multiple of ``config.segment_blocks``.
+
+        ``retrieval``: how blocks are chosen; by default ``config.retrieval_top_k`` of them by each head and token, the
+        paper's most permissive scheme. Raises ``InvalidArgument`` for what a landmark model cannot do.
+        """
+        super().__init__(config, rows, blocks * config.tokens_per_block)
+        self.retrieval = default_retrieval(config) if retrieval is None else retrieval
+        check_retrieval(config, self.retrieval)
+        self.table = tensor_table(config.num_hidden_layers, rows) if table is None else table
+        self.blocks = torch.full((rows,), blocks)
+        """``[B]``: blocks of each row that are in memory."""
+        self.items = torch.zeros(rows, dtype=torch.int64)
+        """``[B]``: stream items of each row since then."""
+        self.asked = Counts.of(config)
+        self.watch: Callable[[Look], None] | None = None
+        """Called after each choice, with what it was made by."""
+        self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
+        self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
+        self._recent: dict[int, Tensor] = {}
+        self._segment = torch.zeros(rows, dtype=torch.int64)
+        self._run = torch.zeros(rows, dtype=torch.int64)
+        self._view: _View | None = None
+
+    @property
+    def step(self) -> int:
+        """Tokens between the places where what comes is cut into forward passes."""
+        every = self.retrieval.every
+        return every if isinstance(every, int) and every > 1 else self.config.segment_tokens
+
+    @property
+    def slots(self) -> int:
+        """The latest so many blocks have slots of their own, in which they keep their distance."""
+        top_k = self.retrieval.top_k
+        return FOREVER if top_k == "all" or self.retrieval.positions == "true" else top_k
+
+    def begin(self, packing: Packing) -> None:
+        """A segment comes: ``packing`` says which stream items it has.
+
+        Raises ``InvalidArgument`` for one that goes on where the segment of ``segment_blocks`` blocks ends.
+        """
+        if int((self.items + torch.tensor(packing.lengths)).max()) > self._room:
+            raise InvalidArgument(
+                f"a segment ends at every {self.config.segment_tokens} tokens of a row; cut what comes there, as the "
+                "model does"
+            )
+        self._new_run(packing)
+        self._view = _View(self, packing)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
+        """Attention of the segment's items in ``layer``, which must be asked once each, in order.
+
+        Args:
+            layer: its number.
+            q: ``[B, H, M, D]``, without positions.
+            k: ``[B, G, M, D]``, without positions.
+            v: ``[B, G, M, D]``.
+            context_miss: ``[1, G, 1, D]``, the key of the context-miss token, where the model has one.
+
+        Returns:
+            ``[B, H, M, D]``
+        """
+        assert self._view is not None, "begin() comes first"
+        view, scale = self._view, q.shape[-1] ** -0.5
+        frame = self._written(layer, k.detach(), v.detach())
+        turned = self.config.rotary.rotate(q, view.turns)
+        keys, values = (
+            x[:, :, : view.seen].unflatten(2, (-1, view.size)).unsqueeze(2) for x in (frame.turned, frame.values)
+        )
+        out, lse = attend(turned.unsqueeze(2), keys, values[..., :-1, :], scale=scale, bias=view.bias, own=view.own)
+        local = out.squeeze(2), lse.squeeze(2)
+        if context_miss is None:
+            found = self._retrieved(layer, q, turned, local[1], None) if view.remembers else None
+            return (local[0] if found is None else joined(local, found)).to(q.dtype)
+        gate = self.config.rotary.rotate(context_miss, view.before).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
+        found = self._retrieved(layer, q, turned, local[1], called) if view.remembers else None
+        memory = torch.zeros_like(local[0]) if found is None else found[0]
+        return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
+
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to.
+
+        ``k, v [B, G, M, D]`` without positions.
+        """
+        self._written(layer, k.detach(), v.detach())
+
+    def end(self) -> None:
+        """The segment is over: its items count, and blocks of a row that has filled its segment are in memory."""
+        assert self._view is not None, "begin() comes first"
+        packing = self._view.packing
+        self.items += torch.tensor(packing.lengths)
+        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
+        full = (self.items == self._room).nonzero().flatten()
+        if len(full):
+            for own, frame in zip(self.table.own, self._frames, strict=True):
+                assert frame is not None
+                own.extend(full, *(self._in_blocks(x[full.to(x.device)]) for x in (frame.keys, frame.values)))
+            self.blocks[full] += self.config.segment_blocks
+            self.items[full] = 0
+            self._segment[full] += 1
+            self._run[full] += 1
+            self._recent.clear()
+        self._view = None
+
+    def states(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, G, S, D]`` of the blocks from ``first`` on, the incomplete last one filled with zeros.
+
+        Those of the only row, as far as the table has not given them away (``stored``).
+        """
+        frame, size, held = self._frames[layer], self.config.block_size, int(self.items[0])
+        assert frame is not None
+        keys, values = (self._in_blocks(x)[0, : -(-held // size)].clone() for x in (frame.keys, frame.values))
+        if held % size:
+            keys[-1, :, held % size :] = 0
+            values[-1, :, held % size :] = 0
+        memory = int(self.blocks[0])
+        if first >= memory:
+            return keys[first - memory :], values[first - memory :]
+        before = self.table.own[layer].of_row(0, first)
+        return torch.cat([before[0], keys]), torch.cat([before[1], values])
+
+    def stored(self, stop: int) -> None:
+        """Blocks below ``stop`` are in the document that the table reads: only the latest stay in tensors too."""
+        near = self.slots if self.slots < FOREVER else 1
+        for own in self.table.own:
+            own.keep_from(min(stop, int(self.blocks[0])) - near)
+
+    def put_local(self, layer: int, keys: Tensor, values: Tensor, items: int) -> None:
+        """Begin in the middle of a segment: ``keys, values [n, G, S, D]`` are its blocks, which hold ``items``.
+
+        To be followed by ``resume``.
+        """
+        keys, values = (x.transpose(0, 1).flatten(1, 2)[None, :, :items] for x in (keys, values))  # [1, G, items, D]
+        frame = self._frame(layer, keys)
+        start = local_slot(self.blocks[:1], self.slots) * self.config.block_size
+        turns = self.config.rotary.turns((start + torch.arange(items)).to(keys.device))
+        fresh = (keys, self.config.rotary.rotate(keys, turns), values)
+        for held, new in zip(frame, fresh, strict=True):
+            held[:, :, :items] = new
+
+    def resume(self, tokens: int) -> None:
+        """The segment that every row is in has ``tokens`` already: see ``put_local``."""
+        self.items[:] = tokens + tokens // self.config.tokens_per_block
+        self.counts = [count + tokens for count in self.counts]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        rows = beam_idx.cpu()
+        if torch.equal(rows, torch.arange(self.rows)):
+            return
+        self.rows = len(rows)
+        self.counts = [self.counts[row] for row in rows.tolist()]
+        self.blocks, self.items = self.blocks[rows], self.items[rows]
+        self._segment, self._run = self._segment[rows], self._run[rows]
+        self.table.reorder(beam_idx)
+        self._recent.clear()
+        self._frames = [None if frame is None else _Frame(*(x[beam_idx] for x in frame)) for frame in self._frames]
+        self._kept = [None if kept is None else kept.reordered(beam_idx) for kept in self._kept]
+
+    @property
+    def _room(self) -> int:
+        return self.config.segment_blocks * self.config.block_size
+
+    @property
+    def _lists(self) -> int:
+        """``X``: lists of a layer."""
+        share = self.retrieval.share
+        return {"none": self.config.num_attention_heads, "group": self.config.num_key_value_heads}.get(share, 1)
+
+    def _new_run(self, packing: Packing) -> None:
+        """Count the runs of tokens that use one list."""
+        every = self.retrieval.every
+        if every == "segment":  # it begins with the segment, and a prompt within it chooses again
+            self._run += torch.tensor(packing.counts) > 1
+        else:
+            self._run += torch.tensor(self.counts) % every == 0
+
+    def _frame(self, layer: int, like: Tensor) -> _Frame:
+        frame = self._frames[layer]
+        if frame is None:
+            shape = (self.rows, like.shape[1], self._room, like.shape[3])
+            frame = self._frames[layer] = _Frame(*(like.new_zeros(shape) for _ in range(3)))
+        return frame
+
+    def _written(self, layer: int, k: Tensor, v: Tensor) -> _Frame:
+        """The layer's frame, with the segment's keys and values in it."""
+        frame, view = self._frame(layer, k), self._view
+        assert view is not None
+        fresh = (k, self.config.rotary.rotate(k, view.turns), v)
+        if view.uniform:
+            start = int(self.items[0])
+            for held, new in zip(frame, fresh, strict=True):
+                held[:, :, start : start + new.shape[2]] = new
+            return frame
+        rows, items = view.real.nonzero(as_tuple=True)
+        places = view.places.expand(self.rows, -1)[rows, items]
+        for held, new in zip(frame, fresh, strict=True):
+            held[rows, :, places] = new[rows, :, items]
+        return frame
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
+        """``[n, G, F * S, D]`` -> ``[n, F, G, S, D]``."""
+        return x.unflatten(2, (-1, self.config.block_size)).transpose(1, 2)
+
+    def _retrieved(
+        self, layer: int, q: Tensor, turned: Tensor, local: Tensor, called: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Attention to blocks in memory, ``[B, H, M, D]`` and log-sum-exps ``[B, H, M]``; None where nobody asks."""
+        view = self._view
+        assert view is not None
+        remembers = (self.blocks > 0).to(q.device)
+        asks = (view.real & remembers[:, None]).unsqueeze(1).expand(-1, q.shape[1], -1)  # [B, H, M]
+        self.asked.queries += (asking := int(asks.sum()))
+        if called is not None:
+            asks = asks & called
+            self.asked.dropped += asking - int(asks.sum())
+        if not bool(asks.any()):
+            return None
+        scale = q.shape[-1] ** -0.5
+        latest = layer in self.config.local_layers or int(self.blocks.max()) <= self._top_k
+        if not latest and self.retrieval.every == 1 and not self.retrieval.share_tokens:
+            wanted = asks.unflatten(1, (self._lists, -1)).any(2)
+            blocks = self._chosen(layer, self._questions(layer, q, turned), local, wanted)
+            lists = fetch(self.table.layers[layer], blocks, self._final_slots(blocks), self.config.rotary, view.size)
+            self._count(layer, lists)
+            return attend_each(turned, lists, scale)
+        kept = self._latest(layer, asks) if latest else self._one_list(layer, q, turned, local, asks)
+        out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
+        return out.squeeze(2), lse.squeeze(2)
+
+    @property
+    def _top_k(self) -> int:
+        top_k = self.retrieval.top_k
+        return FOREVER if top_k == "all" else top_k
+
+    def _latest(self, layer: int, asks: Tensor) -> _Kept:
+        """The list of the latest blocks, which nobody has to search for; it serves the whole segment."""
+        kept = self._kept[layer]
+        if kept is None or not torch.equal(kept.run, self._segment):
+            count = min(self._top_k, int(self.blocks.max()))
+            first = (self.blocks - count)[:, None] + torch.arange(count)
+            blocks = first.clamp(min=-1).to(asks.device)[:, None, None]
+            made = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=asks.device)
+            kept = self._keep(layer, blocks, self._segment, made)
+        return kept
+
+    def _one_list(self, layer: int, q: Tensor, turned: Tensor, local: Tensor, asks: Tensor) -> _Kept:
+        """One list for all tokens of the segment, chosen now or before."""
+        wanted = asks.unflatten(1, (self._lists, -1)).any(2).any(-1, keepdim=True)  # [B, X, 1]
+        kept, made = self._kept[layer], torch.zeros_like(wanted)
+        if kept is not None and kept.made.shape == made.shape:
+            made = kept.made & (kept.run == self._run).to(made.device)[:, None, None]
+        needed = wanted & ~made
+        if kept is not None and not bool(needed.any()):
+            return kept
+        questions = self._questions(layer, q, turned)
+        if not self.retrieval.share_tokens:
+            questions = questions.tokens(slice(0, 1))
+        blocks = self._chosen(layer, questions, local, needed)
+        if kept is not None and bool(made.any()):
+            blocks = _mixed(needed, blocks, kept.blocks)
+        return self._keep(layer, blocks, self._run, made | needed)
+
+    def _keep(self, layer: int, blocks: Tensor, run: Tensor, made: Tensor) -> _Kept:
+        table, size = self.table.layers[layer], self.config.block_size
+        lists = fetch(table, blocks, self._final_slots(blocks), self.config.rotary, size)
+        self._count(layer, lists)
+        kept = self._kept[layer] = _Kept(blocks, show(lists, slice(None)), run.clone(), made)
+        return kept
+
+    def _count(self, layer: int, lists: Lists) -> None:
+        self.asked.segments[layer] += lists.rows
+        self.asked.fetched[layer] += lists.fetched
+
+    def _chosen(self, layer: int, questions: Questions, local: Tensor, wanted: Tensor) -> Tensor:
+        retrieval = self.retrieval
+        assert isinstance(retrieval.top_k, int)
+        self.asked.searches[layer] += int(wanted.sum())
+        blocks = choose(
+            self.table.layers[layer],
+            questions,
+            retrieval.top_k,
+            lists=self._lists,
+            share_tokens=wanted.shape[2] < questions.older.shape[2],
+            pool=retrieval.pool,
+            wanted=wanted,
+        )
+        if self.watch is not None:
+            self.watch(Look(layer, questions, blocks, local))
+        return blocks
+
+    def _questions(self, layer: int, q: Tensor, turned: Tensor) -> Questions:
+        """What the queries ask of blocks where these stand while they are searched."""
+        view, scale = self._view, q.shape[-1] ** -0.5
+        assert view is not None
+        assert view.older is not None
+        count = min(self.slots, int(self.blocks.max()))
+        first = self.blocks.to(q.device) - count
+        recent = turned.unflatten(1, (self.config.num_key_value_heads, -1)).flatten(2, 3)
+        scores = recent @ self._recent_landmarks(layer, first, count).to(q.dtype).transpose(-1, -2)
+        scores = scores.unflatten(2, (-1, q.shape[2])).flatten(1, 2) * scale  # [B, H, M, count]
+        missing = (first[:, None] + torch.arange(count, device=q.device)) < 0
+        scores = scores.masked_fill(missing[:, None, None], -math.inf)
+        return Questions(self.config.rotary.rotate(q, view.older) * scale, scores, first, view.real)
+
+    def _recent_landmarks(self, layer: int, first: Tensor, count: int) -> Tensor:
+        """Landmarks ``[B, G, count, D]`` of the latest blocks, in their slots; the same for a whole segment."""
+        if layer not in self._recent:
+            rotary, size = self.config.rotary, self.config.block_size
+            blocks = first[:, None] + torch.arange(count, device=first.device)
+            slots = searching_slots(blocks, self.blocks.to(first.device)[:, None], self.slots)
+            keys = self.table.layers[layer].landmarks(first, count)
+            turns = rotary.turns((slots * size + size - 1).unsqueeze(1), keys.dtype)
+            self._recent[layer] = rotary.rotate(keys, turns)
+        return self._recent[layer]
+
+    def _final_slots(self, blocks: Tensor) -> Tensor:
+        count = self.blocks.to(blocks.device)[:, None, None, None]
+        match self.retrieval.positions:
+            case "stingy":
+                return final_slots(blocks, count, self.slots)
+            case "clamped":
+                return searching_slots(blocks, count, self.slots)
+            case _:
+                return blocks.clamp(min=0)
+
+
+def default_retrieval(config: LandmarkConfig) -> Retrieval:
+    """The paper's most permissive scheme: each head and token chooses for itself."""
+    return Retrieval(top_k=config.retrieval_top_k, every=1, share="none", share_tokens=False)
+
+
+def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
+    """Raise ``InvalidArgument`` for what a landmark model cannot do."""
+    if config.attention != "landmark":
+        raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks and retrieves nothing")
+    if retrieval.share == "model":
+        raise InvalidArgument(
+            "every layer of a landmark model chooses for itself: Retrieval.share must be 'none', 'group' or 'layer', "
+            "not 'model'"
+        )
+    plain = Retrieval()
+    for name in ("span", "query", "passes"):
+        if getattr(retrieval, name) != getattr(plain, name):
+            raise InvalidArgument(f"Retrieval.{name} is for attached models; landmark models choose by attention alone")
+    every = retrieval.every
+    if isinstance(every, int) and config.segment_tokens % every:
+        raise InvalidArgument(
+            f"Retrieval.every must divide the {config.segment_tokens} tokens of a segment, or be 'segment', not {every}"
+        )
+    if retrieval.threshold is not None and not config.context_miss:
+        raise InvalidArgument("Retrieval.threshold is for models with a context-miss token; this one has none")
+
+
+def _mixed(new: Tensor, blocks: Tensor, before: Tensor) -> Tensor:
+    """Lists ``blocks [B, X, 1, K]`` where ``new [B, X, 1]``, else those of ``before``."""
+    width = max(blocks.shape[-1], before.shape[-1])
+    blocks, before = (F.pad(x, (width - x.shape[-1], 0), value=-1) for x in (blocks, before))
+    return torch.where(new.unsqueeze(-1), blocks, before)

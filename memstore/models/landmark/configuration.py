@@ -1,0 +1,205 @@
+"""Sizes and options of a landmark model, and two presets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from memstore.attention.positions import Rotary
+from memstore.errors import InvalidArgument
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "head_dim",
+    "block_size",
+    "window",
+    "segment_blocks",
+    "retrieval_top_k",
+    "position_jump",
+)
+CHOICES = {"architecture": ("llama", "gpt2"), "attention": ("landmark", "full", "window", "xl")}
+
+
+class LandmarkConfig(PreTrainedConfig):
+    """Configuration of ``LandmarkForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
+
+    Args:
+        vocab_size: tokens; the landmark is not one of them, the model inserts its own.
+        hidden_size: width of the model.
+        intermediate_size: inner width of the feed-forward layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key-value heads; as many as query heads if None.
+        num_hidden_layers: layers.
+        head_dim: size of a head; ``hidden_size / num_attention_heads`` if None.
+        block_size: tokens of a block, its landmark counted.
+        architecture: ``"llama"`` (RMSNorm, SwiGLU) or ``"gpt2"`` (the paper's section 4.1: LayerNorm and a feed-forward
+            layer with GELU, no biases as in the published code); both with rotary positions.
+        attention: ``"landmark"`` (the paper), or a baseline without landmarks: ``"full"`` attention, a sliding
+            ``"window"``, or ``"xl"`` (Transformer-XL: windows side by side, each with the one before it as its cache).
+        window: tokens that a query of ``"window"`` sees, itself counted; tokens of one window of ``"xl"``.
+        local_layers: numbers of the layers that never search a memory (landmark attention at inference).
+        rope_theta: base of the rotary frequencies.
+        rope_interleaved: rotate pairs of neighbours, as the paper's GPT-2-like model; else dimension ``i`` and
+            ``i + D / 2``, as Llama.
+        attention_bias: biases on queries, keys and values (Qwen2).
+        segment_blocks: blocks of one segment at inference.
+        retrieval_top_k: blocks that are retrieved at inference.
+        context_miss: train a context-miss token (appendix D).
+        context_miss_share: probability that a landmark is put under the context-miss token while training (the paper's
+            P_CMT).
+        position_jump: while training, positions jump by up to so many after each landmark (appendix E); 1 for none.
+        stock: what ``make_landmark`` keeps of the configuration that the weights came with.
+    """
+
+    model_type = "memstore-landmark"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 512,
+        hidden_size: int = 64,
+        intermediate_size: int = 160,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int | None = None,
+        num_hidden_layers: int = 4,
+        head_dim: int | None = None,
+        block_size: int = 32,
+        architecture: str = "llama",
+        attention: str = "landmark",
+        window: int = 256,
+        local_layers: Sequence[int] = (),
+        rope_theta: float = 10_000.0,
+        rope_interleaved: bool = False,
+        attention_bias: bool = False,
+        segment_blocks: int = 4,
+        retrieval_top_k: int = 4,
+        context_miss: bool = False,
+        context_miss_share: float = 0.5,
+        position_jump: int = 1,
+        stock: dict[str, Any] | None = None,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = False,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_hidden_layers = num_hidden_layers
+        self.head_dim = _head_dim(head_dim, hidden_size, num_attention_heads)
+        self.block_size = block_size
+        self.architecture = architecture
+        self.attention = attention
+        self.window = window
+        self.local_layers = list(local_layers)
+        self.rope_theta = rope_theta
+        self.rope_interleaved = rope_interleaved
+        self.attention_bias = attention_bias
+        self.segment_blocks = segment_blocks
+        self.retrieval_top_k = retrieval_top_k
+        self.context_miss = context_miss
+        self.context_miss_share = context_miss_share
+        self.position_jump = position_jump
+        self.stock = stock
+        self.norm_eps = norm_eps
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
+        self._check()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of a block without its landmark."""
+        return self.block_size - 1
+
+    @property
+    def rotary(self) -> Rotary:
+        """Rotary positions of all layers."""
+        return Rotary(self.head_dim, self.rope_theta, interleaved=self.rope_interleaved)
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens of one segment at inference, without landmarks."""
+        return self.segment_blocks * self.tokens_per_block if self.attention == "landmark" else self.window
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> LandmarkConfig:
+        """``tiny`` (a CPU trains it in minutes), or ``paper`` (section 4.1: 12 layers, 8 heads of 128)."""
+        if name not in PRESETS:
+            raise InvalidArgument(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+    def _check(self) -> None:
+        self._check_sizes()
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidArgument(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        if self.block_size < 2:
+            raise InvalidArgument(f"block_size counts the landmark, so it must be at least 2, not {self.block_size}")
+        wrong = [layer for layer in self.local_layers if not 0 <= layer < self.num_hidden_layers]
+        if wrong:
+            raise InvalidArgument(f"local_layers are numbers from 0 to {self.num_hidden_layers - 1}, not {wrong}")
+        if not 0 <= self.context_miss_share <= 1:
+            raise InvalidArgument(f"context_miss_share must be from 0 to 1, not {self.context_miss_share}")
+        if self.context_miss and self.attention != "landmark":
+            raise InvalidArgument(f"context_miss needs landmarks, and attention={self.attention!r} has none")
+        if self.rope_theta <= 0:
+            raise InvalidArgument(f"rope_theta must be above 0, not {self.rope_theta}")
+
+    def _check_sizes(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidArgument(f"{name} must be an integer of at least 1, not {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InvalidArgument(
+                "num_attention_heads must be a multiple of num_key_value_heads; "
+                f"they are {self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise InvalidArgument(f"head_dim must be even for rotary positions, not {self.head_dim}")
+
+
+def _head_dim(given: int | None, hidden: int, heads: int) -> int:
+    if given is not None:
+        return given
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise InvalidArgument(
+            f"hidden_size must be a multiple of num_attention_heads, or head_dim be given; they are {hidden!r} and "
+            f"{heads!r}"
+        )
+    return hidden // heads
+
+
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "block_size": 32,
+}
+_PAPER = {
+    "vocab_size": 50_257,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 12,
+    "block_size": 51,  # the paper counts 50 tokens and not the landmark
+    "architecture": "gpt2",
+    "rope_interleaved": True,
+    "tie_word_embeddings": True,
+    "norm_eps": 1e-5,
+}
+PRESETS: dict[str, dict[str, Any]] = {"tiny": _TINY, "paper": _PAPER}

@@ -1,0 +1,99 @@
+"""Lists of blocks, fetched from a table, turned to their positions, and attended to."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memstore.attention.landmark import attend
+from memstore.attention.positions import Rotary
+from memstore.models.landmark.tables import LayerBlocks
+
+GATHERED = 1 << 22
+"""Numbers of keys that are laid out at once for lists of single tokens."""
+
+
+class Lists(NamedTuple):
+    """Lists ``[B, X, R, K]`` of blocks, and the states of all of them."""
+
+    blocks: Tensor
+    """``[B, X, R, K]``; -1 where there is none."""
+    there: Tensor
+    """``[B, X, R, K]``: where there is one that could be read."""
+    at: Tensor
+    """``[B, X, R, K]``: which of the states are its."""
+    keys: Tensor
+    """``[n, G, S, D]``, turned to where they are attended at."""
+    values: Tensor
+    """``[n, G, S - 1, D]``"""
+    fetched: int
+    """Blocks that were fetched."""
+    rows: int
+    """Rows they were fetched for."""
+
+    @property
+    def heads(self) -> int:
+        """``Y``: heads for which states have to be laid out, key-value heads where query heads share lists."""
+        return max(self.blocks.shape[1], self.keys.shape[1])
+
+
+class Shown(NamedTuple):
+    """The states of lists, laid out for ``attend``."""
+
+    keys: Tensor
+    """``[B, Y, R, K, S, D]``"""
+    values: Tensor
+    """``[B, Y, R, K, S - 1, D]``"""
+    bias: Tensor | None
+
+
+def fetch(table: LayerBlocks, blocks: Tensor, slots: Tensor, rotary: Rotary, size: int) -> Lists:
+    """``blocks [B, X, R, K]``, each placed in one of ``slots [B, X, R, K]`` of ``size`` positions."""
+    there = blocks >= 0
+    rows = torch.arange(len(blocks), device=blocks.device)[:, None, None, None].expand_as(blocks)
+    count, most = int(blocks.max()) + 1, int(slots.max()) + 1
+    # A block may stand in several slots: each of them is an entry, but the block is fetched once.
+    named, entry = (rows * count + blocks)[there].unique(return_inverse=True)
+    places, at_there = (entry * most + slots[there]).unique(return_inverse=True)
+    source = places.div(most, rounding_mode="floor")
+    row, block = named.div(count, rounding_mode="floor"), named % count
+    found = table.states(row, block)
+    at = torch.zeros_like(blocks).masked_scatter(there, at_there)
+    if found.sound is not None:
+        there = there & found.sound[source][at]
+    positions = (places % most)[:, None, None] * size + torch.arange(size, device=blocks.device)
+    keys = rotary.rotate(found.keys[source], rotary.turns(positions, found.keys.dtype))
+    values = found.values[source][..., :-1, :]
+    return Lists(blocks, there, at, keys, values, len(named), int(row.unique().numel()))
+
+
+def show(lists: Lists, which: slice) -> Shown:
+    """The states of some of the R lists, laid out."""
+    at, there = lists.at[:, :, which], lists.there[:, :, which]
+    groups, heads = lists.keys.shape[1], lists.heads
+    group = (torch.arange(heads, device=at.device) // (heads // groups))[None, :, None, None]
+    at = at.expand(-1, heads, -1, -1)
+    bias = None
+    if not bool(there.all()):
+        bias = torch.zeros((), device=at.device).masked_fill(~there, -math.inf)[:, :, :, None, None, :, None]
+    return Shown(lists.keys[at, group], lists.values[at, group], bias)
+
+
+def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of ``q [B, H, M, D]``, each token to a list of its own: ``[B, H, M, D]`` and log-sum-exps."""
+    numbers = q.shape[0] * lists.heads * lists.blocks.shape[3] * lists.keys.shape[2] * q.shape[3]
+    step = max(1, GATHERED // max(1, numbers))
+    outs = []
+    for start in range(0, q.shape[2], step):
+        which = slice(start, start + step)
+        outs.append(attend_shown(q[:, :, which].unsqueeze(3), show(lists, which), scale))
+    out, lse = (torch.cat(parts, 2) for parts in zip(*outs, strict=True))
+    return out.squeeze(3), lse.squeeze(3)
+
+
+def attend_shown(q: Tensor, shown: Shown, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of ``q [B, H, R, n, D]`` to lists that are laid out."""
+    return attend(q, shown.keys, shown.values, scale=scale, bias=shown.bias)

@@ -1,0 +1,238 @@
+"""Reading a long input into a memory with a landmark model, and going on from there.
+
+The model runs segment by segment, up to the keys and values of its last layer: what a block's states are depends on
+what was retrieved when they were computed, in all layers but that one. Keys are stored without positions, with their
+values, of all layers. Landmarks are in an index of each layer that searches: not of the first one, where all are alike,
+and of no local one.
+
+Everything that the next token needs is stored, the incomplete segment too. So a document can be continued from any
+commit, by any process, and gives the same states, bit for bit; as far as tokens do not share lists, for these are
+chosen by the tokens that come in one call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument, ReadOnlyMemory
+from memstore.memory import Fingerprint, Memory, MemorySpec, Retrieval
+from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.ingest import progress_bar
+from memstore.memory.urls import Mode
+from memstore.models.landmark.cache import Counts, LandmarkCache, check_retrieval, default_retrieval
+from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.models.landmark.modeling import LandmarkForCausalLM
+from memstore.models.landmark.tables import document_table
+from memstore.models.packing import Packing
+from memstore.models.reading import DocumentReader, codec_of, evaluating
+
+COMMIT_BLOCKS = 256
+"""Blocks that are committed together: fewer would wait for the disk more often."""
+NEAR = 16
+"""Blocks kept at hand where every block has a slot of its own."""
+
+
+def memory_spec(model: LandmarkForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
+    """The spec of a memory for ``model``: keys without positions and values of all layers.
+
+    Raises ``InvalidArgument`` for a model without landmarks.
+    """
+    config = model.config
+    if config.attention != "landmark":
+        raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks: it needs no memory")
+    assert config.head_dim is not None
+    groups, size, dim = config.num_key_value_heads, config.block_size, config.head_dim
+    # What the states depend on beside the weights: none of it shows in the shapes of the weights.
+    shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
+    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
+    fingerprint = Fingerprint(
+        architecture=f"{config.model_type}/{config.architecture} {config.num_hidden_layers}x{config.hidden_size} {made}",
+        weights=digest_of_weights(model),
+        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
+        positions=f"rope {config.rope_theta:g}{' interleaved' if config.rope_interleaved else ''}",
+        layout="k without positions, v, landmark last",
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=config.tokens_per_block,
+    )
+    return MemorySpec(
+        layers=config.num_hidden_layers,
+        fields={"k": (groups, size, dim), "v": (groups, size, dim)},
+        index_layers=searching_layers(config),
+        key_heads=groups,
+        key_dim=dim,
+        block_size=config.tokens_per_block,
+        keys_per_block=1,
+        dtype=fingerprint.dtype,
+        codec=codec,
+        fingerprint=fingerprint,
+    )
+
+
+def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
+    """Layers whose landmarks are searched: all but local ones, and the first, where all landmarks are alike."""
+    return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)
+
+
+class Reader(DocumentReader):
+    """A document of a memory, and the landmark model that reads it.
+
+    ::
+
+        with Reader(model, "book.mem", document="moby-dick") as reader:
+            reader.read(token_ids)
+            model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
+
+    One thread at a time. What is asked or generated is not stored; read it to keep it.
+
+    ``codec`` is how a new memory stores complete blocks, see ``MemorySpec``. Behind one that is not "none" a model gives
+    nearly what it gives without: the latest blocks are at hand as they were computed until it is reopened.
+    """
+
+    def __init__(
+        self,
+        model: LandmarkForCausalLM,
+        memory: Memory | str | Path,
+        document: str = "document",
+        *,
+        retrieval: Retrieval | None = None,
+        tokenizer: Any = None,
+        codec: str | None = None,
+        mode: Mode = "a",
+        index: str = "exact",
+    ) -> None:
+        """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
+
+        ``index`` is the vector index of a memory that is opened here, see ``memstore.open``.
+
+        ``retrieval``: how blocks are chosen, while reading and after it; by default ``config.retrieval_top_k`` by each
+        head and token. A document is read with the same options from beginning to end; ``on_error`` concerns answers.
+
+        Raises ``ForeignMemory`` for a memory of another model, ``InvalidArgument``, and what ``memstore.open`` raises.
+        """
+        if not isinstance(model, LandmarkForCausalLM):
+            raise InvalidArgument(f"a Reader reads with a LandmarkForCausalLM, not a {type(model).__name__}")
+        self.model = model
+        config = model.config
+        spec = memory_spec(model, tokenizer, codec_of(memory, mode) if codec is None else codec)
+        self.retrieval = default_retrieval(config) if retrieval is None else retrieval
+        check_retrieval(config, self.retrieval)
+        self.asked = Counts.of(config)
+        """What was asked of the memory while reading; that of a cache is ``LandmarkCache.asked``."""
+        options = _options(self.retrieval)
+        super().__init__(
+            memory,
+            document,
+            spec,
+            mode,
+            config.vocab_size,
+            reading=options,
+            step=config.segment_blocks,
+            index=index,
+        )
+
+    @torch.no_grad()
+    def cache(self, rows: int = 1, *, retrieval: Retrieval | None = None) -> LandmarkCache:
+        """A cache that goes on where the document ends, for ``rows`` continuations at once.
+
+        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text. It sees the
+        blocks that are stored now. ``retrieval``: other options than those the text was read with.
+        """
+        if rows < 1:
+            raise InvalidArgument(f"a cache has at least one row, not {rows}")
+        retrieval = self.retrieval if retrieval is None else retrieval
+        check_retrieval(self.model.config, retrieval)
+        cache = self._begun(rows, retrieval)
+        cache.belong_to(self.model.model)
+        return cache
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Any:
+        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next.
+
+        Raises ``InvalidArgument`` where nothing comes next.
+        """
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise InvalidArgument(
+                f"expected the tokens that come next, [rows, T], got {list(input_ids.shape)}; to go on right after the "
+                "document, read all but its last token and give that one here"
+            )
+        # So often does generate repeat each row.
+        given = options.get("generation_config") or self.model.generation_config
+        beams, samples = (
+            options.get(name) or getattr(given, name) or 1 for name in ("num_beams", "num_return_sequences")
+        )
+        cache = self.cache(len(input_ids) * max(beams, samples))
+        return self.model.generate(input_ids, past_key_values=cache, **options)  # type: ignore[misc]  # any causal LM
+
+    def _begun(self, rows: int, retrieval: Retrieval) -> LandmarkCache:
+        """A cache at the end of the document."""
+        config, count = self.model.config, len(self.document)
+        text, size = config.tokens_per_block, config.block_size
+        blocks = count // text // config.segment_blocks * config.segment_blocks
+        near = retrieval.top_k if isinstance(retrieval.top_k, int) else NEAR
+        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+        table = document_table(self.document, blocks, near, rows, like, on_error=retrieval.on_error)
+        cache = LandmarkCache(config, rows, retrieval=retrieval, table=table, blocks=blocks)
+        waiting = count - blocks * text
+        if waiting:
+            local = list(range(blocks, -(-count // text)))
+            for layer in range(config.num_hidden_layers):
+                states = self.document.layer(layer).gather(local)
+                keys, values = (states[name].to(like) for name in ("k", "v"))
+                cache.put_local(layer, keys, values, waiting + waiting // text)
+            cache.resume(waiting)
+        return cache
+
+    @torch.no_grad()
+    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
+        """Read ``pieces`` at the end of the document; seconds that it took."""
+        if self.memory.mode == "r":
+            raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
+        begun = time.perf_counter()
+        cache = self._begun(1, self.retrieval)
+        cache.asked = self.asked
+        limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
+        waiting: list[Tensor] = []
+        with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
+            try:
+                for tokens in self._segments(pieces, cache.step):
+                    self._segment(tokens, cache)
+                    waiting.append(tokens)
+                    if sum(map(len, waiting)) >= limit:
+                        self._commit(waiting, cache)
+                    advance(len(tokens))
+            finally:  # what was computed before an error, or before somebody interrupted, is whole
+                self._commit(waiting, cache)
+        return time.perf_counter() - begun
+
+    def _segment(self, tokens: Tensor, cache: LandmarkCache) -> None:
+        ids = tokens.to(self.model.device, torch.int64)[None]
+        packing = Packing(ids, None, cache.offsets, self.model.config.block_size)
+        cache.begin(packing)
+        self.model.model.read(packing, cache)
+        cache.end()
+
+    def _commit(self, waiting: list[Tensor], cache: LandmarkCache) -> None:
+        """Store what was read; ``waiting`` is empty then."""
+        if not waiting:
+            return
+        spec = self.memory.spec
+        with self.document.append(torch.cat(waiting), reading=self._reading) as batch:
+            for layer in range(spec.layers):
+                keys, values = (x.cpu() for x in cache.states(layer, batch.blocks.start))
+                # An incomplete block ends in zeros, and so does its landmark, which nobody searches.
+                landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None
+                batch.put(layer, landmarks=landmarks, k=keys, v=values)
+        waiting.clear()
+        cache.stored(self.document.complete_blocks.stop)
+
+
+def _options(retrieval: Retrieval) -> dict[str, Any]:
+    """What the states of a document depend on beside the model and the tokens."""
+    names = ("top_k", "every", "share", "share_tokens", "pool", "positions", "threshold")
+    return {name: getattr(retrieval, name) for name in names}

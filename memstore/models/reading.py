@@ -1,0 +1,228 @@
+"""What readers of all models share: texts that are read from their beginning, compared, and continued."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.memory import Document, Memory, MemorySpec, open_memory
+from memstore.memory.append import Tokens, as_tokens
+from memstore.memory.memory import check_same
+from memstore.memory.urls import Mode
+
+Chunks = Tokens | Iterable[Tokens]
+"""Token ids, or pieces of them one after the other."""
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """What a call of ``Reader.read`` did."""
+
+    document: str
+    tokens: int
+    """Tokens of the document now."""
+    new: int
+    """Tokens read by this call."""
+    reused: int
+    """Tokens that were there already, in this document or in others that begin with the same text."""
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of reading the new tokens."""
+        return self.new / self.seconds if self.seconds else 0.0
+
+
+class DocumentReader(ABC):
+    """A document of a memory, which grows as text is read."""
+
+    def __init__(
+        self,
+        memory: Memory | str | Path,
+        document: str,
+        spec: MemorySpec,
+        mode: Mode,
+        vocabulary: int,
+        *,
+        reading: Mapping[str, Any] | None = None,
+        step: int = 1,
+        index: str = "exact",
+    ) -> None:
+        """``memory``: one that is open and was made for ``spec``, or where it is; then ``index`` is how it is searched.
+
+        ``reading``: what states depend on beside the model and the tokens. ``step``: blocks after which they do not
+        depend on what follows, so that other documents may begin with them.
+        """
+        self._own = not isinstance(memory, Memory)
+        self._vocabulary, self._reading, self._step = vocabulary, reading, step
+        self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode, index=index)
+        try:
+            check_same(spec, self.memory)
+            self.document = self.memory.document(document)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Close the memory, unless it was given open."""
+        if self._own:
+            self.memory.close()
+
+    def read(self, tokens: Chunks, *, progress: bool = False, reuse: bool = True) -> ReadResult:
+        """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
+
+        ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Where they
+        end before the document does, they are compared and it stays as it is. Raises ``InvalidArgument`` where
+        the document holds another text. With ``reuse`` a new document shares the blocks of another one of this memory
+        that begins with the same text (as far as it is not an iterator), which then need not be read.
+        """
+        if reuse and _is_flat(tokens) and self.memory.mode != "r":
+            (flat,) = pieces_of(tokens)
+            self.document.reuse(flat, reading=self._reading, step=self._step)
+        stored = len(self.document)
+        seen = 0
+
+        def rest() -> Iterator[Tensor]:
+            nonlocal seen
+            for piece in pieces_of(tokens):
+                known = min(max(0, stored - seen), len(piece))
+                if known:
+                    _check_stored(self.document, self.memory.spec.block_size, seen, piece[:known])
+                seen += len(piece)
+                if known < len(piece):
+                    yield piece[known:]
+
+        total = _count(tokens) if _is_flat(tokens) else None
+        seconds = self._append(rest(), stored, total, progress=progress)
+        new = len(self.document) - stored
+        return ReadResult(self.document.name, len(self.document), new, min(stored, seen), seconds)
+
+    def append(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
+        """Read more tokens at the end of the document, such as a question and the answer that was generated."""
+        stored = len(self.document)
+        seconds = self._append(pieces_of(tokens), stored, None, progress=progress)
+        new = len(self.document) - stored
+        return ReadResult(self.document.name, stored + new, new, 0, seconds)
+
+    @abstractmethod
+    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
+        """Read ``pieces`` at the end of the document; seconds that it took."""
+
+    def _tokens(self, first: int, count: int) -> Tensor:
+        """Tokens of the document from block ``first`` on, which has ``count`` tokens in all."""
+        blocks = range(first, -(-count // self.memory.spec.block_size))
+        parts = [self.document.tokens(block) for block in blocks]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def _segments(self, pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+        """Segments that end at multiples of ``size`` tokens of the document, as far as the pieces go."""
+        waiting: list[Tensor] = []
+        held, place = 0, len(self.document)
+        for piece in pieces:
+            self._check(piece)
+            start = 0
+            while start < len(piece):
+                room = size - place % size - held
+                waiting.append(piece[start : start + room])
+                held += len(waiting[-1])
+                start += len(waiting[-1])
+                if held == size - place % size:
+                    yield torch.cat(waiting)
+                    place += held
+                    waiting, held = [], 0
+        if held:
+            yield torch.cat(waiting)
+
+    def _check(self, tokens: Tensor) -> None:
+        last = self._vocabulary - 1
+        if not tokens.numel():
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high > last:
+            raise InvalidArgument(
+                f"token ids must be from 0 to {last}, got {low}..{high}; "
+                "was the text encoded with this model's tokenizer?"
+            )
+
+
+class evaluating:  # noqa: N801 - it reads as a word in a with statement
+    """The model without dropout or noise, for the time being."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._training = self._model.training
+        self._model.train(False)
+
+    def __exit__(self, *_: object) -> None:
+        self._model.train(self._training)
+
+
+def codec_of(memory: Memory | str | Path, mode: Mode) -> str:
+    """The codec of a memory; "none" where it is yet to be made."""
+    if isinstance(memory, Memory):
+        return memory.spec.codec
+    if mode == "x":
+        return "none"
+    try:
+        with open_memory(memory, mode="r") as opened:
+            return opened.spec.codec
+    except NotFound:
+        return "none"
+
+
+def _is_flat(tokens: Chunks) -> bool:
+    if isinstance(tokens, Tensor | np.ndarray):
+        return True
+    return isinstance(tokens, Sequence) and (not tokens or isinstance(tokens[0], int))
+
+
+def _count(tokens: Chunks) -> int:
+    """How many tokens a flat text has."""
+    return tokens.numel() if isinstance(tokens, Tensor) else len(tokens)  # type: ignore[arg-type]  # flat
+
+
+def pieces_of(tokens: Chunks) -> Iterator[Tensor]:
+    """The pieces of a text; a flat one is one piece."""
+    if _is_flat(tokens):
+        flat = tokens[0] if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1 else tokens
+        yield as_tokens(flat)  # type: ignore[arg-type]  # checked above
+        return
+    for piece in tokens:
+        yield as_tokens(piece)  # type: ignore[arg-type]  # it says what is wrong with anything else
+
+
+def _check_stored(document: Document, size: int, start: int, piece: Tensor) -> None:
+    """Raise ``InvalidArgument`` unless the document, in blocks of ``size``, holds ``piece`` from token ``start`` on."""
+    first, stop = start // size, -(-(start + len(piece)) // size)
+    stored = torch.cat([document.tokens(block) for block in range(first, stop)])[start - first * size :][: len(piece)]
+    if not torch.equal(stored, piece.long()):
+        place = start + int((stored != piece.long()).nonzero()[0])
+        raise InvalidArgument(
+            f"document {document.name!r} holds another text (they differ from token {place} on): read this one under "
+            "another name, or append() to go on after it"
+        )

@@ -1,0 +1,145 @@
+"""``memstore eval perplexity`` of a landmark model: the paper's tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.tools.models import check_device, encode, quiet_transformers
+from memstore.tools.options import use_threads
+from memstore.tools.output import Page, Report
+
+if TYPE_CHECKING:
+    from memstore.eval.landmark import LengthRow
+
+LocalLengths = Annotated[
+    str | None, typer.Option(help="Of a landmark model: tokens of a segment, such as 250,350. Without it: the model's.")
+]
+TopK = Annotated[
+    str | None, typer.Option(help="Of a landmark model: retrieved blocks, such as 2,4,all. Without it: the model's.")
+]
+Cutoffs = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a model with a context-miss token: weights below which nothing is retrieved, such as 0.1,0.3."
+    ),
+]
+Baseline = Annotated[
+    list[Path] | None,
+    typer.Option(help="A model to compare a landmark model with (full attention, xl, window); may be repeated."),
+]
+DEFAULT_CUTOFFS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+def tables(
+    text: str,
+    folder: Path,
+    lengths: Sequence[int],
+    samples: int,
+    *,
+    local: str | None,
+    top_k: str | None,
+    cutoffs: str | None,
+    baseline: Sequence[Path] | None,
+    device: str,
+    threads: int | None,
+    json: bool,
+) -> Report:
+    """All tables that the model in ``folder`` has, on ``samples`` pieces of the longest length from the text's end."""
+    import torch
+
+    from memstore.eval.landmark import by_cutoff, by_granularity, check, rows_of
+
+    use_threads(threads)
+    check_device(device)
+    model, tokenizer = _load(folder, device)
+    config = model.config
+    if config.attention != "landmark":
+        raise UnsupportedModel(
+            f"{folder} has attention={config.attention!r}: name it with --baseline, and a landmark model"
+        )
+    locals_ = _numbers("--local", local, int) or [config.segment_tokens]
+    k = _numbers("--top-k", top_k, _top_k) or [config.retrieval_top_k]
+    chosen = _numbers("--cutoffs", cutoffs, float)
+    tokens = torch.tensor(encode(tokenizer, text))
+    check(tokens, lengths)
+    tokens = tokens[-max(lengths) * min(samples, len(tokens) // max(lengths)) :]
+    rows = _all_lengths(folder, model, baseline or [], tokens, lengths, locals_, k, device, json)
+    data: dict[str, Any] = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows_of(rows)}
+    longer = [length for length in lengths if length > locals_[0]]
+    if longer:
+        data["granularity"] = rows_of(list(by_granularity(model, tokens, longer, local=locals_[0], top_k=k)))
+    if config.context_miss and longer:
+        wanted = chosen or DEFAULT_CUTOFFS
+        data["cutoffs"] = rows_of(list(by_cutoff(model, tokens, longer, wanted, local=locals_[0], top_k=k[0])))
+    elif chosen:
+        raise InvalidArgument("--cutoffs needs a model with a context-miss token: train one with --context-miss")
+    return Report(data=data, text=lambda page: _show(page, data))
+
+
+def _all_lengths(
+    folder: Path,
+    model: Any,
+    baselines: Sequence[Path],
+    tokens: Any,
+    lengths: Sequence[int],
+    local: Sequence[int],
+    top_k: Sequence[Any],
+    device: str,
+    json: bool,
+) -> list[LengthRow]:
+    from memstore.eval.landmark import by_length
+    from memstore.memory.ingest import progress_bar
+
+    models = [*(_baseline(each.expanduser(), folder, device) for each in baselines), model]
+    rows = []
+    for each in models:
+        count = len(lengths) * (len(local) * len(top_k) if each is model else 1)
+        with progress_bar(each.config.attention, 0, count * len(tokens), not json and sys.stderr.isatty()) as advance:
+            rows += list(by_length(each, tokens, lengths, local=local, top_k=top_k, advance=advance))
+    return sorted(rows, key=lambda row: row.length)
+
+
+def _load(folder: Path, device: str) -> tuple[Any, Any]:
+    from memstore.eval.models import load_model
+
+    with quiet_transformers():
+        return load_model(folder, device)
+
+
+def _baseline(folder: Path, own: Path, device: str) -> Any:
+    """The model in ``folder``, if its perplexity can be compared with that of the model in ``own``."""
+    from memstore.eval.models import LANDMARK, kind_of
+
+    if kind_of(folder) != LANDMARK:
+        raise UnsupportedModel(f"{folder} is no baseline: train one with memstore train landmark --attention full")
+    other, _ = _load(folder, device)
+    if (folder / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
+        raise InvalidArgument(f"{folder} has another tokenizer than {own}: their perplexities cannot be compared")
+    return other
+
+
+def _top_k(text: str) -> Any:
+    return text if text == "all" else int(text)
+
+
+def _numbers(option: str, text: str | None, read: Any) -> list[Any]:
+    try:
+        return [] if text is None else [read(part.strip()) for part in text.split(",")]
+    except ValueError:
+        raise InvalidArgument(f"{option} {text!r}: write numbers separated by commas.") from None
+
+
+def _show(page: Page, data: dict[str, Any]) -> None:
+    titles = {"rows": "By length", "granularity": "By granularity of retrieval", "cutoffs": "By cut-off"}
+    for name, title in titles.items():
+        if name in data:
+            rows = data[name]
+            page.line(title)
+            page.table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
+            page.line()

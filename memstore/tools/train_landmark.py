@@ -1,0 +1,205 @@
+"""``memstore train landmark``: make a model whose attention retrieves, or a baseline that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memstore.errors import InvalidArgument
+from memstore.tools import train
+from memstore.tools.options import Threads
+from memstore.tools.output import Json, Report
+
+RecipeName = Annotated[
+    str | None,
+    typer.Option(help="landmark-cpu (needs no text), landmark-prose-cpu, landmark-pg19 or landmark-finetune."),
+]
+Init = Annotated[
+    Path | None, typer.Option(help="Start from the landmark model, or the stock Llama-like one, in this folder.")
+]
+Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")]
+Attention = Annotated[
+    str | None, typer.Option(help="landmark (without it), or a baseline: full, window, xl (Transformer-XL).")
+]
+ContextMiss = Annotated[
+    bool, typer.Option("--context-miss", help="Train a context-miss token, which says when to skip.")
+]
+
+_OF_NEEDLES = {"steps", "learning_rate", "warmup", "seed", "bf16", "init"}
+_MODEL = {
+    "attention": "attention",
+    "block_size": "block_size",
+    "vocabulary": "vocab_size",
+    "context_miss": "context_miss",
+}
+"""Options that a model is made of, and their names in its configuration."""
+_DATA = ("tokenizer", "context", "valid", "column")
+_OF_TEXTS = {*train.OPTIMISATION, *_MODEL, *_DATA, "preset", "init"}
+
+
+def landmark(
+    text: train.Texts = None,
+    *,
+    out: train.Out,
+    recipe: RecipeName = None,
+    init: Init = None,
+    preset: Preset = None,
+    attention: Attention = None,
+    tokenizer: train.Tokenizer = None,
+    vocabulary: train.Vocabulary = None,
+    block_size: train.BlockSize = None,
+    context_miss: ContextMiss = False,
+    context: train.Context = None,
+    valid: train.Valid = None,
+    column: train.Column = None,
+    steps: train.Steps = None,
+    epochs: train.Epochs = None,
+    batch: train.Batch = None,
+    accumulate: train.Accumulate = None,
+    learning_rate: train.LearningRate = None,
+    warmup: train.Warmup = None,
+    seed: train.Seed = None,
+    bf16: train.Bf16 = False,
+    gradient_checkpointing: train.Checkpointing = False,
+    save_every: train.SaveEvery = 200,
+    log_every: train.LogEvery = 50,
+    device: train.Device = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> Report:
+    """Train a landmark model: a language model whose attention retrieves blocks of its own past.
+
+    On texts, or by a recipe; other options change what the recipe says. Weights that are new begin with an ordinary
+    softmax, and landmarks come to count as training goes. The result is a Hugging Face model folder. After an
+    interruption the same command goes on from the last checkpoint, to the same result.
+
+    Example:
+
+        memstore train landmark book1.txt book2.txt --recipe landmark-prose-cpu --out prose
+    """
+    options = {
+        "init": init,
+        "preset": preset,
+        "attention": attention,
+        "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
+        "block_size": block_size,
+        "context_miss": context_miss or None,
+        "context": context,
+        "valid": valid,
+        "column": column,
+        "steps": steps,
+        "epochs": epochs,
+        "batch": batch,
+        "accumulate": accumulate,
+        "learning_rate": learning_rate,
+        "warmup": warmup,
+        "seed": seed,
+        "bf16": bf16 or None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = {
+        "device": device,
+        "save_every": save_every,
+        "log_every": log_every,
+        "gradient_checkpointing": gradient_checkpointing,
+        "progress": not json,
+    }
+    return train.carry_out(lambda runtime: _train(text or [], recipe, out, given, runtime), out, threads, settings)
+
+
+def _train(texts: list[str], name: str | None, out: Path, given: dict[str, Any], runtime: Any) -> dict[str, Any]:
+    from memstore.train.recipes import LANDMARK_RECIPES, TEXT_RECIPES, find_recipe
+
+    recipe = None if name is None else find_recipe(name, {**LANDMARK_RECIPES, **TEXT_RECIPES})
+    if name in LANDMARK_RECIPES:
+        if texts:
+            raise InvalidArgument(f"--recipe {name} trains without texts; leave them out.")
+        train.refuse_unfit(given, _OF_NEEDLES, f"--recipe {name}")
+        return _on_needles(recipe, out, given, runtime)
+    if not texts:
+        raise InvalidArgument("train on texts, or with --recipe landmark-cpu, which needs none: got neither.")
+    train.refuse_unfit(given, _OF_TEXTS, "texts")
+    return _on_texts(texts, recipe, out, given, runtime)
+
+
+def _on_needles(recipe: Any, out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from memstore.train import train_recipe
+
+    changes = {name: given[name] for name in train.OPTIMISATION if name in given}
+    recipe = replace(recipe, optimisation=replace(recipe.optimisation, **changes))
+    return train_recipe(recipe, out, init=given.get("init"), runtime=runtime)
+
+
+def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
+    from memstore.train import train_on_texts
+    from memstore.train.family import LANDMARK
+
+    settings = {name: given[name] for name in _DATA if name in given}
+    if recipe is not None:
+        settings = {"context": recipe.context, "valid": recipe.valid, **settings}
+    return train_on_texts(
+        texts,
+        out,
+        config=_config(recipe, given),
+        family=LANDMARK,
+        changes={**({} if recipe is None else recipe.model), **_changes(given)},
+        init=given.get("init"),
+        **settings,
+        optimisation=_optimisation(recipe, given),
+        runtime=runtime,
+    )
+
+
+def _optimisation(recipe: Any, given: Mapping[str, Any]) -> Any:
+    from dataclasses import replace
+
+    changes = {name: given[name] for name in train.OPTIMISATION if name in given}
+    if "epochs" in changes:
+        changes.setdefault("steps", None)
+    return train.optimisation_of(given) if recipe is None else replace(recipe.optimisation, **changes)
+
+
+def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
+    """The new model's configuration; None where the training starts from a model."""
+    from memstore.models.landmark import LandmarkConfig
+
+    changes = _changes(given)
+    init = given.get("init")
+    if init is not None:
+        _check_fit(init, given, changes)
+        return None
+    if recipe is None:
+        return LandmarkConfig.preset(given.get("preset", "tiny"), **changes)
+    if "preset" in given:
+        raise InvalidArgument(f"--recipe {recipe.name} says how large the model is; leave --preset out.")
+    if recipe.preset is None:
+        raise InvalidArgument(f"--recipe {recipe.name} needs a model to start from: name its folder with --init")
+    return recipe.config(**changes)
+
+
+def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
+
+
+def _check_fit(init: Path, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Refuse options that ask for another model than the one to start from."""
+    from memstore.train.family import LANDMARK
+    from memstore.train.start import kind_of, load_config
+
+    if "preset" in given:
+        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
+    if kind_of(init) != LANDMARK.config.model_type:  # a stock model, which gets landmarks now
+        return
+    config = load_config(init, LANDMARK)
+    for option, name in _MODEL.items():
+        if name in changes and changes[name] != getattr(config, name):
+            raise InvalidArgument(
+                f"--{option.replace('_', '-')} {changes[name]} does not match {init}, which has "
+                f"{getattr(config, name)}: leave it out"
+            )

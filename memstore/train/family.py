@@ -1,0 +1,59 @@
+"""The kinds of models that can be trained: what they are called here, their classes, and who trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from memstore.errors import DamagedError
+from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
+from memstore.models.landmark.convert import make_landmark
+from memstore.train.landmark import LandmarkNeedleTrainer, LandmarkTextTrainer
+from memstore.train.trainer import AnswerTrainer, MemoryTrainer, NeedleTrainer
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model."""
+
+    name: str
+    """As messages call it."""
+    config: type[Any]
+    """Its configuration, which has presets, ``block_size`` and ``tokens_per_block``."""
+    model: type[Any]
+    text_trainer: type[MemoryTrainer]
+    needle_trainer: type[AnswerTrainer]
+    adopt: Callable[..., Any] | None = None
+    """Makes one of a stock Hugging Face model in a folder; None where that cannot be."""
+
+
+def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:
+    """A landmark model with the weights of the stock model in ``folder``.
+
+    Raises ``DamagedError`` for one that cannot be loaded, ``UnsupportedModel`` for one of another architecture.
+    """
+    try:
+        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedError(f"the model {folder} cannot be loaded: {error}") from None
+    made = make_landmark(stock, **changes)
+    assert isinstance(made, LandmarkForCausalLM)
+    return made
+
+
+DRT = Family("DRT", DRTConfig, DRTForCausalLM, MemoryTrainer, NeedleTrainer)
+LANDMARK = Family(
+    "landmark model",
+    LandmarkConfig,
+    LandmarkForCausalLM,
+    LandmarkTextTrainer,
+    LandmarkNeedleTrainer,
+    landmark_of_stock,
+)
