@@ -359,7 +359,7 @@ def draw(rows: list[Row], folder: Path) -> None:
                     x, y, marks.get(kind, "x"), color="black", fillstyle="full" if kind == "clusters" else "none"
                 )
                 panel.annotate(
-                    row["index"].replace(kind + ":", "") or kind, (x, y), (4, -9), None, "offset points", size=7
+                    row["index"].replace(kind + ":", "") or kind, (x, y), (4, -9), "data", "offset points", size=7
                 )
             panel.set(xscale="log", title=name, xlabel="ms, one query at a time")
             panel.axhline(0.95, color="gray", linewidth=0.7, linestyle=":")
