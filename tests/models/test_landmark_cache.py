@@ -147,7 +147,9 @@ def test_rows_with_padding_are_what_they_are_alone(granularity: str) -> None:
 
 @pytest.mark.parametrize("granularity", ["each head and token", "each group and token", "each token"])
 @pytest.mark.parametrize("sizes", [(1,), (5,), (23, 1), (60, 2)])
-def test_where_each_token_chooses_it_does_not_matter_how_a_text_is_cut(granularity: str, sizes: tuple[int, ...]) -> None:
+def test_where_each_token_chooses_it_does_not_matter_how_a_text_is_cut(
+    granularity: str, sizes: tuple[int, ...]
+) -> None:
     model, ids = make(segment_blocks=2), tokens(75)
     whole, _, _ = remembered(model, ids, options(granularity))
     cache = LandmarkCache(model.config, 1, retrieval=options(granularity))
