@@ -255,7 +255,7 @@ def score_gradients(found: Weights, dp: Tensor, view: View, ramp: float) -> tupl
     minus = piece * total
     if ramp > 0:
         dbias = (delta.sub_(total).mul_(piece)).masked_fill_(view.own, 0).mul_(ramp)
-        if view.landmark is not None:
+        if view.landmark is not None and share is not None:
             dbias = _sum_of_blocks(dbias, view.block)
             minus += dbias * share
             dbias = torch.where(_is_last(view.landmark), dbias, 0)

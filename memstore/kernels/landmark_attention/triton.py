@@ -53,6 +53,7 @@ INTERPRETED_CONFIG = _config(64, 1, 1)
 CONFIGS = [
     _config(16, 4, 2),
     _config(32, 4, 2),
+    _config(32, 8, 2),
     _config(64, 4, 2),
     _config(64, 4, 3),
     _config(64, 8, 2),
