@@ -28,6 +28,7 @@ from memstore.memory.blocks import BlockReader
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
 from memstore.memory.header import read_header
+from memstore.memory.index_files import IndexFiles
 from memstore.memory.keeper import Keeper
 from memstore.memory.layouts import block_layouts, plain_layouts, token_layout
 from memstore.memory.memory import Memory, open_memory
@@ -115,7 +116,8 @@ def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
     header = read_header(store, source)
     blocks = BlockReader(store, header.spec, host_bytes=0)
     keeper = Keeper(store, source, lambda numbers, gone: forgetting(old, numbers, gone))
-    old = Shared(store, header.spec, source, "r", "exact", header.blocks_per_run, blocks, keeper)
+    files = IndexFiles(None, header.spec, "exact", writable=False)
+    old = Shared(store, header.spec, source, "r", "exact", header.blocks_per_run, blocks, keeper, files)
     with open_memory(target, spec=header.spec, mode="a" if again else "x") as new:
         _say(made=True)
         if _begin(_FACTS, skip):

@@ -10,7 +10,7 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.memory import Memory
-from memstore.memory.history import HASHES_PER_RUN
+from memstore.memory.hashes import HASHES_PER_RUN
 from memstore.memory.layouts import token_layout
 from memstore.memory.state import Address
 from memstore.memory.tensors import to_record

@@ -125,7 +125,9 @@ def test_ram_memories_are_fresh_and_named_ones_are_shared() -> None:
 
 
 def test_an_unknown_scheme_lists_what_is_supported() -> None:
-    with pytest.raises(InvalidArgument, match=r"cannot open 'faiss:x': supported are a path .*, zarr:PATH, ram:, "):
+    with pytest.raises(
+        InvalidArgument, match=r"cannot open 'faiss:x': supported are a path .*, zarr:PATH, zarr.*, ram:, "
+    ):
         memstore.open("faiss:x", spec=make_spec())
 
 

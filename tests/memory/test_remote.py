@@ -29,7 +29,7 @@ def test_a_memory_lies_in_two_places(tmp_path: Path) -> None:
         append(memory.document("whale"), TOKENS)
         assert memory.url == url
     for mode in ("r", "a"):
-        with memstore.open(url, mode=mode) as memory:  # type: ignore[arg-type]  # one of them
+        with memstore.open(url, mode=mode) as memory:
             check_content(memory.document("whale"), TOKENS)
     assert in_child(url) == []
     (tail,) = (tmp_path / "data" / "memstore" / "tails").iterdir()
