@@ -185,13 +185,16 @@ def errors(
 ) -> dict[str, tuple[float, float]]:
     """Largest error of the output and each gradient against float64, and the error that is allowed.
 
-    Allowed is the error of ``plain`` in the same precision, and a few roundings of the largest entry; more in float64,
-    in which the truth itself is rounded. Where the truth is 0, as gradients are if only one token is seen, the largest
-    entry is that of what cancels out. Only ``function`` runs on ``device``.
+    Allowed is the error of ``plain`` in the same precision, and roundings of the largest entry: a few, and those of the
+    largest score, which change weights by as much (twice in float64, in which the truth is rounded too). Where the
+    truth is 0, as gradients are if only one token is seen, the largest entry is that of what cancels out. Only
+    ``function`` runs on ``device``.
     """
     got = {name: x.cpu() for name, x in results(function, given.on(device), **options).items()}
     truth, written_down = results(exact, given.to(torch.float64)), results(plain, given)
-    rounding = (128 if given.q.dtype == torch.float64 else 8) * torch.finfo(given.q.dtype).eps
+    keys = given.k.nan_to_num().repeat_interleave(given.q.shape[1] // given.k.shape[1], dim=1)
+    score = largest(given.q.nan_to_num() @ keys.mT) * given.q.shape[-1] ** -0.5
+    rounding = (8 + score) * (2 if given.q.dtype == torch.float64 else 1) * torch.finfo(given.q.dtype).eps
     return {
         name: (
             largest(got[name].double() - truth[name]),
