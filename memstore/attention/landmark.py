@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PIECE = 1 << 22
@@ -128,10 +129,7 @@ def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Ten
     """Each head and token for itself: the softmax over all landmarks would change nothing."""
     scores, blocks = landmarks.search(questions.older, top_k, questions.first.clamp(min=0))
     recent = questions.recent_blocks[:, None, None].expand(*questions.recent.shape[:3], -1)
-    scores, blocks = torch.cat([scores, questions.recent], -1), torch.cat([blocks, recent], -1)
-    # Scores of the first layer are all alike, and which of equal ones is taken must not depend on other rows.
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    return blocks.gather(-1, best)
+    return _best(torch.cat([scores, questions.recent], -1), torch.cat([blocks, recent], -1), top_k)
 
 
 def _best_together(
@@ -149,8 +147,10 @@ def _best_together(
             weights = _pooled(weights, 2, pool, keepdim=True)
             votes = weights if votes is None else _pooled(torch.stack([votes, weights]), 0, pool)
         else:
-            found.append(_winners(weights, blocks, top_k))
-    return torch.cat(found, 2) if votes is None else _winners(votes, blocks, top_k)
+            found.append(_best(weights, blocks[:, None, None].expand_as(weights), top_k))
+    if votes is None:
+        return torch.cat(found, 2)
+    return _best(votes, blocks[:, None, None].expand_as(votes), top_k)
 
 
 def _pieces(questions: Questions) -> Iterator[Questions]:
@@ -166,13 +166,19 @@ def _pooled(x: Tensor, dim: int, pool: Pool, *, keepdim: bool = False) -> Tensor
     return x.amax(dim, keepdim) if pool == "max" else x.sum(dim, keepdim)  # of equal numbers, so as good as the mean
 
 
-def _winners(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
-    """``votes [B, X, R, N]`` of ``blocks [B, N]`` -> the best of them ``[B, X, R, K]``."""
-    blocks = blocks[:, None, None].expand_as(votes)
-    # A weight may be too small for its type: what is no block must still come after it.
-    votes = torch.where(blocks >= 0, votes, -1.0)
-    best = votes.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    return blocks.gather(-1, best)
+def _best(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
+    """The ``blocks [B, X, R, K]`` with the most of ``votes [B, X, R, N]``, of ``blocks`` of the same shape."""
+    if len(votes) == 1 or bool((blocks >= 0).all()):
+        # A weight may be too small for its type: what is no block must still come after it.
+        votes = votes.masked_fill(blocks < 0, -math.inf)
+        return blocks.gather(-1, votes.topk(min(top_k, votes.shape[-1]), -1).indices)
+    # Which of equal ones is taken depends on how many there are: a row must choose as it would alone.
+    rows = []
+    for row, names in zip(votes, blocks, strict=True):
+        there = (names >= 0).flatten(0, -2).any(0)
+        best = _best(row[None, ..., there], names[None, ..., there], top_k)
+        rows.append(F.pad(best, (min(top_k, votes.shape[-1]) - best.shape[-1], 0), value=-1))
+    return torch.cat(rows)
 
 
 def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ class Remembering(Reference):
         super().__init__(model)
         self.retrieval, self.ties = retrieval, list(ties)
 
-    def attention(self, x: Tensor, miss: Tensor | None, name: str, controlled: list[bool]) -> Tensor:  # noqa: ARG002
+    def attention(self, x: Tensor, miss: Tensor | None, name: str, controlled: list[bool]) -> Tensor:
         config = self.config
         normed = self.norm(x, f"{name}.input_layernorm")
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim

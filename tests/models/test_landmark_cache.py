@@ -147,7 +147,9 @@ def test_rows_with_padding_are_what_they_are_alone(granularity: str) -> None:
 
 @pytest.mark.parametrize("granularity", ["each head and token", "each group and token", "each token"])
 @pytest.mark.parametrize("sizes", [(1,), (5,), (23, 1), (60, 2)])
-def test_where_each_token_chooses_it_does_not_matter_how_a_text_is_cut(granularity: str, sizes: tuple[int, ...]) -> None:
+def test_where_each_token_chooses_it_does_not_matter_how_a_text_is_cut(
+    granularity: str, sizes: tuple[int, ...]
+) -> None:
     model, ids = make(segment_blocks=2), tokens(75)
     whole, _, _ = remembered(model, ids, options(granularity))
     cache = LandmarkCache(model.config, 1, retrieval=options(granularity))
@@ -181,16 +183,16 @@ def test_a_list_that_is_kept_is_the_one_that_the_first_token_chose() -> None:
 
 
 class LastQuery:
-    """The whole stream at once, for its last item alone: in a model of one layer others do not matter."""
+    """The whole stream at once, for its last token and landmark: in a model of one layer others do not matter."""
 
     def __init__(self, config: LandmarkConfig, packing: Packing) -> None:
         self.rotary, self.is_landmark = config.rotary, packing.is_landmark
         self.turns = config.rotary.turns(torch.arange(packing.items))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
         q, k = self.rotary.rotate(q, self.turns), self.rotary.rotate(k, self.turns)
-        last = landmark_attention(q[:, :, -1:], k, v, self.is_landmark)
-        return F.pad(last, (0, 0, q.shape[2] - 1, 0))
+        last = landmark_attention(q[:, :, -2:], k, v, self.is_landmark)
+        return F.pad(last, (0, 0, q.shape[2] - 2, 0))
 
 
 @torch.no_grad()
@@ -201,7 +203,7 @@ def test_ten_thousand_blocks_are_visible() -> None:
     ours = model(ids[:, 10_000:], past_key_values=cache).logits
     packing = Packing(ids, None, [0], 2)
     hidden = model.model(packing, lambda _: LastQuery(model.config, packing))
-    close(ours[:, -1], model.lm_head(hidden[:, -1]))
+    close(ours[:, -1], model.lm_head(hidden[:, -2]))  # the last item is a landmark
 
 
 def test_generate_gives_the_same_with_beams_that_are_one() -> None:

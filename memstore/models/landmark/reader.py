@@ -6,8 +6,8 @@ values, of all layers. Landmarks are in an index of each layer that searches: no
 and of no local one.
 
 Everything that the next token needs is stored, the incomplete segment too. So a document can be continued from any
-commit, by any process, and gives the same states, bit for bit; as far as tokens do not share lists, for these are
-chosen by the tokens that come in one call.
+commit, by any process, and gives the same states, bit for bit. Lists in use are not stored: where tokens share one, the
+next call chooses anew, so there it matters whether a call of ``read`` or ``append`` ended between them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def memory_spec(model: LandmarkForCausalLM, tokenizer: Any = None, codec: str = 
     shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = Fingerprint(
-        architecture=f"{config.model_type}/{config.architecture} {config.num_hidden_layers}x{config.hidden_size} {made}",
+        architecture=f"{config.architecture} {config.num_hidden_layers}x{config.hidden_size} {made}",
         weights=digest_of_weights(model),
         tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=f"rope {config.rope_theta:g}{' interleaved' if config.rope_interleaved else ''}",
@@ -90,8 +90,8 @@ class Reader(DocumentReader):
 
     One thread at a time. What is asked or generated is not stored; read it to keep it.
 
-    ``codec`` is how a new memory stores complete blocks, see ``MemorySpec``. Behind one that is not "none" a model gives
-    nearly what it gives without: the latest blocks are at hand as they were computed until it is reopened.
+    ``codec`` is how a new memory stores complete blocks, see ``MemorySpec``. Behind one that is not "none" a model
+    gives nearly what it gives without: the latest blocks are at hand as they were computed until it is reopened.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Reader(DocumentReader):
     def _begun(self, rows: int, retrieval: Retrieval) -> LandmarkCache:
         """A cache at the end of the document."""
         config, count = self.model.config, len(self.document)
-        text, size = config.tokens_per_block, config.block_size
+        text = config.tokens_per_block
         blocks = count // text // config.segment_blocks * config.segment_blocks
         near = retrieval.top_k if isinstance(retrieval.top_k, int) else NEAR
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)

@@ -1,0 +1,193 @@
+"""A landmark model that reads into a memory gives what it gives without one, also after reopening."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.memory import Retrieval
+from memstore.models.landmark import LandmarkForCausalLM, Reader
+from memstore.models.landmark import reader as module
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.reader import memory_spec
+from tests.models.landmark import close, make, tokens
+from tests.models.landmark_memory import in_pieces
+
+TEXT = tokens(203)[0]
+QUESTION = tokens(12, seed=5)
+RETRIEVALS = {
+    "each head and token": None,
+    "each head": Retrieval(top_k=3, every=1, share="none"),
+    "one list": Retrieval(top_k=3, share="layer"),
+    "true positions": Retrieval(top_k=3, every=1, share="group", share_tokens=False, positions="true"),
+    "all": Retrieval(top_k="all", share="layer"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short text takes several."""
+    monkeypatch.setattr(module, "COMMIT_BLOCKS", 6)
+
+
+def model() -> LandmarkForCausalLM:
+    return make(segment_blocks=2, retrieval_top_k=3, local_layers=[1], num_hidden_layers=4)
+
+
+@torch.no_grad()
+def answer(reader: Reader) -> Tensor:
+    """Logits of a question after the document."""
+    return in_pieces(reader.model, QUESTION, reader.cache(), 5, 1)
+
+
+def child(folder: str) -> None:
+    """What another process does: go on reading, and answer."""
+    torch.set_num_threads(1)
+    with Reader(model(), folder) as reader:
+        reader.read(TEXT)
+        torch.save((answer(reader), states(reader)), Path(folder) / "answer")
+
+
+def states(reader: Reader) -> Tensor:
+    """All keys and values of the document."""
+    document = reader.document
+    layers = [document.layer(layer).gather(list(document.complete_blocks)) for layer in range(4)]
+    return torch.stack([x for layer in layers for x in (layer["k"], layer["v"])])
+
+
+@pytest.mark.parametrize("url", ["ram:", "lmdb"])
+@pytest.mark.parametrize("name", RETRIEVALS)
+def test_a_document_is_what_the_model_remembers_without_one(name: str, url: str, tmp_path: Path) -> None:
+    llama, retrieval = model(), RETRIEVALS[name]
+    cache = LandmarkCache(llama.config, 1, retrieval=retrieval)
+    in_pieces(llama, TEXT[None], cache, 500)
+    expected = in_pieces(llama, QUESTION, cache, 5, 1)
+    with Reader(llama, url if url == "ram:" else tmp_path / "m", retrieval=retrieval) as reader:
+        reader.read(TEXT)
+        close(answer(reader), expected)
+        assert reader.memory.spec.index_layers == (2, 3)
+
+
+def test_pieces_of_any_length_make_the_same_document() -> None:
+    llama = model()
+    with Reader(llama, "ram:") as whole, Reader(llama, "ram:") as cut:
+        whole.read(TEXT)
+        for start, stop in ((0, 1), (1, 9), (9, 100), (100, 107), (107, 203)):
+            result = cut.append(TEXT[start:stop])
+            assert (result.tokens, result.new) == (stop, stop - start)
+        torch.testing.assert_close(states(cut), states(whole), atol=1e-5, rtol=0)
+        close(answer(cut), answer(whole))
+
+
+def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path) -> None:
+    with Reader(model(), "ram:") as reader:
+        reader.read(TEXT[:98])
+        reader.read(TEXT)
+        expected = answer(reader), states(reader)
+    folder = tmp_path / "m"
+    with Reader(model(), folder) as reader:
+        reader.read(TEXT[:98])
+    code = f"from tests.models.test_landmark_reader import child; child({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])  # noqa: S603 - our own code
+    for theirs, ours in zip(torch.load(folder / "answer"), expected, strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_what_was_read_before_an_error_is_kept() -> None:
+    def pieces() -> object:
+        yield TEXT[:100]
+        raise OSError("the source ended")
+
+    with Reader(model(), "ram:") as reader, Reader(model(), "ram:") as whole:
+        with pytest.raises(OSError, match="the source ended"):
+            reader.read(pieces())  # type: ignore[arg-type]  # an iterator
+        assert len(reader) == 98  # whole segments of 14 tokens
+        reader.read(TEXT)
+        whole.read(TEXT)
+        close(answer(reader), answer(whole))
+
+
+def test_generation_goes_on_after_the_document() -> None:
+    llama = model()
+    with Reader(llama, "ram:") as reader:
+        reader.read(TEXT)
+        answers = reader.generate(QUESTION.expand(2, -1), max_new_tokens=9, do_sample=False)
+        expected = answer(reader).argmax(-1)[0, -1]
+        assert answers.shape == (2, 21)
+        assert torch.equal(answers[0], answers[1])
+        assert answers[0, 12] == expected
+        assert len(reader) == len(TEXT)
+        with pytest.raises(InvalidArgument, match="tokens that come next"):
+            reader.generate(QUESTION[:, :0])
+
+
+def test_an_empty_document_is_a_beginning() -> None:
+    llama = model()
+    with Reader(llama, "ram:") as reader:
+        assert len(reader) == 0
+        assert reader.read(TEXT[:0]).new == 0
+        close(answer(reader), in_pieces(llama, QUESTION, LandmarkCache(llama.config, 1), 5, 1))
+
+
+def test_a_text_can_be_asked_with_other_options_than_it_was_read_with() -> None:
+    with Reader(model(), "ram:") as reader:
+        reader.read(TEXT)
+        cache = reader.cache(2, retrieval=Retrieval(top_k=1, share="layer"))
+        in_pieces(reader.model, QUESTION[:, :5].expand(2, -1), cache, 5)
+        assert cache.asked.fetched[3] == 2
+        assert reader.asked.fetched[3] > 2
+
+
+def test_damaged_blocks_are_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memstore.errors import DamagedError
+    from memstore.memory.view import LayerView
+
+    llama = model()
+    gather = LayerView.gather
+
+    def damaged(view: LayerView, blocks: list[int], **more: object) -> dict[str, Tensor]:
+        if view._layer == 3 and any(block < 18 for block in blocks):
+            raise DamagedError("a block is damaged")
+        return gather(view, blocks, **more)  # type: ignore[arg-type]  # what it was given
+
+    strict, lax = Retrieval(top_k=10, share="layer"), Retrieval(top_k=10, share="layer", on_error="miss")
+    with Reader(llama, "ram:", retrieval=Retrieval(top_k=3, share="layer")) as reader:
+        reader.read(TEXT)
+        caches = [reader.cache(retrieval=each) for each in (strict, lax)]
+        monkeypatch.setattr(LayerView, "gather", damaged)
+        with pytest.raises(DamagedError, match="a block is damaged"):
+            in_pieces(llama, QUESTION, caches[0], 12)
+        assert in_pieces(llama, QUESTION, caches[1], 12).isfinite().all()
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    llama, folder = model(), tmp_path / "m"
+    with Reader(llama, folder) as reader:
+        reader.read(TEXT[:50])
+        with pytest.raises(InvalidArgument, match="from 0 to 96, got"):
+            reader.append([5, 97])
+        with pytest.raises(InvalidArgument, match="another text"):
+            reader.read(QUESTION[0])
+        with pytest.raises(InvalidArgument, match="at least one row"):
+            reader.cache(0)
+    with (
+        Reader(llama, folder, retrieval=RETRIEVALS["one list"]) as reader,
+        pytest.raises(InvalidArgument, match="was begun with reading"),
+    ):
+        reader.read(TEXT)
+    with Reader(llama, folder, mode="r") as reader, pytest.raises(ReadOnlyMemory):
+        reader.append(TEXT)
+    with pytest.raises(ForeignMemory, match="weights"):
+        Reader(make(segment_blocks=2, local_layers=[1], num_hidden_layers=4, seed=1), folder)
+    with pytest.raises(InvalidArgument, match="share must be"):
+        Reader(llama, "ram:", retrieval=Retrieval())
+    with pytest.raises(InvalidArgument, match="no landmarks"):
+        memory_spec(make("full"))
+    with pytest.raises(InvalidArgument, match="reads with a LandmarkForCausalLM"):
+        Reader(torch.nn.Linear(1, 1), "ram:")  # type: ignore[arg-type]  # that is the mistake
