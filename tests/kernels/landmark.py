@@ -29,7 +29,7 @@ class Case:
     queries: int | None = None
     """None: as many as keys."""
     b: int = 1
-    h: int = 2
+    h: int = 1
     g: int = 1
     d: int = 16
     dv: int = 0
@@ -55,7 +55,7 @@ CASES = {
     "one landmark": Case(t=1, landmarks=((0,),)),
     "blocks of 7, the last incomplete": Case(),
     "whole tiles": Case(t=64, landmarks=32, d=32, h=1, g=1),
-    "blocks of 50, grouped heads of 24": Case(t=104, landmarks=50, d=24, dv=40),
+    "blocks of 50, grouped heads of 24": Case(t=104, h=2, landmarks=50, d=24, dv=40),
     "tiny blocks": Case(t=31, landmarks=3),
     "blocks of one token and its landmark": Case(t=11, landmarks=2),
     "first block short": Case(t=70, landmarks=((5, 16, 27, 38, 49, 60),)),
@@ -64,8 +64,8 @@ CASES = {
     "no landmark": Case(t=83, landmarks=((),), b=1),
     "a landmark late and one early": Case(t=90, b=2, landmarks=((3,), (85,))),
     "each row another layout": Case(t=61, b=3, landmarks=((), (0, 13, 14, 40), (7, 15, 23, 31, 39, 47, 55, 60))),
-    "last queries": Case(t=45, queries=11, landmarks=8, h=4, g=1),
-    "one query": Case(t=45, queries=1, landmarks=8, h=8, g=2),
+    "last queries": Case(t=45, queries=11, landmarks=8, h=3),
+    "one query": Case(t=45, queries=1, landmarks=8, h=4, g=2),
     "padding left, right and within": Case(
         t=31, b=3, landmarks=8, padded=(tuple(range(11)), tuple(range(25, 31)), (3, 7, 12, 13, 14))
     ),
@@ -75,7 +75,7 @@ CASES = {
     "window": Case(t=50, landmarks=8, window=21),
     "window of one": Case(t=17, landmarks=4, window=1),
     "window, documents, padding, last queries": Case(
-        t=75, queries=37, b=2, landmarks=11, documents=(30,), window=33, padded=((0, 1, 40), ()), ramp=0.5
+        t=75, queries=37, b=2, h=2, landmarks=11, documents=(30,), window=33, padded=((0, 1, 40), ()), ramp=0.5
     ),
     "half way to landmarks": Case(t=50, landmarks=8, ramp=0.5),
     "ordinary softmax": Case(t=50, b=2, landmarks=8, ramp=0.0, documents=(33,), padded=((0, 1, 2), ())),
@@ -131,7 +131,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
         k, v = (x.masked_fill(~real[:, None, :, None], float("nan")) for x in (k, v))
         q = q.masked_fill(~real[:, None, case.t - queries :, None], float("nan"))
     if case.special == "large":
-        q = q * 100
+        q = q * 30  # exp(score) overflows
     if case.special == "strided":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         dout = dout[..., :1, :1].expand_as(dout)
@@ -195,7 +195,8 @@ def errors(
     return {
         name: (
             largest(got[name].double() - truth[name]),
-            largest(written_down[name].double() - truth[name]) + rounding * (largest(truth[name]) or largest(given.dout)),
+            largest(written_down[name].double() - truth[name])
+            + rounding * (largest(truth[name]) or largest(given.dout)),
         )
         for name in NAMES
     }

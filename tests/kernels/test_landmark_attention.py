@@ -119,7 +119,8 @@ def test_it_agrees_with_the_published_implementations(backend: api.Backend, vers
     with np.load(DATA / f"landmark_gsm_{name}.npz") as file:
         data = {name: torch.from_numpy(file[name]) for name in file.files}
     tensors = [data[name].requires_grad_() for name in ("q", "k", "v")]
-    out = landmark_attention(*tensors, data["is_mem"], backend=backend)
+    q, k, v = tensors
+    out = landmark_attention(q, k, v, data["is_mem"], backend=backend)
     found = (out, *torch.autograd.grad(out, tensors, data["dout"]))
     for name, got, relative in zip(("out", "dq", "dk", "dv"), found, (2e-5, 5e-5, 5e-5, 5e-5), strict=True):
         want = data[f"{name}_{version}"]
@@ -165,7 +166,7 @@ def test_documents_in_one_row_are_as_if_each_had_its_own(backend: api.Backend) -
     packed = landmark_attention(q, k, v, given.is_landmark, documents=documents, backend=backend)
     for part in (slice(0, 15), slice(15, 23), slice(23, 40)):
         one = [x[:, :, part] for x in (q, k, v)]
-        alone = landmark_attention(*one, given.is_landmark[:, part], backend=backend)
+        alone = landmark_attention(one[0], one[1], one[2], given.is_landmark[:, part], backend=backend)
         torch.testing.assert_close(packed[:, :, part], alone)
 
 
@@ -183,7 +184,9 @@ def test_a_window_is_as_if_what_lies_before_it_were_not_there(backend: api.Backe
 class Largest(TorchDispatchMode):
     """Remembers the size of the largest tensor that an operation returns."""
 
-    numbers = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -192,25 +195,28 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_memory_is_linear_in_the_length() -> None:
+def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "KEPT", 0)  # as if the input were long
     kept = {}
-    for tokens in (6144, 12288):
-        given = inputs(Case(t=tokens, h=2, d=4, landmarks=64), torch.float32)
-        tensors, saved = [x.requires_grad_() for x in (given.q, given.k, given.v)], []
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, to=saved: to.append(x.numel()) or x, lambda x: x)
-        with Largest() as largest, hooks:
-            out = landmark_attention(*tensors, given.is_landmark, backend="torch")
-            if tokens == 6144:
-                torch.autograd.grad(out, tensors, given.dout)
+    for tokens in (1024, 2048):
+        given = inputs(Case(t=tokens, d=4, landmarks=64), torch.float32)
+        saved: list[int] = []
+
+        def pack(x: torch.Tensor, saved: list[int] = saved) -> torch.Tensor:
+            saved.append(x.numel())
+            return x
+
+        with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            results(landmark_attention, given, backend="torch")
         kept[tokens] = sum(saved)
-        assert largest.numbers <= fused.AT_ONCE
-    assert kept[12288] == 2 * kept[6144]
+        assert largest.numbers <= 2 * 64 * tokens  # the scores of a block of queries
+    assert kept[2048] == 2 * kept[1024]
 
 
 def test_ten_thousand_blocks_are_seen() -> None:
     given = inputs(Case(t=30_000, queries=5, h=2, d=4, landmarks=3), torch.float32)
-    found = errors(landmark_attention, given, backend="torch")
-    assert all(error <= allowed for error, allowed in found.values()), found
+    want, got = results(exact, given), results(landmark_attention, given, backend="torch")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
     late, block = given.v.clone(), 4567
     late[:, :, 3 * block] += 100  # a change of a value in the middle is felt
     outs = [landmark_attention(given.q, given.k, v, given.is_landmark, backend="torch") for v in (given.v, late)]
@@ -242,8 +248,8 @@ def test_nothing_gives_nothing(backend: api.Backend, empty: str) -> None:
     tokens = 0 if empty == "keys" else tokens
     q, k = torch.randn(rows, 4, queries, 8), torch.randn(rows, 2, tokens, 8)
     v = torch.randn(rows, 2, tokens, 0 if empty == "values" else 3)
-    tensors = [x.requires_grad_() for x in (q, k, v)]
-    out = landmark_attention(*tensors, torch.zeros(rows, tokens, dtype=torch.bool), backend=backend)
+    tensors = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    out = landmark_attention(q, k, v, torch.zeros(rows, tokens, dtype=torch.bool), backend=backend)
     assert out.shape == (rows, 4, queries, v.shape[-1])
     assert not any(x.any() for x in torch.autograd.grad(out.sum(), tensors))
 

@@ -58,9 +58,7 @@ def landmark_attention(
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
         k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    plan = _planned(
-        is_landmark, key_padding, documents, groups=k.shape[1], window=window, ramp=ramp, causal=causal
-    )
+    plan = _planned(is_landmark, key_padding, documents, groups=k.shape[1], window=window, ramp=ramp, causal=causal)
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
     return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
 
@@ -257,7 +255,7 @@ def score_gradients(found: Weights, dp: Tensor, view: View, ramp: float) -> tupl
     minus = piece * total
     if ramp > 0:
         dbias = (delta.sub_(total).mul_(piece)).masked_fill_(view.own, 0).mul_(ramp)
-        if view.landmark is not None:
+        if view.landmark is not None and share is not None:
             dbias = _sum_of_blocks(dbias, view.block)
             minus += dbias * share
             dbias = torch.where(_is_last(view.landmark), dbias, 0)
@@ -309,7 +307,13 @@ class _LandmarkAttention(torch.autograd.Function):
             dq[rows, :, chunk] = torch.bmm(ds, k).view(q.shape)
             dk[rows, view.slots] += torch.bmm(ds.mT, q.flatten(1, 2))
             dv[rows, view.slots] += torch.bmm(weighted.mT, gradient)
-        return (dq * ctx.scale).view(shapes[0]), _of_tokens(dk, plan, shapes[1]), _of_tokens(dv, plan, shapes[2]), None, None
+        return (
+            (dq * ctx.scale).view(shapes[0]),
+            _of_tokens(dk, plan, shapes[1]),
+            _of_tokens(dv, plan, shapes[2]),
+            None,
+            None,
+        )
 
 
 def _steps(queries: Tensor, plan: Plan) -> Iterator[tuple[slice, slice, View]]:

@@ -72,8 +72,9 @@ def find(is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | No
     """The blocks of ``is_landmark [B, T]``: each ends with its landmark, or with its document."""
     if key_padding is not None and bool(key_padding.all()):
         key_padding = None
-    if all(x is None or bool((x[1:] == x[:1]).all()) for x in (is_landmark, key_padding, documents)):
-        is_landmark, key_padding, documents = (None if x is None else x[:1] for x in (is_landmark, key_padding, documents))
+    if all(x is None or bool((x == x[:1]).all()) for x in (is_landmark, key_padding, documents)):
+        is_landmark = is_landmark[:1]
+        key_padding, documents = (None if x is None else x[:1] for x in (key_padding, documents))
     real = torch.ones_like(is_landmark) if key_padding is None else key_padding
     landmark = is_landmark & real
     begins = torch.zeros_like(landmark)
@@ -141,8 +142,10 @@ def best_length(lengths: Tensor, tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Blocks as runs of consecutive tokens for a kernel, int32. Incomplete blocks, which only their own queries see, may
-    be cut into several tiles; others are one tile each."""
+    """Blocks as runs of consecutive tokens for a kernel, in int32.
+
+    Incomplete blocks, which only their own queries see, may be cut into several tiles; others are one tile each.
+    """
 
     count: int
     size: int

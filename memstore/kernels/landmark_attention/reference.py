@@ -1,9 +1,9 @@
 """Landmark attention as the paper writes it, with all weights in memory: the truth that faster forms are compared with.
 
-Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023),
-equations 1-4. There, ``p_j`` is the landmark of the block of token ``j``, and a query ``i`` puts the tokens into groups:
-the tokens of each other block are one, its own tokens and the landmarks of the other blocks are one together, and
-the landmark of its own block is ignored. A softmax runs over each group (``GroupedSoftmax``), and
+Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), equations 1-4. There,
+``p_j`` is the landmark of the block of token ``j``, and a query ``i`` puts the tokens into groups: the tokens of each
+other block are one, its own tokens and the landmarks of the other blocks are one together, and the landmark of its own
+block is ignored. A softmax runs over each group (``GroupedSoftmax``), and
 
     weight[i, j] = softmax within the group of i                                  for a token of the own block
     weight[i, j] = softmax within the block of j * softmax of p_j within the group of i     for the other tokens

@@ -53,6 +53,7 @@ INTERPRETED_CONFIG = _config(64, 1, 1)
 CONFIGS = [
     _config(16, 4, 2),
     _config(32, 4, 2),
+    _config(32, 8, 2),
     _config(64, 4, 2),
     _config(64, 4, 3),
     _config(64, 8, 2),
@@ -485,17 +486,13 @@ def landmark_attention(
 
 class _LandmarkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         told = _told(q, k, v, found, settings)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         with torch.cuda.device_of(q):
-            _forward_kernel[_queries_grid(q)](
-                q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told
-            )
+            _forward_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.found, ctx.settings = found, settings
         return out
