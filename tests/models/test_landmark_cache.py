@@ -243,7 +243,7 @@ def test_what_a_landmark_model_cannot_do_is_refused() -> None:
             LandmarkCache(model.config, 1, retrieval=retrieval)
     with pytest.raises(InvalidArgument, match="no landmarks and retrieves nothing"):
         LandmarkCache(make("full").config, 1)
-    with pytest.raises(InvalidArgument, match="number from 0 to 1 or None, got 1.5"):
+    with pytest.raises(InvalidArgument, match=r"number from 0 to 1 or None, got 1\.5"):
         Retrieval(threshold=1.5)
     with pytest.raises(NotImplementedError, match="cannot be cut"):
         LandmarkCache(model.config, 1).crop(3)

@@ -94,7 +94,7 @@ def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path
     with Reader(model(), folder) as reader:
         reader.read(TEXT[:98])
     code = f"from tests.models.test_landmark_reader import child; child({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])  # noqa: S603 - our own code
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
     for theirs, ours in zip(torch.load(folder / "answer"), expected, strict=True):
         assert torch.equal(theirs, ours)
 
@@ -141,7 +141,8 @@ def test_a_text_can_be_asked_with_other_options_than_it_was_read_with() -> None:
         cache = reader.cache(2, retrieval=Retrieval(top_k=1, share="layer"))
         in_pieces(reader.model, QUESTION[:, :5].expand(2, -1), cache, 5)
         assert cache.asked.fetched[3] == 2
-        assert reader.asked.fetched[3] > 2
+        assert reader.asked.fetched[2] > 2
+        assert reader.asked.fetched[3] == 0  # what the last layer attends to is nowhere stored
 
 
 def test_damaged_blocks_are_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
