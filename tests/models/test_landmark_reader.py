@@ -71,7 +71,6 @@ def test_a_document_is_what_the_model_remembers_without_one(name: str, url: str,
     with Reader(llama, url if url == "ram:" else tmp_path / "m", retrieval=retrieval) as reader:
         reader.read(TEXT)
         close(answer(reader), expected)
-        assert reader.asked.searches[0] == cache.asked.searches[0] or name == "each head"
         assert reader.memory.spec.index_layers == (2, 3)
 
 
@@ -140,12 +139,13 @@ def test_a_text_can_be_asked_with_other_options_than_it_was_read_with() -> None:
     with Reader(model(), "ram:") as reader:
         reader.read(TEXT)
         cache = reader.cache(2, retrieval=Retrieval(top_k=1, share="layer"))
-        in_pieces(reader.model, QUESTION.expand(2, -1), cache, 12)
+        in_pieces(reader.model, QUESTION[:, :5].expand(2, -1), cache, 5)
         assert cache.asked.fetched[3] == 2
-        assert reader.asked.fetched[3] > 2
+        assert reader.asked.fetched[2] > 2
+        assert reader.asked.fetched[3] == 0  # what the last layer attends to is nowhere stored
 
 
-def test_a_damaged_block_is_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_blocks_are_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     from memstore.errors import DamagedError
     from memstore.memory.view import LayerView
 
@@ -153,16 +153,16 @@ def test_a_damaged_block_is_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch
     gather = LayerView.gather
 
     def damaged(view: LayerView, blocks: list[int], **more: object) -> dict[str, Tensor]:
-        if 0 in blocks and view._layer == 3:
-            raise DamagedError("block 0 is damaged")
+        if view._layer == 3 and any(block < 18 for block in blocks):
+            raise DamagedError("a block is damaged")
         return gather(view, blocks, **more)  # type: ignore[arg-type]  # what it was given
 
-    strict, lax = Retrieval(top_k=20, share="layer"), Retrieval(top_k=20, share="layer", on_error="miss")
+    strict, lax = Retrieval(top_k=10, share="layer"), Retrieval(top_k=10, share="layer", on_error="miss")
     with Reader(llama, "ram:", retrieval=Retrieval(top_k=3, share="layer")) as reader:
         reader.read(TEXT)
         caches = [reader.cache(retrieval=each) for each in (strict, lax)]
         monkeypatch.setattr(LayerView, "gather", damaged)
-        with pytest.raises(DamagedError, match="block 0"):
+        with pytest.raises(DamagedError, match="a block is damaged"):
             in_pieces(llama, QUESTION, caches[0], 12)
         assert in_pieces(llama, QUESTION, caches[1], 12).isfinite().all()
 

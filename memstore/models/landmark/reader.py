@@ -123,7 +123,8 @@ class Reader(DocumentReader):
         self.retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
         self.asked = Counts.of(config)
-        """What was asked of the memory while reading; that of a cache is ``LandmarkCache.asked``."""
+        """What was asked of the memory while reading (by all layers but the last, which asks nothing then); that of a
+        cache is ``LandmarkCache.asked``."""
         options = _options(self.retrieval)
         super().__init__(
             memory,
