@@ -130,7 +130,7 @@ def test_other_dtypes_are_refused() -> None:
 
 
 def test_an_unknown_index_is_an_error_that_lists_what_there_is() -> None:
-    with pytest.raises(InvalidArgument, match=r"no index 'hnsw'; there is: auto, exact, faiss"):
+    with pytest.raises(InvalidArgument, match=r"no index 'hnsw'; there is: auto, clusters, codes, exact, faiss"):
         open_index("hnsw", key_heads=1, key_dim=4, keys_per_block=1)
 
 
@@ -145,5 +145,5 @@ def test_other_packages_bring_indexes_by_entry_point(monkeypatch: pytest.MonkeyP
     entries = EntryPoints([Entry(name="mine", value="x:y", group=indexes.ENTRY_POINTS)])
     monkeypatch.setattr(indexes, "entry_points", lambda group: entries.select(group=group))
     assert isinstance(open_index("mine", key_heads=1, key_dim=4, keys_per_block=1), Plugin)
-    with pytest.raises(InvalidArgument, match="faiss, mine"):
+    with pytest.raises(InvalidArgument, match="milvus, mine"):
         open_index("other", key_heads=1, key_dim=4, keys_per_block=1)
