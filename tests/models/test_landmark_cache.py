@@ -198,7 +198,7 @@ class LastQuery:
 @torch.no_grad()
 def test_ten_thousand_blocks_are_visible() -> None:
     model, ids = make(block_size=2, segment_blocks=250, num_hidden_layers=1), tokens(10_001)
-    _, few, _ = remembered(model, ids[:, :10_000], options("one list", 3))
+    _, few, _ = remembered(model, ids[:, :10_000], options("each head and token", 3))
     cache = LandmarkCache(model.config, 1, retrieval=options("one list", "all"), table=few.table, blocks=10_000)
     ours = model(ids[:, 10_000:], past_key_values=cache).logits
     packing = Packing(ids, None, [0], 2)
