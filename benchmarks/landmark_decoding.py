@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ SETTINGS = {
 def make(**options: Any) -> LandmarkForCausalLM:
     """A random model."""
     torch.manual_seed(0)
-    return LandmarkForCausalLM(LandmarkConfig(**{**SIZES, **options})).train(False)
+    model = LandmarkForCausalLM(LandmarkConfig(**{**SIZES, **options}))
+    model.train(False)
+    return model
 
 
 def text(count: int, seed: int = 0) -> Tensor:
@@ -61,10 +64,10 @@ def measure(folder: Path, length: int, count: int) -> dict[str, Any]:
     with Reader(landmark, folder, retrieval=SETTINGS["one list for a segment"]) as reader:
         result = reader.read(text(length))
         before = window(text(length)[None, -2 * WINDOW :], use_cache=True).past_key_values
-        steps: dict[str, Callable[[Tensor], Any]] = {"window of 512": lambda ids: window(ids, past_key_values=before)}
+        steps: dict[str, Callable[[Tensor], Any]] = {"window of 512": partial(window, past_key_values=before)}
         caches = {name: reader.cache(retrieval=retrieval) for name, retrieval in SETTINGS.items()}
         for name, cache in caches.items():
-            steps[name] = lambda ids, cache=cache: landmark(ids, past_key_values=cache)
+            steps[name] = partial(landmark, past_key_values=cache)
         times: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(count):
             for name, step in steps.items():

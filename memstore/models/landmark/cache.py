@@ -354,7 +354,8 @@ class LandmarkCache(Past):
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         """``[n, G, F * S, D]`` -> ``[n, F, G, S, D]``."""
-        return x.unflatten(2, (-1, self.config.block_size)).transpose(1, 2)
+        blocks: Tensor = x.unflatten(2, (-1, self.config.block_size))
+        return blocks.transpose(1, 2)
 
     def _retrieved(
         self, layer: int, q: Tensor, turned: Tensor, local: Tensor, called: Tensor | None

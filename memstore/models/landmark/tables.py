@@ -318,7 +318,8 @@ def _together(queries: Tensor) -> Tensor:
 
 def _apart(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``[H, B * T, n]`` -> ``shape``, that is ``[B, H, T, n]``."""
-    return x.unflatten(1, (shape[0], -1)).transpose(0, 1).reshape(shape)
+    rows: Tensor = x.unflatten(1, (shape[0], -1))
+    return rows.transpose(0, 1).reshape(shape)
 
 
 def _filled(x: Tensor, there: Tensor) -> Tensor:
