@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tools.conftest import Cli, Outcome
 
+UNKEPT = {"pinned": False, "expires": None}
 LOG = "".join(f"Day {i}: the keeper of the lighthouse saw {i * 7} ships and wrote them down. " for i in range(30))
 EXACT = ("--dtype", "float32")
 BLOCK = 64
@@ -87,7 +88,7 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
     done = run("ls", notes)
     if json:
         assert done.json["documents"] == [
-            {"document": "log", "tokens": n, "blocks": blocks, "searchable": n // BLOCK},
+            {"document": "log", "tokens": n, "blocks": blocks, "searchable": n // BLOCK, **UNKEPT},
         ]
     else:
         assert done.out.splitlines()[-1].split() == ["log", f"{n:,}", str(blocks), str(n // BLOCK)]
@@ -106,7 +107,7 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
 
     done = run("verify", notes)
     if json:
-        assert done.json == {"memory": str(notes), "clean": True, "tokens": n, "findings": []}
+        assert done.json == {"memory": str(notes), "clean": True, "tokens": n, "findings": [], "dropped": {}}
     else:
         assert done.out == f"clean: 1 document, {n:,} tokens\n"
 
@@ -152,7 +153,7 @@ def test_a_text_of_one_token_is_a_memory_like_any_other(cli: Cli, tmp_path: Path
     assert good(cli("read", text, notes, "--model", model_folder, *EXACT, "--json")).json["tokens"] == 1
     assert good(cli("ask", notes, "b", "--max-tokens", 3, "--json")).json["blocks"] == []
     assert good(cli("ls", notes, "--json")).json["documents"] == [
-        {"document": "one", "tokens": 1, "blocks": 1, "searchable": 0}
+        {"document": "one", "tokens": 1, "blocks": 1, "searchable": 0, **UNKEPT}
     ]
     assert good(cli("show", notes, "one", 0, "--json")).json["text"] == "a"
     assert good(cli("verify", notes, "--json")).json["clean"]
