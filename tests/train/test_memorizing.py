@@ -113,8 +113,8 @@ def test_the_loss_falls_and_the_log_tells_how_keys_shift(trained: Path) -> None:
     assert steps == tuple(range(1, 17))
     assert values[-1] < values[0]
     shifts = [json.loads(line).get("key_shift") for line in (trained / "log.jsonl").read_text().splitlines()]
-    assert shifts[6] == pytest.approx(0, abs=1e-3)  # the memory has just been refreshed
-    assert max(shift for shift in shifts if shift is not None) > 1e-3
+    assert shifts[6] < 0.5 * shifts[5]  # the memory was refreshed between them
+    assert all(-1e-6 < shift < 1 for shift in shifts if shift is not None), shifts
 
 
 def test_an_interrupted_training_goes_on_with_the_memories_to_the_same_result(
