@@ -1,8 +1,8 @@
 """The tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
 
-As in the paper (Wu et al. 2022, sections 4.3 and 4.4) the text is read in order as one document, and every token of it
-but the first is scored. All rows score the same tokens, so they differ by the memory alone; a column tells what a memory
-is worth at the beginning of a document and far into it.
+As in the paper (Wu et al. 2022, section 4) the text is read in order as one document, and every token of it but the
+first is scored. All rows score the same tokens, so they differ by the memory alone; columns tell what a memory is worth
+at the beginning of a document and far into it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def by_memory_size(
 ) -> Iterator[MemoryRow]:
     """Perplexity of the document ``tokens [n]`` with a memory of each of ``sizes``.
 
-    ``positions`` are where parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for
-    a size or a text that does not fit, and for a model without a layer that looks tokens up.
+    ``positions`` are where parts of the document begin; those after its end are left out. Raises ``InvalidArgument``
+    for a size or a text that does not fit, and for a model without a layer that looks tokens up.
     """
     _check(model, tokens, sizes)
     starts = sorted({1, *(each for each in positions if 1 < each < len(tokens))})

@@ -62,7 +62,10 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 
 
 def load_memorizing(folder: Path, device: str = "cpu") -> tuple[MemorizingForCausalLM, Any]:
-    """The Memorizing Transformer in ``folder``, in evaluation mode, and its tokenizer. Raises what ``load_drt`` does."""
+    """The Memorizing Transformer in ``folder``, in evaluation mode, and its tokenizer.
+
+    Raises what ``load_drt`` does.
+    """
     from memstore.models.memorizing import MemorizingForCausalLM
 
     kind = kind_of(folder)

@@ -23,9 +23,7 @@ MemorySizes = Annotated[
 ]
 
 
-def memory_table(
-    text: str, folder: Path, sizes: str | None, *, device: str, threads: int | None, json: bool
-) -> Report:
+def memory_table(text: str, folder: Path, sizes: str | None, *, device: str, threads: int | None, json: bool) -> Report:
     """The table of the model in ``folder`` for ``text``, read as one document."""
     import torch
 

@@ -39,7 +39,7 @@ def train_on_documents(
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: the folder of a Memorizing Transformer to start from, instead of ``config``.
-        memory_size: tokens that can be found, also where ``init`` was trained with others or none (section 4.3); as
+        memory_size: tokens that can be found, also where ``init`` was trained with others or none, which the paper finds to catch up soon; as
             the configuration says if None.
         refresh_every: steps after which the memory is computed again with the present weights; None: never.
         column: of a dataset.
@@ -67,8 +67,8 @@ def _with_memory(start: Start, memory_size: int) -> Start:
         raise InvalidArgument(f"memory_size must be at least 0, not {memory_size}")
     if memory_size and start.config.memory_layer is None:
         raise InvalidArgument(
-            f"the model {start.init or ''} has no layer with a memory (memory_layer is None). To give a model its memory "
-            "late, train it with memory_size=0 first: its layer is ready for one"
+            f"the model {start.init or ''} has no layer with a memory (memory_layer is None). To give a model its "
+            "memory late, train it with memory_size=0 first: its layer is ready for one"
         )
     start.config.memory_size = memory_size
     return start
@@ -83,9 +83,7 @@ def _on_documents(opened: Session, start: Start, documents: corpora.Documents, r
     streamed = shared_out(corpora.encoded(documents, tokenizer), rows, end)
     segments = sum(segments_of(each, config.window) for each in streamed)
     steps = wanted.steps or math.ceil(wanted.epochs * segments / (rows * wanted.accumulate))
-    data = Streams(
-        streamed, window=config.window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed
-    )
+    data = Streams(streamed, window=config.window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)
     model = start.model(tokenizer, wanted.seed)
     model.config.memory_size = config.memory_size
     trainer = MemorizingTrainer(

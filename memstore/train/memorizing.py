@@ -25,7 +25,9 @@ COMPARED_WINDOWS = 2
 class MemorizingTrainer(MemoryTrainer):
     """Trains on the batches of ``Streams``."""
 
-    def __init__(self, run: Run, model: Any, *rest: Any, data: Streams, refresh_every: int | None = None, **options: Any):
+    def __init__(
+        self, run: Run, model: Any, *rest: Any, data: Streams, refresh_every: int | None = None, **options: Any
+    ) -> None:
         """``refresh_every``: steps after which all that is in the memory is computed again; None: never."""
         if refresh_every is not None and refresh_every < 1:
             raise InvalidArgument(f"refresh_every must be at least 1, got {refresh_every}")

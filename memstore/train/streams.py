@@ -1,4 +1,4 @@
-"""Long documents as the rows of batches: each row streams one document in order, then the next (Wu et al. 2022, 4.1).
+"""Long documents as the rows of batches: each row streams one document in order, then the next (Wu et al. 2022).
 
 What a row reads at a step depends on the seed and the step alone, so a training that goes on reads on where it stopped.
 """

@@ -139,7 +139,9 @@ class MemorizingCache:
         """The inverse of ``state_dict``. Raises ``InvalidArgument`` for the state of another size."""
         lengths = state["lengths"].tolist()
         if len(lengths) != self.rows:
-            raise InvalidArgument(f"expected the state of {self.rows} rows, got {len(lengths)}: go on with the same batch")
+            raise InvalidArgument(
+                f"expected the state of {self.rows} rows, got {len(lengths)}: go on with the same batch"
+            )
         memory = {name.removeprefix("memory."): x for name, x in state.items() if name.startswith("memory.")}
         if memory:
             keys = memory["keys"]

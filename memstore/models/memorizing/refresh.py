@@ -1,7 +1,7 @@
 """Keys that are stored while training grow old: how far they are from those of the present weights, and new ones.
 
-Wu et al. 2022, section 3.2: the memory keeps what earlier weights computed, and keys of length 1 shift less. Keys of the
-layer with the memory depend on the windows of the layers below it and on nothing that was retrieved, so they are
+Wu et al. 2022, section 3.2: the memory keeps what earlier weights computed, and keys of length 1 shift less. Keys of
+the layer with the memory depend on the windows of the layers below it and on nothing that was retrieved, so they are
 computed again from the tokens alone.
 """
 
