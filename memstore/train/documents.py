@@ -39,8 +39,8 @@ def train_on_documents(
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: the folder of a Memorizing Transformer to start from, instead of ``config``.
-        memory_size: tokens that can be found, also where ``init`` was trained with others or none, which the paper finds to catch up soon; as
-            the configuration says if None.
+        memory_size: tokens that can be found, as the configuration says if None; also where ``init`` was trained with
+            fewer or none, which the paper finds to catch up soon.
         refresh_every: steps after which the memory is computed again with the present weights; None: never.
         column: of a dataset.
         optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.

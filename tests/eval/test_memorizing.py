@@ -17,7 +17,7 @@ TEXT = torch.randint(256, (200,), generator=torch.Generator().manual_seed(1))
 
 
 def losses(size: int) -> torch.Tensor:
-    return document_losses(small_memorizing(), TEXT, size, lambda tokens: None)  # noqa: ARG005 - nobody listens
+    return document_losses(small_memorizing(), TEXT, size, lambda tokens: None)
 
 
 def test_every_token_but_the_first_is_scored_as_in_one_call() -> None:

@@ -226,7 +226,7 @@ def test_refreshed_keys_and_values_are_those_of_the_present_weights(model: Memor
     memory = reading(model, read)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     shift = key_shift(model, memory, read)
     assert shift is not None
     assert 1e-3 < shift < 1

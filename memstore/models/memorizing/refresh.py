@@ -74,7 +74,7 @@ def present_states(model: MemorizingForCausalLM, text: Tensor, numbers: range) -
             x, states = layers[number](x, windows[number], None, None)
             k, v = after(windows[number], states)
             windows[number] = k[:, :, -window:], v[:, :, -window:]
-        parts.append(layers[layer].attention.project(layers[layer].attention_norm(x))[1])  # type: ignore[operator, union-attr]
+        parts.append(layers[layer].attention.project(layers[layer].attention_norm(x))[1])
     keys, values = (torch.cat(each, 2)[0, :, numbers.start - first :] for each in zip(*parts, strict=True))
     return keys, values
 
