@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.run import last_checkpoint
 from memstore.train.streams import NO_LABEL, Streams, collate, segments_of, shared_out
 from tests.train.helpers import RUNTIME, Stopped, at_step, losses, same_weights, stop
+from tests.train.two_memorizing import train as train_as_one
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "memory_layer": 1,
@@ -131,6 +134,17 @@ def test_an_interrupted_training_goes_on_with_the_memories_to_the_same_result(
     assert report["resumed_from_step"] == 10
     assert same_weights(tmp_path / "run", trained)
     assert losses(tmp_path / "run") == losses(trained)
+
+
+def test_rows_of_two_processes_read_what_those_of_one_would(texts: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "tests.train.two_memorizing", str(texts), str(tmp_path / "two")]
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    train_as_one(texts, tmp_path / "one", batch=2)
+    for (step, loss), one in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        assert (step, pytest.approx(loss, rel=1e-4)) == one
+    assert (tmp_path / "two/checkpoints/checkpoint-6/memory-1.safetensors").exists()
 
 
 def test_a_checkpoint_without_its_memory_is_refused(texts: Path, tmp_path: Path) -> None:

@@ -142,14 +142,14 @@ class MemorizingCache:
             raise InvalidArgument(
                 f"expected the state of {self.rows} rows, got {len(lengths)}: go on with the same batch"
             )
-        memory = {name.removeprefix("memory."): x for name, x in state.items() if name.startswith("memory.")}
-        if memory:
-            keys = memory["keys"]
+        kept = {name.removeprefix("memory."): x for name, x in state.items() if name.startswith("memory.")}
+        memory = None
+        if kept:
+            keys = kept["keys"]
             sizes = (self.rows, self.config.num_key_value_heads, self.config.memory_size, self.config.head_dim)
-            self.memory = RecentTokens(*sizes, dtype=keys.dtype, device=keys.device)
-            self.memory.load_state_dict(memory)
-        else:
-            self.memory = None
+            memory = RecentTokens(*sizes, dtype=keys.dtype, device=keys.device)
+            memory.load_state_dict(kept)
+        self.memory = memory
         self._given = int(state["given"])
         self.waiting = [[row] if len(row) else [] for row in state["waiting"].split(lengths)]
         self.empty = state.get("empty")

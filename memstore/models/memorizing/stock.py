@@ -184,4 +184,5 @@ def _attentions(model: PreTrainedModel) -> list[nn.Module]:
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """``[B, T, H * D]`` as ``[B, H, T, D]``."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    heads_apart: Tensor = x.unflatten(-1, (heads, -1))
+    return heads_apart.transpose(1, 2)
