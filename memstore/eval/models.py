@@ -10,8 +10,9 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 
 if TYPE_CHECKING:
     from memstore.models.drt import DRTForCausalLM
+    from memstore.models.memorizing import MemorizingForCausalLM
 
-DRT, LANDMARK = "memstore-drt", "memstore-landmark"
+DRT, LANDMARK, MEMORIZING = "memstore-drt", "memstore-landmark", "memstore-memorizing"
 """What configurations call the kinds of models."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
 """Models that come with the package: two DRTs, and a landmark model."""
@@ -48,9 +49,6 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 
     Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, and ``UnsupportedModel`` for another kind.
     """
-    from safetensors import SafetensorError
-    from transformers import PreTrainedTokenizerFast
-
     from memstore.models.drt import DRTForCausalLM
     from memstore.models.landmark import LandmarkForCausalLM
 
@@ -60,10 +58,33 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
         raise UnsupportedModel(
             f"{folder} is a {kind or 'model of no type'}, not a DRT or a landmark model. Train one: memstore train"
         )
+    return _loaded(folder, classes[kind], device)
+
+
+def load_memorizing(folder: Path, device: str = "cpu") -> tuple[MemorizingForCausalLM, Any]:
+    """The Memorizing Transformer in ``folder``, in evaluation mode, and its tokenizer.
+
+    Raises what ``load_drt`` does.
+    """
+    from memstore.models.memorizing import MemorizingForCausalLM
+
+    kind = kind_of(folder)
+    if kind != MEMORIZING:
+        raise UnsupportedModel(
+            f"{folder} is a {kind or 'model of no type'}, not a Memorizing Transformer. Train one: memstore train "
+            "memorizing"
+        )
+    return _loaded(folder, MemorizingForCausalLM, device)
+
+
+def _loaded(folder: Path, model_class: Any, device: str) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
+    from transformers import PreTrainedTokenizerFast
+
     if not (folder / "tokenizer.json").exists():
         raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
     try:
-        model = classes[kind].from_pretrained(folder)
+        model = model_class.from_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except OSError as error:
         raise NotFound(f"the model {folder} cannot be loaded: {str(error).partition(chr(10))[0]}") from None

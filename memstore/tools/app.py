@@ -34,6 +34,7 @@ from memstore.tools.show import show
 from memstore.tools.stats import stats
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
+from memstore.tools.train_memorizing import memorizing
 from memstore.tools.verify import ONLY_A_COPY, verify
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
@@ -126,7 +127,7 @@ def _group(name: str, purpose: str, *functions: Callable[..., Report]) -> None:
     app.add_typer(group, name=name)
 
 
-_group("train", "Train a model that retrieves.", drt, landmark)
+_group("train", "Train a model that retrieves.", drt, landmark, memorizing)
 _group("eval", "Measure a model that retrieves.", passkey, two_hop, multi_needle, perplexity, generate)
 
 

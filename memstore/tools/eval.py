@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
+from memstore.tools.eval_memorizing import MemorySizes, memory_table
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
 from memstore.tools.options import Device, Threads, use_threads
 from memstore.tools.output import Json, Page, Report
@@ -201,6 +202,7 @@ def perplexity(
     top_k: TopK = None,
     cutoffs: Cutoffs = None,
     baseline: Baseline = None,
+    memory_sizes: MemorySizes = None,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
@@ -209,7 +211,8 @@ def perplexity(
 
     For a DRT the same last tokens are scored after contexts of each length: with all of it in a memory, and by the same
     weights with retrieval off. For a landmark model there are the paper's two tables, by length and by granularity, and
-    with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all.
+    with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all. For a
+    Memorizing Transformer the text is one document, scored with memories of each size, as a whole and by position.
 
     Example:
 
@@ -217,20 +220,29 @@ def perplexity(
     """
     content = read_text(text)
     require_transformers()
-    from memstore.eval.models import LANDMARK, kind_of, model_folder
+    from memstore.eval.models import LANDMARK, MEMORIZING, kind_of, model_folder
 
     options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
+    if model is not None and kind_of(folder := model_folder(model)) == MEMORIZING:
+        _refuse({**options, "lengths": lengths, "scored": scored}, "a Memorizing Transformer")
+        return memory_table(content, folder, memory_sizes, device=device, threads=threads, json=json)
+    _refuse({"memory_sizes": memory_sizes}, "a DRT or a landmark model")
     if model is not None and kind_of(folder := model_folder(model)) == LANDMARK:
         if scored is not None:
             raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")
         wanted = parse_lengths(lengths or "512,2K,4K")
         return tables(content, folder, wanted, samples, device=device, threads=threads, json=json, **options)
-    unfit = ", ".join("--" + name.replace("_", "-") for name, value in options.items() if value)
-    if unfit:
-        raise InvalidArgument(f"{unfit} cannot be used with a DRT; leave it out.")
+    _refuse(options, "a DRT")
     return _perplexity(
         content, model, parse_lengths(lengths or "2K,8K,32K"), scored or 1024, samples, threads, device, json
     )
+
+
+def _refuse(options: Mapping[str, Any], kind: str) -> None:
+    """Raise ``InvalidArgument`` if any of ``options`` is given, for they mean nothing to a model of this ``kind``."""
+    unfit = ", ".join("--" + name.replace("_", "-") for name, value in options.items() if value)
+    if unfit:
+        raise InvalidArgument(f"{unfit} cannot be used with {kind}; leave it out.")
 
 
 def _perplexity(

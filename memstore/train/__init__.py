@@ -1,10 +1,12 @@
 """Training the models of ``memstore.models`` on texts, on recipes that need no data, and on prompts with answers.
 
-``train_on_texts``, ``train_recipe`` and ``train_on_pairs`` are what ``memstore train drt`` calls. They need
+``train_on_texts``, ``train_recipe`` and ``train_on_pairs`` are what ``memstore train drt`` calls, and
+``train_on_documents`` is what ``memstore train memorizing`` does. They need
 transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
 from memstore.eval.align import align
+from memstore.train.documents import train_on_documents
 from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.recipes import RECIPES, Recipe
 from memstore.train.settings import Optimisation, Runtime
@@ -15,6 +17,7 @@ __all__ = [
     "Recipe",
     "Runtime",
     "align",
+    "train_on_documents",
     "train_on_pairs",
     "train_on_texts",
     "train_recipe",

@@ -181,6 +181,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
     size, seed = start.config.tokens_per_block, recipe.optimisation.seed
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
     data = Rows(recipe, tokenizer, tokens, size, batches, seed)
+    assert start.family.needle_trainer is not None, f"no recipe trains a {start.family.name}"
     trainer = start.family.needle_trainer(
         recipe,
         opened.run,

@@ -15,7 +15,9 @@ from memstore.errors import DamagedError
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark.convert import make_landmark
+from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
 from memstore.train.landmark import LandmarkNeedleTrainer, LandmarkTextTrainer
+from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer, NeedleTrainer
 
 
@@ -29,7 +31,8 @@ class Family:
     """Its configuration, which has presets, ``block_size`` and ``tokens_per_block``."""
     model: type[Any]
     text_trainer: type[MemoryTrainer]
-    needle_trainer: type[AnswerTrainer]
+    needle_trainer: type[AnswerTrainer] | None
+    """None where no recipe trains it."""
     adopt: Callable[..., Any] | None = None
     """Makes one of a stock Hugging Face model in a folder; None where that cannot be."""
 
@@ -56,4 +59,7 @@ LANDMARK = Family(
     LandmarkTextTrainer,
     LandmarkNeedleTrainer,
     landmark_of_stock,
+)
+MEMORIZING = Family(
+    "Memorizing Transformer", MemorizingConfig, MemorizingForCausalLM, MemorizingTrainer, needle_trainer=None
 )

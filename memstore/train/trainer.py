@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from memstore.errors import TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.models.memorizing import MemorizingConfig
 from memstore.train.bank import Bank
 from memstore.train.needles import Rows
 from memstore.train.recipes import Recipe
@@ -66,7 +67,9 @@ def arguments(
 
 
 def _leaves_unused(config: Any) -> bool:
-    """Whether parameters go without a gradient: those of a DRT whose scores weigh nothing."""
+    """Whether parameters go without a gradient: those of a DRT whose scores weigh nothing, or a gate without memory."""
+    if isinstance(config, MemorizingConfig):
+        return config.memory_layer is not None
     return isinstance(config, DRTConfig) and (config.fusion == "chunked" or config.retrieval == "external")
 
 

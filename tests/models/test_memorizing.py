@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -201,3 +202,39 @@ def test_what_is_not_a_text_of_this_model_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="there is no preset"):
         MemorizingConfig.preset("large")
     assert MemorizingConfig.preset("paper").memory_layer == 8
+
+
+@torch.no_grad()
+def test_what_is_remembered_is_kept_as_tensors_and_goes_on(tmp_path: Path) -> None:
+    model = make()
+    cache = MemorizingCache(model.config, 2)
+    ids = tokens(60, rows=2)
+    mask = torch.ones(2, 43, dtype=torch.int64)
+    mask[1, 30:] = 0
+    model(ids[:, :43], attention_mask=mask, past_key_values=cache)
+    cache.clear(0)
+    model(ids[:, 43:50], past_key_values=cache)
+    save_file(cache.state_dict(), tmp_path / "cache.safetensors")
+    expected = logits(model, ids[:, 50:], cache=cache)
+    again = MemorizingCache(model.config, 2)
+    again.load_state_dict(load_file(tmp_path / "cache.safetensors"))
+    assert again.get_seq_length() == 50
+    assert torch.equal(logits(model, ids[:, 50:], cache=again), expected)
+
+
+def test_an_empty_cache_is_kept_too() -> None:
+    model = make()
+    fresh, cache = MemorizingCache(model.config, 1), MemorizingCache(model.config, 1)
+    logits(model, tokens(20), cache=cache)
+    cache.load_state_dict(fresh.state_dict())
+    assert torch.equal(logits(model, tokens(20), cache=cache), logits(model, tokens(20)))
+
+
+def test_the_state_of_other_rows_or_another_memory_is_refused() -> None:
+    model = make()
+    cache = MemorizingCache(model.config, 2)
+    logits(model, tokens(20, rows=2), cache=cache)
+    with pytest.raises(InvalidArgument, match="expected the state of 1 rows, got 2"):
+        MemorizingCache(model.config, 1).load_state_dict(cache.state_dict())
+    with pytest.raises(InvalidArgument, match="the memory size that the training began with"):
+        MemorizingCache(make(memory_size=7).config, 2).load_state_dict(cache.state_dict())

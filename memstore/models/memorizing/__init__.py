@@ -1,6 +1,7 @@
 """Memorizing Transformers: a decoder, one layer of which also looks up single tokens of everything that it has read.
 
-``MemorizingForCausalLM`` trains, saves and generates as any Hugging Face model does.
+``MemorizingForCausalLM`` trains, saves and generates as any Hugging Face model does. ``add_knn_memory`` gives a stock
+model such a layer.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -8,8 +9,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
+from memstore.models.memorizing.stock import KNNMemory, add_knn_memory, remove_knn_memory
 
-__all__ = ["MemorizingCache", "MemorizingConfig", "MemorizingForCausalLM", "MemorizingModel"]
+__all__ = [
+    "KNNMemory",
+    "MemorizingCache",
+    "MemorizingConfig",
+    "MemorizingForCausalLM",
+    "MemorizingModel",
+    "add_knn_memory",
+    "remove_knn_memory",
+]
 
 # So that transformers' own loaders know a saved model once this package is imported.
 AutoConfig.register(MemorizingConfig.model_type, MemorizingConfig, exist_ok=True)

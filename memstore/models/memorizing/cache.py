@@ -51,8 +51,7 @@ class MemorizingCache:
 
     def room(self, remaining: Sequence[int]) -> int:
         """How many tokens may come at once, where row ``b`` has ``remaining[b]``: until a row fills its window."""
-        counts = [sum(map(len, waiting)) for waiting in self.waiting]
-        rooms = [self.config.window - count for count, left in zip(counts, remaining, strict=True) if left > 0]
+        rooms = [self.config.window - count for count, left in zip(self._counts(), remaining, strict=True) if left > 0]
         return min(rooms, default=self.config.window)
 
     def begin(self) -> None:
@@ -76,8 +75,7 @@ class MemorizingCache:
 
     def _remember(self, least: int) -> None:
         """Put the waiting tokens of the rows that have at least so many into the memory."""
-        counts = [sum(map(len, waiting)) for waiting in self.waiting]
-        counts = [count if count >= least else 0 for count in counts]
+        counts = [count if count >= least else 0 for count in self._counts()]
         if not any(counts):
             return
         assert self.config.memory_layer is not None
@@ -121,12 +119,53 @@ class MemorizingCache:
         self.windows = [None if both is None else (both[0][beam_idx], both[1][beam_idx]) for both in self.windows]
         self.empty = None if self.empty is None else self.empty[beam_idx]
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is needed to go on, as tensors. Raises ``InvalidArgument`` where the memory is in a store."""
+        state = {"given": torch.tensor(self._given), "lengths": torch.tensor(self._counts())}
+        waiting = [each for row in self.waiting for each in row]
+        state["waiting"] = torch.cat(waiting) if waiting else torch.empty(0, dtype=torch.int64)
+        for number, window in enumerate(self.windows):
+            if window is not None:
+                state |= {f"windows.{number}.{part}": x.contiguous() for part, x in zip("kv", window, strict=True)}
+        if self.empty is not None:
+            state["empty"] = self.empty
+        if isinstance(self.memory, RecentTokens):
+            state |= {f"memory.{name}": x for name, x in self.memory.state_dict().items()}
+        elif self.memory is not None:
+            raise InvalidArgument("a memory in a store keeps itself: open its documents again with a new cache")
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``state_dict``. Raises ``InvalidArgument`` for the state of another size."""
+        lengths = state["lengths"].tolist()
+        if len(lengths) != self.rows:
+            raise InvalidArgument(
+                f"expected the state of {self.rows} rows, got {len(lengths)}: go on with the same batch"
+            )
+        kept = {name.removeprefix("memory."): x for name, x in state.items() if name.startswith("memory.")}
+        memory = None
+        if kept:
+            keys = kept["keys"]
+            sizes = (self.rows, self.config.num_key_value_heads, self.config.memory_size, self.config.head_dim)
+            memory = RecentTokens(*sizes, dtype=keys.dtype, device=keys.device)
+            memory.load_state_dict(kept)
+        self.memory = memory
+        self._given = int(state["given"])
+        self.waiting = [[row] if len(row) else [] for row in state["waiting"].split(lengths)]
+        self.empty = state.get("empty")
+        names = [(f"windows.{number}.k", f"windows.{number}.v") for number in range(len(self.windows))]
+        self.windows = [(state[k], state[v]) if k in state else None for k, v in names]
+
     def crop(self, max_length: int) -> None:
         """Refused: what has left the window cannot be brought back."""
         raise NotImplementedError(
             f"a Memorizing Transformer's cache cannot be cut to {max_length} tokens, for its window has moved on; "
             "assisted generation and prompt look-up do not work with it"
         )
+
+    def _counts(self) -> list[int]:
+        """Tokens of each row that are not in the memory yet."""
+        return [sum(map(len, waiting)) for waiting in self.waiting]
 
     def _slide(self, lengths: Tensor, states: list[States]) -> None:
         """Keep the last ``window`` tokens that exist of each row, at the end of the windows."""

@@ -1,0 +1,101 @@
+"""The tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
+
+As in the paper (Wu et al. 2022, section 4) the text is read in order as one document, and every token of it but the
+first is scored. All rows score the same tokens, so they differ by the memory alone; columns tell what a memory is worth
+at the beginning of a document and far into it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM
+
+SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
+"""The paper's memories, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """One size of the memory."""
+
+    memory_size: int
+    """Tokens that can be found."""
+    perplexity: float
+    """Of all scored tokens."""
+    by_position: dict[str, float]
+    """Perplexity of the tokens of each part of the document, by what it is called: ``512-1,536``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        positions = {name: round(value, 4) for name, value in self.by_position.items()}
+        return {"memory_size": self.memory_size, "perplexity": round(self.perplexity, 4), "by_position": positions}
+
+
+def by_memory_size(
+    model: MemorizingForCausalLM,
+    tokens: Tensor,
+    sizes: Sequence[int],
+    *,
+    positions: Sequence[int] = SIZES,
+    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> Iterator[MemoryRow]:
+    """Perplexity of the document ``tokens [n]`` with a memory of each of ``sizes``.
+
+    ``positions`` are where parts of the document begin; those after its end are left out. Raises ``InvalidArgument``
+    for a size or a text that does not fit, and for a model without a layer that looks tokens up.
+    """
+    _check(model, tokens, sizes)
+    starts = sorted({1, *(each for each in positions if 1 < each < len(tokens))})
+    parts = list(zip(starts, [*starts[1:], len(tokens)], strict=True))
+    for size in sizes:
+        losses = document_losses(model, tokens, size, advance).double()
+        yield MemoryRow(
+            memory_size=size,
+            perplexity=float(losses.mean().exp()),
+            by_position={
+                f"{0 if start == 1 else start:,}-{end:,}": float(losses[start - 1 : end - 1].mean().exp())
+                for start, end in parts
+            },
+        )
+
+
+def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
+    """Those of ``sizes`` that make a difference to a text of so many ``tokens``: up to the first that holds it all."""
+    ordered = sorted(set(sizes))
+    return [size for size, before in zip(ordered, [0, *ordered], strict=False) if before < tokens]
+
+
+@torch.no_grad()
+def document_losses(
+    model: MemorizingForCausalLM, tokens: Tensor, memory_size: int, advance: Callable[[int], None]
+) -> Tensor:
+    """The loss of each token of ``tokens [n]`` but the first, ``[n - 1]``, with a memory of so many tokens."""
+    config = copy.deepcopy(model.config)
+    config.memory_size = memory_size
+    cache = MemorizingCache(config, 1)
+    ids = tokens[None].to(model.device)
+    losses = []
+    for start in range(0, len(tokens) - 1, config.window):
+        given = ids[:, start : min(start + config.window, len(tokens) - 1)]
+        logits = model(given, past_key_values=cache, use_cache=True).logits[0].float()
+        losses.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + given.shape[1]], reduction="none"))
+        advance(given.shape[1])
+    return torch.cat(losses)
+
+
+def _check(model: MemorizingForCausalLM, tokens: Tensor, sizes: Sequence[int]) -> None:
+    if len(tokens) < 2:
+        raise InvalidArgument(f"the text has {len(tokens)} tokens; at least 2 are needed. Name a longer text")
+    if not sizes or min(sizes) < 0:
+        raise InvalidArgument(f"sizes of a memory are numbers of tokens from 0 on, not {list(sizes)}")
+    if model.config.memory_layer is None and max(sizes):
+        raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): its only size is 0")

@@ -1,0 +1,188 @@
+"""A gated kNN layer in a stock Hugging Face causal LM, to be fine-tuned (Wu et al. 2022, section 3).
+
+One attention layer also looks up single tokens of what the model has read, with the queries and keys that it has
+before positions are applied; both get length 1 and a learned scale for each head, as in ``attention.knn``. What was
+found is mixed into the output of its heads.
+
+Deliberate: the paper's gate ``sigmoid(b)`` is nowhere 0, and where it nearly is, it learns nothing. Here it is
+``tanh(g)`` with ``g = 0``: logits are exactly what they were, and the gradient of the gate is not small. Everything
+else of the layer begins to learn as soon as its gate has moved. The gate may become negative.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.layers import merged
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.kernels.knn_attention import knn_attention
+
+NAME = "knn_memory"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FIRST_SCALE = 10.0
+"""Factor on the cosine of a query and a key, before it is learned."""
+
+
+class KNNMemory(nn.Module):
+    """The gate, the scale and the memory that ``add_knn_memory`` puts into an attention layer."""
+
+    memory: RecentTokens | None
+    """What can be found; None before the first call."""
+
+    def __init__(self, heads: int, groups: int, *, memory_size: int, top_k: int) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, groups
+        self.memory_size, self.top_k = memory_size, top_k
+        self.gate = nn.Parameter(torch.zeros(heads))
+        """``tanh(gate)`` is the part of what was found."""
+        self.scale = nn.Parameter(torch.full((heads,), math.log(FIRST_SCALE)))
+        """The logarithm of the factor on the scores of each head."""
+        self.memory = None
+        self._mask: Tensor | None = None
+        self._seen: dict[str, Tensor] = {}
+        self._waiting: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def clear(self, row: int | None = None) -> None:
+        """Forget a row, where another document begins, or all of them, such as for a batch of another size."""
+        self._store()
+        if row is None:
+            self.memory = None
+        elif self.memory is not None:
+            self.memory.clear(row)
+
+    def place(self, model: nn.Module, attention: nn.Module) -> None:
+        """Put it into ``attention``, a layer of ``model``."""
+        attention.register_module(NAME, self)
+        self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        for name in PROJECTIONS[:3]:
+            self._handles.append(getattr(attention, name).register_forward_hook(self._keeper(name)))
+        self._handles.append(attention.o_proj.register_forward_pre_hook(self._mix))  # type: ignore[union-attr]
+
+    def remove(self, attention: nn.Module) -> None:
+        """Take it out again."""
+        for handle in self._handles:
+            handle.remove()
+        delattr(attention, NAME)
+
+    def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
+        """A call begins: what the one before has read can be found from now on, its backward pass being over."""
+        ids = named.get("input_ids", arguments[0] if arguments else named.get("inputs_embeds"))
+        if ids is None:
+            raise InvalidArgument("a model with a memory needs input_ids or inputs_embeds")
+        self._store()
+        if self.memory is not None and len(self.memory.added) != len(ids):
+            raise InvalidArgument(
+                f"the memory has {len(self.memory.added)} rows, the batch has {len(ids)}: forget all with clear() first"
+            )
+        mask = named.get("attention_mask")
+        self._mask = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def _keeper(self, name: str) -> Any:
+        def keep(module: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> None:  # noqa: ARG001
+            self._seen[name] = out
+
+        return keep
+
+    def _mix(self, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:  # noqa: ARG002
+        """Mix what was found into the heads ``[B, T, H * D]`` that the layer is about to add up."""
+        (heads,) = arguments
+        q = _split(self._seen["q_proj"], self.heads)
+        k, v = (_split(self._seen[name], self.groups).detach() for name in PROJECTIONS[1:3])
+        self._seen.clear()
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        self._waiting = (k, v, self._mask)
+        if self.memory is None:
+            return (heads,)
+        found = self.memory.search(q.detach(), self.top_k)
+        far = knn_attention(q, *found, scale=self.scale.exp().to(q.dtype))
+        part = self.gate.tanh().to(q.dtype)[:, None, None] * (found.ids[..., :1] >= 0)
+        local = _split(heads, self.heads)
+        return (merged(local + part * (far - local)),)
+
+    def _store(self) -> None:
+        """Put what is waiting into the memory."""
+        if self._waiting is None:
+            return
+        keys, values, mask = self._waiting
+        self._waiting = None
+        rows, groups, tokens, dim = keys.shape
+        if self.memory is None:
+            self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=keys.dtype, device=keys.device)
+        there = torch.ones(rows, tokens, dtype=torch.bool, device=keys.device) if mask is None else mask
+        # Tokens in front, padding behind: a row's first ones are stored.
+        order = (~there).int().argsort(dim=1, stable=True)[:, None, :, None].expand_as(keys)
+        numbers = [torch.arange(count) for count in there.sum(1).tolist()]
+        self.memory.append(numbers, keys.gather(2, order), values.gather(2, order))
+
+
+def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int = 8192, top_k: int = 32) -> KNNMemory:
+    """Let an attention layer of ``model`` look up tokens of what was read before; fine-tune it to make use of them.
+
+    Logits are unchanged at the start. Give a document segment by segment, each in a call, one document in each row, and
+    call ``clear`` where another document begins. The parameters are trained and saved with the model's; to load such a
+    model, load the stock one, add the memory, and load the state.
+
+    Args:
+        model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
+        layer: of the attention layers; negative numbers count from the last, as 9 of 12 in the paper is -4.
+        memory_size: tokens of each row that can be found; the oldest ones leave.
+        top_k: tokens that each query of each head looks up.
+
+    Raises:
+        UnsupportedModel: a model without such layers.
+        InvalidArgument: a layer that is not there, a number that is too small, or a second memory.
+    """
+    layers = _attentions(model)
+    if not -len(layers) <= layer < len(layers):
+        raise InvalidArgument(f"layer must be from {-len(layers)} to {len(layers) - 1}, not {layer}")
+    if min(memory_size, top_k) < 1:
+        raise InvalidArgument(f"memory_size and top_k must be at least 1, not {memory_size} and {top_k}")
+    if any(hasattr(each, NAME) for each in layers):
+        raise InvalidArgument("the model has a memory already; take it out with remove_knn_memory first")
+    config = model.config.get_text_config(decoder=True)
+    heads = int(config.num_attention_heads)
+    attention: Any = layers[layer]
+    dim = attention.q_proj.out_features // heads
+    memory = KNNMemory(heads, attention.k_proj.out_features // dim, memory_size=memory_size, top_k=top_k)
+    memory.to(attention.q_proj.weight.device)
+    memory.place(model, attention)
+    return memory
+
+
+def remove_knn_memory(model: PreTrainedModel) -> None:
+    """Take out what ``add_knn_memory`` put in. Raises ``InvalidArgument`` where there is nothing."""
+    for attention in _attentions(model):
+        memory = getattr(attention, NAME, None)
+        if isinstance(memory, KNNMemory):
+            memory.remove(attention)
+            return
+    raise InvalidArgument("the model has no memory that add_knn_memory put in")
+
+
+def _attentions(model: PreTrainedModel) -> list[nn.Module]:
+    found = [
+        module
+        for module in model.modules()
+        if all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
+    ]
+    if not found:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no attention layers with {', '.join(PROJECTIONS)}, as Llama, Mistral and Qwen "
+            "have them"
+        )
+    return found
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """``[B, T, H * D]`` as ``[B, H, T, D]``."""
+    heads_apart: Tensor = x.unflatten(-1, (heads, -1))
+    return heads_apart.transpose(1, 2)

@@ -1,0 +1,138 @@
+"""``memstore train memorizing``: make a model that looks single tokens up, or give a trained one another memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memstore.errors import InvalidArgument
+from memstore.tools import train
+from memstore.tools.options import Threads
+from memstore.tools.output import Json, Report
+
+Init = Annotated[Path | None, typer.Option(help="Start from the Memorizing Transformer in this folder.")]
+Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")]
+MemorySize = Annotated[
+    int | None, typer.Option(min=0, help="Tokens of a document that can be found; 0: none. May differ from --init's.")
+]
+Window = Annotated[int | None, typer.Option(min=1, help="Tokens of a segment, and seen directly before each token.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Tokens that each query of each head looks up.")]
+RefreshEvery = Annotated[
+    int | None, typer.Option(min=1, help="Steps after which the memory is computed again. Without it: never.")
+]
+
+_MODEL = {"vocabulary": "vocab_size", "window": "window", "top_k": "retrieval_top_k", "memory_size": "memory_size"}
+"""Options that a model is made of, and their names in its configuration."""
+
+
+def memorizing(
+    text: train.Texts = None,
+    *,
+    out: train.Out,
+    init: Init = None,
+    preset: Preset = None,
+    memory_size: MemorySize = None,
+    window: Window = None,
+    top_k: TopK = None,
+    refresh_every: RefreshEvery = None,
+    tokenizer: train.Tokenizer = None,
+    vocabulary: train.Vocabulary = None,
+    column: train.Column = None,
+    steps: train.Steps = None,
+    epochs: train.Epochs = None,
+    batch: train.Batch = None,
+    accumulate: train.Accumulate = None,
+    learning_rate: train.LearningRate = None,
+    warmup: train.Warmup = None,
+    seed: train.Seed = None,
+    bf16: train.Bf16 = False,
+    gradient_checkpointing: train.Checkpointing = False,
+    save_every: train.SaveEvery = 200,
+    log_every: train.LogEvery = 50,
+    device: train.Device = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> Report:
+    """Train a Memorizing Transformer: a language model that looks up tokens of all that it has read of a document.
+
+    Each row of a batch reads one document in order, a window in a step, and then another, whose memory begins empty.
+    The result is a Hugging Face model folder. After an interruption the same command goes on from the last checkpoint,
+    with the memories as they were, to the same result. A model that was trained with --memory-size 0 can be given its
+    memory late.
+
+    Example:
+
+        memstore train memorizing books/ --memory-size 8192 --out memorizing
+    """
+    options = {
+        "init": init,
+        "preset": preset,
+        "memory_size": memory_size,
+        "window": window,
+        "top_k": top_k,
+        "refresh_every": refresh_every,
+        "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
+        "column": column,
+        "steps": steps,
+        "epochs": epochs,
+        "batch": batch,
+        "accumulate": accumulate,
+        "learning_rate": learning_rate,
+        "warmup": warmup,
+        "seed": seed,
+        "bf16": bf16 or None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = {
+        "device": device,
+        "save_every": save_every,
+        "log_every": log_every,
+        "gradient_checkpointing": gradient_checkpointing,
+        "progress": not json,
+    }
+    return train.carry_out(lambda runtime: _train(text or [], out, given, runtime), out, threads, settings)
+
+
+def _train(texts: list[str], out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
+    from memstore.train import train_on_documents
+
+    names = ("tokenizer", "init", "memory_size", "refresh_every", "column")
+    return train_on_documents(
+        texts,
+        out,
+        config=_config(given),
+        **{name: given[name] for name in names if name in given},
+        optimisation=train.optimisation_of(given),
+        runtime=runtime,
+    )
+
+
+def _config(given: Mapping[str, Any]) -> Any:
+    """The new model's configuration; None where the training starts from a model."""
+    from memstore.models.memorizing import MemorizingConfig
+
+    changes = {name: given[option] for option, name in _MODEL.items() if option in given}
+    if "init" not in given:
+        return MemorizingConfig.preset(given.get("preset", "tiny"), **changes)
+    _check_fit(given["init"], given, changes)
+    return None
+
+
+def _check_fit(init: Path, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Refuse options that ask for another model than the one to start from, but for the size of its memory."""
+    from memstore.train.family import MEMORIZING
+    from memstore.train.start import load_config
+
+    if "preset" in given:
+        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
+    config = load_config(init, MEMORIZING)
+    for option, name in _MODEL.items():
+        if name in changes and name != "memory_size" and changes[name] != getattr(config, name):
+            raise InvalidArgument(
+                f"--{option.replace('_', '-')} {changes[name]} does not match {init}, which has "
+                f"{getattr(config, name)}: leave it out"
+            )

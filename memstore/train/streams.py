@@ -1,0 +1,119 @@
+"""Long documents as the rows of batches: each row streams one document in order, then the next (Wu et al. 2022).
+
+What a row reads at a step depends on the seed and the step alone, so a training that goes on reads on where it stopped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from memstore.errors import InvalidArgument
+from memstore.train.corpora import Tokens
+
+NO_LABEL = -100
+"""What transformers' losses leave out."""
+
+
+class Segment(NamedTuple):
+    """What a row reads in one step."""
+
+    tokens: Tokens
+    """At most a window of them, and the one after the last: each is predicted from those before it."""
+    begins: bool
+    """Whether it is the first of its document."""
+
+
+class Streams(Dataset[Segment]):
+    """Segments of documents in the order of training: item ``n`` is that of row ``n % rows`` at step ``n // rows``.
+
+    A row that has read its document takes the next of a shuffled pass, and of the pass after it.
+    """
+
+    def __init__(self, documents: Sequence[Tokens], *, window: int, rows: int, steps: int, seed: int) -> None:
+        """``documents`` have at least two tokens each."""
+        self.rows = rows
+        self._documents = documents
+        self._window = window
+        self._steps = steps
+        self._turns = _turns([segments_of(each, window) for each in documents], rows, steps, seed)
+
+    def __len__(self) -> int:
+        return self.rows * self._steps
+
+    def __getitem__(self, number: int) -> Segment:
+        step, row = divmod(number, self.rows)
+        document, start = self._place(row, step)
+        return Segment(document[start : start + self._window + 1], start == 0)
+
+    def before(self, row: int, step: int) -> Tensor:
+        """What ``row`` has read of its document before ``step``, or of the one that it has just finished."""
+        if step == 0:
+            return torch.empty(0, dtype=torch.int64)
+        document, start = self._place(row, step - 1)
+        return torch.from_numpy(document[: min(start + self._window, len(document) - 1)].astype(np.int64))
+
+    def _place(self, row: int, step: int) -> tuple[Tokens, int]:
+        begun, number = self._turns[row][bisect_right(self._turns[row], step, key=lambda turn: turn[0]) - 1]
+        return self._documents[number], (step - begun) * self._window
+
+
+def segments_of(document: Tokens, window: int) -> int:
+    """Steps that a document takes; nothing follows its last token, which is only predicted."""
+    return math.ceil((len(document) - 1) / window)
+
+
+def _turns(segments: Sequence[int], rows: int, steps: int, seed: int) -> list[list[tuple[int, int]]]:
+    """For each row the steps at which documents begin, and which they are."""
+    turns: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+    order = _shuffled(len(segments), seed)
+    free = [(0, row) for row in range(rows)]
+    while free[0][0] < steps:
+        step, row = heapq.heappop(free)
+        number = next(order)
+        turns[row].append((step, number))
+        heapq.heappush(free, (step + segments[number], row))
+    return turns
+
+
+def _shuffled(count: int, seed: int) -> Iterator[int]:
+    turn = 0
+    while True:
+        yield from np.random.default_rng([seed, turn]).permutation(count).tolist()
+        turn += 1
+
+
+def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]:
+    """``documents``, each closed by the token ``end``, for so many ``rows`` to stream.
+
+    One that is longer than a row's part of the whole is cut, for otherwise several rows would read the same at once.
+    Raises ``InvalidArgument`` where there is nothing.
+    """
+    closed = [np.append(document, np.int32(end)) for document in documents]
+    if not closed:
+        raise InvalidArgument("the texts have no tokens: give texts that are not empty")
+    part = math.ceil(sum(map(len, closed)) / rows)
+    parts = [each for whole in closed for each in np.array_split(whole, math.ceil(len(whole) / part))]
+    return [each for each in parts if len(each) > 1]
+
+
+def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Tensor]:
+    """A batch of segments, the shorter ones with ``padding`` behind; ``begins [B]`` says where documents begin."""
+    ids = torch.full((len(segments), window), padding)
+    labels = torch.full_like(ids, NO_LABEL)
+    mask = torch.zeros_like(ids)
+    for row, (tokens, _) in enumerate(segments):
+        count = len(tokens) - 1
+        ids[row, :count] = torch.from_numpy(tokens[:-1].astype(np.int64))
+        labels[row, :count] = torch.from_numpy(tokens[1:].astype(np.int64))
+        mask[row, :count] = 1
+    begins = torch.tensor([segment.begins for segment in segments])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": labels, "begins": begins}

@@ -1,0 +1,71 @@
+"""Perplexity by size of the memory: the same tokens in every row, and a memory that is as large as it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memstore.errors import InvalidArgument
+from memstore.eval.memorizing import SIZES, by_memory_size, document_losses, fitting
+from memstore.models.memorizing import MemorizingCache
+from tests.eval.memorizing import small_memorizing
+
+TEXT = torch.randint(256, (200,), generator=torch.Generator().manual_seed(1))
+
+
+def losses(size: int) -> torch.Tensor:
+    return document_losses(small_memorizing(), TEXT, size, lambda tokens: None)
+
+
+def test_every_token_but_the_first_is_scored_as_in_one_call() -> None:
+    model = small_memorizing(memory_size=64)
+    with torch.no_grad():
+        logits = model(TEXT[None], past_key_values=MemorizingCache(model.config, 1)).logits[0, :-1]
+    torch.testing.assert_close(losses(64), F.cross_entropy(logits, TEXT[1:], reduction="none"), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_a_document_make_up_the_whole() -> None:
+    heard: list[int] = []
+    rows = list(
+        by_memory_size(small_memorizing(), TEXT, [0, 48, 500], positions=(0, 20, 150, 200), advance=heard.append)
+    )
+    assert [row.memory_size for row in rows] == [0, 48, 500]
+    assert sum(heard) == 3 * 199
+    for row in rows:
+        assert list(row.by_position) == ["0-20", "20-150", "150-200"]
+        counts = (19, 130, 50)
+        total = sum(n * math.log(part) for n, part in zip(counts, row.by_position.values(), strict=True))
+        assert math.exp(total / 199) == pytest.approx(row.perplexity)
+    assert rows[0].to_dict()["by_position"].keys() == rows[0].by_position.keys()
+
+
+def test_a_memory_makes_no_difference_before_the_window_is_full_and_its_size_none_before_it_is() -> None:
+    without, some, much = losses(0), losses(48), losses(500)
+    assert torch.equal(without[:12], some[:12])
+    assert not torch.allclose(without[12:], some[12:])
+    assert torch.equal(some[:60], much[:60])  # 48 tokens are full when the 61st is read
+    assert not torch.allclose(some[60:], much[60:])
+
+
+def test_a_model_without_memory_has_one_row() -> None:
+    model = small_memorizing(memory_layer=None)
+    (row,) = by_memory_size(model, TEXT, [0])
+    assert row.perplexity > 1
+    with pytest.raises(InvalidArgument, match="its only size is 0"):
+        list(by_memory_size(model, TEXT, [0, 64]))
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    for tokens, sizes, words in ((TEXT[:1], [0], "at least 2"), (TEXT, [], "from 0 on"), (TEXT, [-1], "from 0 on")):
+        with pytest.raises(InvalidArgument, match=words):
+            list(by_memory_size(small_memorizing(), tokens, sizes))
+
+
+def test_sizes_go_as_far_as_the_text() -> None:
+    assert fitting(SIZES, 2) == [0, 512]
+    assert fitting(SIZES, 512) == [0, 512]
+    assert fitting(SIZES, 513) == [0, 512, 1536]
+    assert fitting(SIZES, 10**6) == list(SIZES)

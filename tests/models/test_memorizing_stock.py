@@ -1,0 +1,151 @@
+"""A stock model gets a memory that changes nothing at first, learns, and can be taken out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.models.memorizing import KNNMemory, add_knn_memory, remove_knn_memory
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2,
+    )  # fmt: skip
+    made: Any = LlamaForCausalLM(config)
+    return made.double().eval()  # type: ignore[no-any-return]
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(60, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+
+
+def logits(model: LlamaForCausalLM, ids: Tensor, **named: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, **named).logits  # type: ignore[no-any-return]
+
+
+def test_nothing_changes_until_the_gate_opens(model: LlamaForCausalLM) -> None:
+    first, second = tokens(2, 13), tokens(2, 7)
+    before = [logits(model, ids) for ids in (first, second)]
+    memory = add_knn_memory(model, top_k=3)
+    assert memory is model.model.layers[1].self_attn.knn_memory  # the fourth from the end, as 9 of 12
+    for expected, ids in zip(before, (first, second), strict=True):
+        assert torch.equal(logits(model, ids), expected)
+    with torch.no_grad():
+        memory.gate.fill_(0.5)
+    assert not torch.allclose(logits(model, second), before[1])
+
+
+def test_what_is_found_is_mixed_in_as_the_equations_say(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model, layer=0, top_k=100)  # the first layer's keys depend on the tokens alone
+    with torch.no_grad():
+        memory.gate.copy_(torch.tensor([0.3, -0.2, 1.0, 0.0]))
+    attention: Any = model.model.layers[0].self_attn
+    seen: list[Tensor] = []
+    attention.o_proj.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    first, second = tokens(1, 13), tokens(1, 7)
+    logits(model, first)
+    logits(model, second)
+    out = seen[-1].unflatten(-1, (4, 8)).transpose(1, 2)
+    memory.clear()
+    logits(model, second)
+    local = seen[-1].unflatten(-1, (4, 8)).transpose(1, 2)
+
+    def projected(ids: Tensor, name: str, heads: int) -> Tensor:
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        return getattr(attention, name)(x).unflatten(-1, (heads, 8)).transpose(1, 2)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        q = torch.nn.functional.normalize(projected(second, "q_proj", 4), dim=-1)
+        k, v = (projected(first, name, 2).repeat_interleave(2, 1) for name in ("k_proj", "v_proj"))
+        scores = memory.scale.exp()[:, None, None] * (q @ torch.nn.functional.normalize(k, dim=-1).mT)
+        far = scores.softmax(-1) @ v
+        gate = memory.gate.tanh()[:, None, None]
+        torch.testing.assert_close(out, gate * far + (1 - gate) * local, rtol=0, atol=1e-7)
+
+
+def test_the_closed_gate_learns_and_then_the_rest(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model, top_k=4)
+    ids = tokens(2, 24)
+    optimizer = torch.optim.SGD(memory.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in ids.split(8, 1):
+            model(input_ids=part, labels=part).loss.backward()
+        assert memory.gate.grad is not None
+        assert memory.scale.grad is not None
+        assert bool((memory.gate.grad != 0).all())
+        assert bool((memory.scale.grad != 0).any()) == (step > 0)
+        optimizer.step()
+        memory.clear()
+    assert bool((memory.gate != 0).all())
+
+
+def test_rows_are_documents_and_padding_is_left_out(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model, memory_size=10, top_k=2)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    logits(model, tokens(2, 5), attention_mask=mask)
+    logits(model, tokens(2, 5))
+    assert memory.memory is not None
+    assert memory.memory.added == [3, 4]
+    memory.clear(1)
+    assert memory.memory.added == [8, 0]
+    logits(model, tokens(2, 9))
+    logits(model, tokens(2, 1))
+    assert [list(memory.memory.numbers(row)) for row in range(2)] == [list(range(7, 17)), list(range(9))]
+
+
+def test_tokens_that_are_generated_are_remembered(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model, top_k=2)
+    with torch.no_grad():
+        memory.gate.fill_(0.3)
+    ids: Any = tokens(1, 6)
+    model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)  # type: ignore[misc]  # any causal LM
+    logits(model, tokens(1, 3))
+    assert memory.memory is not None
+    assert memory.memory.added == [10]  # the last token was never given
+    memory.clear(0)
+    assert memory.memory.added == [0]
+
+
+def test_taking_it_out_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> None:
+    ids = tokens(1, 12)
+    before, names = logits(model, ids), list(model.state_dict())
+    memory = add_knn_memory(model)
+    assert len(model.state_dict()) == len(names) + 2
+    with torch.no_grad():
+        memory.gate.fill_(1.0)
+    logits(model, ids)
+    assert not torch.allclose(logits(model, ids), before)
+    remove_knn_memory(model)
+    assert torch.equal(logits(model, ids), before)
+    assert list(model.state_dict()) == names
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert isinstance(add_knn_memory(model, layer=-1), KNNMemory)
+
+
+def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(InvalidArgument, match="layer must be from -5 to 4"):
+        add_knn_memory(model, layer=5)
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        add_knn_memory(model, top_k=0)
+    with pytest.raises(InvalidArgument, match="no memory"):
+        remove_knn_memory(model)
+    add_knn_memory(model)
+    with pytest.raises(InvalidArgument, match="has a memory already"):
+        add_knn_memory(model)
+    logits(model, tokens(2, 3))
+    with pytest.raises(InvalidArgument, match="the memory has 2 rows, the batch has 1"):
+        logits(model, tokens(1, 3))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModel, match="q_proj"):
+        add_knn_memory(gpt2)

@@ -1,0 +1,93 @@
+"""``memstore train memorizing``, and what ``memstore eval perplexity`` says of its models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memstore.train import corpora
+from tests.eval.memorizing import save_memorizing
+from tests.tools.conftest import Cli
+
+USAGE, NOT_FOUND, REFUSED = 2, 3, 5
+SMALL = ("--steps", 3, "--batch", 2, "--vocabulary", 300, "--window", 32)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text(corpora.topics()[:4_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_memorizing(tmp_path_factory.mktemp("model") / "memorizing")
+
+
+def test_training_without_a_memory_giving_it_late_and_measuring(cli: Cli, text: Path, tmp_path: Path) -> None:
+    command = ("train", "memorizing", text, "--out", tmp_path / "without", "--memory-size", 0, *SMALL)
+    done = cli(*command, "--json")
+    assert done.code == 0, done.err
+    assert (done.json["steps"], done.json["memory_size"]) == (3, 0)
+    assert cli(*command, "--seed", 1).code == REFUSED
+    late = ("--init", tmp_path / "without", "--memory-size", 256, "--refresh-every", 2, "--steps", 3)
+    done = cli("train", "memorizing", text, "--out", tmp_path / "with", *late, "--json")
+    assert done.code == 0, done.err
+    assert done.json["memory_size"] == 256
+    measured = cli("eval", "perplexity", "--model", tmp_path / "with", "--text", text, "--json")
+    assert measured.code == 0, measured.err
+    assert [row["memory_size"] for row in measured.json["rows"]] == [0, 512, 1536, 8192]
+    assert all(1 < row["perplexity"] < 300 for row in measured.json["rows"])
+
+
+def test_a_table_for_people(cli: Cli, text: Path, model: Path) -> None:
+    shown = cli("eval", "perplexity", "--model", model, "--text", text, "--memory-sizes", "0,1K")
+    assert shown.code == 0, shown.err
+    for words in ("Perplexity by size of the memory", "512-1,536", "1,024"):
+        assert words in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing to train on"),
+        (["{text}", "--init", "{model}", "--window", 32], "--window 32 does not match"),
+        (["{text}", "--init", "{model}", "--preset", "tiny"], "--preset is for new models"),
+        (["{text}", "--preset", "huge"], "there is no preset"),
+        (["{text}", "--refresh-every", 0], "--refresh-every"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_trained(
+    cli: Cli, text: Path, model: Path, tmp_path: Path, arguments: list[Any], words: str
+) -> None:
+    filled = [str(each).format(text=text, model=model) for each in arguments]
+    outcome = cli("train", "memorizing", *filled, "--out", tmp_path / "run")
+    assert outcome.code == USAGE, outcome
+    assert words in outcome.err
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory-sizes", "0,lots"], "is no number of tokens"),
+        (["--memory-sizes", "1K,1024"], "names a size twice"),
+        (["--lengths", "100", "--top-k", "2"], "--top-k, --lengths cannot be used with a Memorizing Transformer"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(cli: Cli, text: Path, model: Path, arguments: list[Any], words: str) -> None:
+    outcome = cli("eval", "perplexity", "--model", model, "--text", text, *arguments)
+    assert outcome.code == USAGE, outcome
+    assert words in outcome.err
+
+
+def test_models_that_cannot_be_asked_are_refused(cli: Cli, text: Path, model: Path) -> None:
+    asked = cli("eval", "passkey", "--model", model, "--lengths", "300", "--samples", 1, "--filler", text)
+    assert asked.code == REFUSED, asked
+    assert "not a DRT or a landmark model" in asked.err
+    outcome = cli("eval", "perplexity", "--text", text, "--memory-sizes", "0")
+    assert outcome.code == USAGE
+    assert "--memory-sizes cannot be used with a DRT" in outcome.err
