@@ -21,7 +21,7 @@ from memstore.memory.layouts import block_layouts
 from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.places import common
 from memstore.memory.spec import MemorySpec
-from memstore.memory.urls import is_path
+from memstore.memory.urls import folder
 
 if TYPE_CHECKING:
     from memstore.memory.document import Document
@@ -110,7 +110,8 @@ def _spec(memory: Memory, codec: str | None) -> MemorySpec:
 
 
 def _place(url: str | Path) -> str:
-    return str(Path(url).resolve()) if is_path(url) else str(url)
+    place = folder(url)
+    return str(url) if place is None else str(place.resolve())
 
 
 def _begun(document: Document, memory: Memory) -> int:
