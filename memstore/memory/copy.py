@@ -79,7 +79,8 @@ def copy_memory(
 
     The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
     again. Documents that share blocks share them in the target too. ``codec`` is the target's, where it shall store
-    states in another way than the source, see ``MemorySpec``. This is ``memstore.copy``.
+    states in another way than the source, see ``MemorySpec``. Limit, pins and times to live are not copied: the target
+    keeps its own. This is ``memstore.copy``.
 
     Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
     it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
