@@ -21,7 +21,7 @@ from memstore.memory.layouts import block_layouts
 from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.places import common
 from memstore.memory.spec import MemorySpec
-from memstore.memory.urls import is_path
+from memstore.memory.urls import folder
 
 if TYPE_CHECKING:
     from memstore.memory.document import Document
@@ -79,7 +79,8 @@ def copy_memory(
 
     The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
     again. Documents that share blocks share them in the target too. ``codec`` is the target's, where it shall store
-    states in another way than the source, see ``MemorySpec``. This is ``memstore.copy``.
+    states in another way than the source, see ``MemorySpec``. Limit, pins and times to live are not copied: the target
+    keeps its own. This is ``memstore.copy``.
 
     Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
     it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
@@ -110,7 +111,8 @@ def _spec(memory: Memory, codec: str | None) -> MemorySpec:
 
 
 def _place(url: str | Path) -> str:
-    return str(Path(url).resolve()) if is_path(url) else str(url)
+    place = folder(url)
+    return str(url) if place is None else str(place.resolve())
 
 
 def _begun(document: Document, memory: Memory) -> int:

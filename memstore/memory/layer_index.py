@@ -140,6 +140,7 @@ class LayerIndex:
             self._index, self._edits = self._handle.shared.new_index(), state.edits
             self._held, self._dropped = range(complete.start, complete.start), dropped(state)
             self._load(complete)
+        self._dropped = dropped(state)  # a copy passes over the blocks that its source lacks, without an edit
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index

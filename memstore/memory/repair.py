@@ -174,15 +174,26 @@ class Repair:
 
 
 def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | None:
-    """The state of a document whose entry is lost, from the blocks that have token ids. Raises ``DamagedError``."""
+    """The state of a document whose entry is lost, from the blocks that have token ids. Raises ``DamagedError``.
+
+    Where some lie behind a gap, the blocks between were dropped.
+    """
     address, size = Address(number), shared.spec.block_size
     items = [key.item for key in shared.store.keys(address.tokens(0), address.tokens(LAST_ITEM))]
     if not items:
         return None
-    last = next((item for item, after in pairwise(items) if after != item + 1), items[-1])
+    length = _length_of(shared, address, items[-1])
+    if length is None:  # the block is cut off next; where it lies far behind the others, its place is what is damaged
+        length, items[-1:] = size, [items[-2] + 1 if len(items) > 1 else items[-1]]
+    gaps = tuple((item + 1, after) for item, after in pairwise(items) if after > item + 1)
+    first, last = items[0], items[-1]
+    return DocumentState(name=name, tokens=last * size + length, blocks=last + 1, first=first, dropped=gaps)
+
+
+def _length_of(shared: Shared, address: Address, block: int) -> int | None:
+    """How many token ids a block has; None where they are damaged."""
     try:
-        records = shared.store.get(address.tokens(last)) or ()
-        length = records[0].layout.shape[0]
+        records = shared.store.get(address.tokens(block))
     except DamagedError:
-        length = size  # the block is cut off next
-    return DocumentState(name=name, tokens=last * size + length, blocks=last + 1, first=items[0])
+        return None
+    return records[0].layout.shape[0] if records else None

@@ -195,6 +195,7 @@ class _Rescue:
             self._flush(target)
             return
         if target.n_blocks + len(self._waiting) < block:  # those between are lost, or were dropped long ago
+            self._flush(target)
             target.pass_over(block - target.n_blocks)
         self._waiting.append(found)
         if sum(each.nbytes for each in self._waiting) >= TRANSACTION_BYTES:

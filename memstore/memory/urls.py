@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from memstore.errors import InvalidArgument, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotAMemory, NotFound
 from memstore.memory import remote
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
@@ -92,6 +93,8 @@ def open_unchecked(url: str | Path) -> BlockStore:
         from memstore.store.zarr import ZarrStore
 
         return ZarrStore.open(str(url)[5:], read_only=True, check=False)
+    if remote.is_remote(url):
+        return _open_remote(str(url), "r", None, check=False).store
     return open_store(url, "r", None).store
 
 
@@ -106,8 +109,10 @@ def on_disk(url: str | Path) -> bool:
 
 
 def folder(url: str | Path) -> Path | None:
-    """The folder of a memory on disk; None where it lies elsewhere."""
-    return Path(str(url).removeprefix("zarr:")) if on_disk(url) and not remote.is_remote(url) else None
+    """The folder of a memory on disk, of one in object storage that of its tail; None where there is none."""
+    if remote.is_remote(url):
+        return remote.places(str(url)).tail
+    return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
 
 
 def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened]:
@@ -149,16 +154,20 @@ def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
     return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder))
 
 
-def _open_remote(url: str, mode: Mode, blank: Blank | None) -> Opened:
+def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> Opened:
     from memstore.store.zarr import ZarrStore
 
     where = remote.places(url)
     tail = where.tail
     if not _has_tail(tail) and (mode == "r" or blank is None):
-        raise _missing(url, mode)
-    shards = remote.open_shards(where, read_only=mode == "r")
+        raise NotFound(
+            f"there is no memory at {url}: its tail would lie in {tail}. Check the url and its ?tail=PATH, or create it"
+        )
+    options["shards"] = remote.open_shards(where, read_only=mode == "r")
     try:
-        return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), shards=shards)
+        return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
+    except DamagedError as error:  # which knows the tail alone, and that is no memory by itself
+        raise DamagedError(str(error).replace(quote(f"zarr:{tail}"), quote(url))) from error
     except OSError as error:
         if isinstance(error, MemstoreError):
             raise

@@ -6,6 +6,9 @@ when a memory is opened. The pages of the tree, the values' own and the free one
 overlap; every key must lie where a search looks for it; and the free pages must be those of the last commit. Values are
 not read (their records have checksums), so this costs one look at about one page for every hundred values.
 
+A large value takes as many pages as its length asks for, with one exception: LMDB leaves a value that becomes shorter
+within one transaction on the pages that it had. Then the first of them says how many there are, and they are counted.
+
 The layout is that of LMDB 0.9 (its ``mdb.c``). Pages are numbered from 0; the first two are the meta pages.
 """
 
@@ -25,7 +28,7 @@ _Array = npt.NDArray[Any]
 _HEADER = 16  # bytes of a page before the offsets of its nodes
 _META = struct.Struct("<IIQQ" + "IHHQQQQQ" * 2 + "QQ")  # magic, version, address, map size; two trees; last page, txn
 _NO_ROOT = 2**64 - 1
-_BRANCH, _LEAF = 1, 2  # flags of a page
+_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4  # flags of a page
 _BIG = 1  # flag of a node: its value has pages of its own
 _INTEGER_KEYS = 8  # flag of a tree
 _TREE_FLAGS = 0x3FFF  # the others are flags of the environment
@@ -56,6 +59,10 @@ class _Met:
     leaves: int = 0
     overflow: int = 0
     entries: int = 0
+    big: list[_Array] = field(default_factory=list)
+    """First pages of large values."""
+    spare: int = 0
+    """Pages of large values that their trees count, and that their lengths do not ask for."""
 
     def take(self, starts: _Array, lengths: _Array) -> None:
         self.starts.append(starts.astype(np.int64))
@@ -117,10 +124,25 @@ class _Check:
         if self._before and self._before[1] > 1:
             older = max((freed for freed, _ in self._free_pages(self._before[0], _Met())), default=0)
             _require(older == self._before[1], "a later commit is hidden")
+        self._tile(met)
+
+    def _tile(self, met: _Met) -> None:
+        """Every page belongs to one thing: what seems lost is behind a value that became shorter, which says so."""
         starts, lengths = np.concatenate(met.starts), np.concatenate(met.lengths)
         order = np.argsort(starts)
-        ends = np.append(starts[order[1:]], self._last + 1)
-        _require(bool((starts[order] + lengths[order] == ends).all()), "its pages overlap or are lost")
+        starts, lengths = starts[order], lengths[order]
+        taken = np.append(starts[1:], self._last + 1) - starts
+        longer = (taken != lengths).nonzero()[0]
+        large = np.isin(starts[longer], np.concatenate([*met.big, np.empty(0, np.int64)]))
+        said = [self._pages_of(number) for number in starts[longer[large]].tolist()]
+        good = large.all() and (taken[longer] > lengths[longer]).all() and said == taken[longer].tolist()
+        spare = int((taken - lengths).sum())
+        _require(bool(good) and spare == met.spare, "its pages overlap or are lost")
+
+    def _pages_of(self, number: int) -> int:
+        """How many pages the large value has that begins on page ``number``, as this says; 0 where it says nothing."""
+        own, _, flags, pages = struct.unpack_from("<QHHI", self._pages[number])
+        return pages if (own, flags) == (number, _OVERFLOW) else 0
 
     def _free_pages(self, tree: _Tree, met: _Met) -> Iterator[tuple[int, _Array]]:
         """Number of a commit, and the pages that it freed."""
@@ -139,10 +161,12 @@ class _Check:
             for _ in range(tree.depth - 1):
                 numbers, bounds = self._branches(numbers, bounds, key_bytes, found)
             yield from self._leaves(numbers, bounds, key_bytes, found)
-        counted = (found.branches, found.leaves, found.overflow, found.entries)
-        _require(counted == (tree.branches, tree.leaves, tree.overflow, tree.entries), "pages or values are missing")
+        counted, spare = (found.branches, found.leaves, found.entries), tree.overflow - found.overflow
+        _require(counted == (tree.branches, tree.leaves, tree.entries) and spare >= 0, "pages or values are missing")
         met.starts += found.starts
         met.lengths += found.lengths
+        met.big += found.big
+        met.spare += spare
 
     def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> tuple[_Array, _Array]:
         """The pages one level below, in order, and the smallest key that a search looks for in each."""
@@ -168,6 +192,7 @@ class _Check:
             inside = (own > 1) & (own <= self._last) & (own + sizes <= self._last + 1)
             _require(bool(inside.all()), "a value lies outside of the file")
             met.take(own, sizes)
+            met.big.append(own)
             met.overflow += int(sizes.sum())
             met.entries += len(keys)
             if key_bytes == 8:

@@ -49,6 +49,8 @@ TopK = Annotated[int, typer.Option(min=1, help="Blocks retrieved at a time.")]
 
 def on_disk(argument: str) -> bool:
     """Whether an argument of the command line names a memory, sound or not."""
+    if argument.startswith("zarr+"):
+        return True
     folder = argument.removeprefix("zarr:")
     return any(os.path.exists(f"{folder}/{name}") for name in ("data.mdb", "tail"))  # noqa: PTH110 - of any text
 

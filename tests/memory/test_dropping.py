@@ -210,6 +210,18 @@ def test_a_copy_lacks_the_same_blocks(make_memory: MakeMemory, tmp_path: Path) -
         check_without(other.document("whale"), torch.cat([TOKENS, random_tokens(S, 8)]), [0, 3, 4])
 
 
+def test_a_search_that_was_open_does_not_find_what_a_copy_passes_over(make_memory: MakeMemory) -> None:
+    source, target = make_memory(), make_memory()
+    tokens = random_tokens(8 * S, 9)
+    append(source.document("whale"), tokens[: 3 * S])
+    copied = source.document("whale").copy_to(target, "whale")
+    check_without(copied, tokens[: 3 * S], [])
+    append(source.document("whale"), tokens[3 * S :])
+    lose(source, 4)
+    source.document("whale").copy_to(target, "whale")
+    check_without(copied, tokens, [4])
+
+
 def test_a_plain_entry_says_nothing_of_dropped_blocks(memory: Memory) -> None:
     append(memory.document("whale"), TOKENS)
     records = store_of(memory).get(WHALE.entry)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from shlex import quote
 
 import pytest
 import zarr
 
 import memstore
-from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, NotFound
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.remote import places
+from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_store
 from memstore.memory.verify import in_child
 from tests.memory.helpers import D, G, S, append, check_content, make_spec, random_tokens
@@ -21,6 +24,15 @@ TOKENS = random_tokens(9 * S + 1)
 def _small_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+def miscount(data: Path) -> None:
+    """Let the last commit say that its tree has another number of values: every one can be read still."""
+    with data.open("r+b") as file:
+        metas = [file.read(4096) for _ in range(2)]
+        last = max((0, 1), key=lambda page: int.from_bytes(metas[page][144:152], "little"))
+        file.seek(last * 4096 + 120)
+        file.write(bytes([metas[last][120] ^ 1]))
 
 
 def test_a_memory_lies_in_two_places(tmp_path: Path) -> None:
@@ -62,6 +74,40 @@ def test_memories_are_copied_there_and_back(tmp_path: Path) -> None:
     memstore.copy(url, tmp_path / "back")
     with memstore.open(tmp_path / "back") as memory:
         check_content(memory.document("whale"), TOKENS)
+
+
+def test_indexes_are_kept_with_the_tail(tmp_path: Path) -> None:
+    url = f"zarr+file://{tmp_path}/bucket?tail={tmp_path}/tail"
+    with memstore.open(url, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+        memory.build_indexes()
+    assert len(list((tmp_path / "tail" / "index").glob("*.index"))) == 2  # one for each layer that is searched
+    with memstore.open(url) as memory:
+        assert [each["blocks"] for each in memory.stats()["indexes"]] == [9, 9]
+        check_content(memory.document("whale"), TOKENS)
+        memory.forget("whale")
+    assert list((tmp_path / "tail" / "index").iterdir()) == []
+
+
+def test_a_damaged_tail_is_named_by_the_url_and_saved(tmp_path: Path) -> None:
+    url = f"zarr+file://{tmp_path}/bucket?tail={tmp_path}/tail"
+    with memstore.open(url, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    miscount(tmp_path / "tail" / "tail" / "data.mdb")
+    with pytest.raises(DamagedError, match=re.escape(f"memstore repair {quote(url)} --to NEW")):
+        memstore.open(url, mode="r")
+    assert [finding.kind for finding in in_child(url)] != []
+    salvage(url, tmp_path / "new")
+    with memstore.open(tmp_path / "new") as memory:
+        check_content(memory.document("whale"), TOKENS)
+
+
+def test_a_memory_is_not_copied_onto_itself(tmp_path: Path) -> None:
+    url = f"zarr+file://{tmp_path}/bucket?tail={tmp_path}/tail"
+    with memstore.open(url, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    with pytest.raises(InvalidArgument, match="are the same memory"):
+        memstore.copy(url, f"zarr+file://{tmp_path}/bucket?tail={tmp_path}/other/../tail")
 
 
 def test_one_place_for_one_url() -> None:

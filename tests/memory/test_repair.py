@@ -11,10 +11,12 @@ import memstore
 from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.memory.audit import Finding
 from memstore.memory.repair import Repair
+from memstore.memory.salvage import salvage
 from memstore.memory.state import KEEPING, NEXT_DOCUMENT
 from memstore.store import Key, Record, Table
 from tests.memory.helpers import S, append, check_content, make_spec, random_tokens, states
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of
+from tests.memory.test_dropping import check_without, lose
 
 __all__ = ["path"]  # a fixture
 
@@ -95,6 +97,28 @@ def test_a_document_that_lost_its_entry_loses_its_name_only(path: Path) -> None:
         assert [step.document for step in done.steps] == ["recovered-1"]
         check_content(memory.document("recovered-1"), TOKENS)
         check_content(memory.document("ship"), random_tokens(9, 5))
+
+
+def test_a_document_that_lost_blocks_and_then_its_entry_keeps_the_others(path: Path, tmp_path: Path) -> None:
+    with memstore.open(path) as memory:
+        lose(memory, 1)
+        memory.compact()  # else a page that is free has the entry too
+    flip(path, b'"name": "whale"', 10)
+    (saved,) = salvage(path, tmp_path / "new")
+    assert (saved.tokens, saved.tokens_lost) == (len(TOKENS) - S, 0)
+    with memstore.open(path) as memory, memstore.open(tmp_path / "new") as new:
+        assert memory.repair().left == []
+        check_without(memory.document("recovered-1"), TOKENS, [1])
+        check_without(new.document("recovered-1"), TOKENS, [1])
+
+
+def test_a_damaged_place_far_behind_the_others_makes_no_long_document(path: Path) -> None:
+    flip(path, b'"name": "whale"', 10)
+    last = len(TOKENS) // S
+    flip(path, b"\x11\x00" + struct.pack(">BIIQ", *WHALE.tokens(last)), 2 + 12)  # a bit of the block in the key
+    with memstore.open(path) as memory:
+        assert memory.repair().left == []
+        check_content(memory.document("recovered-1"), TOKENS[: last * S])
 
 
 def test_an_entry_under_a_damaged_key_is_not_a_document_that_is_not_there(path: Path) -> None:

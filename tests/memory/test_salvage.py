@@ -14,7 +14,7 @@ from memstore.memory.salvage import salvage
 from tests.faults.lmdb_pages import PAGE
 from tests.memory.helpers import S, append, make_spec, random_tokens
 from tests.memory.test_damage import flip
-from tests.memory.test_dropping import check_without
+from tests.memory.test_dropping import check_without, lose
 from tests.store.test_tree_damage import live_branches
 
 WHALE, SHIP = random_tokens(400 * S + 1), random_tokens(9, 5)
@@ -91,6 +91,16 @@ def test_pages_that_cannot_be_reached_cost_their_blocks_alone(path: Path, tmp_pa
     assert sum(told["whale"]) == len(WHALE)
     assert "block" in saved[0].message
     assert (path / "data.mdb").read_bytes() == damaged
+
+
+def test_blocks_that_were_dropped_long_ago_are_dropped_in_the_new_memory_too(path: Path, tmp_path: Path) -> None:
+    with memstore.open(path) as memory:
+        lose(memory, 3, 4, 200)
+    saved = {each.document: (each.tokens, each.tokens_lost) for each in salvage(path, tmp_path / "new")}
+    assert saved == {"whale": (len(WHALE) - 3 * S, 0), "ship": (len(SHIP), 0)}
+    with memstore.open(tmp_path / "new") as memory:
+        check_without(memory.document("whale"), WHALE, [3, 4, 200])
+        assert memory.verify() == []
 
 
 def test_a_lost_entry_costs_the_name_alone(path: Path, tmp_path: Path) -> None:

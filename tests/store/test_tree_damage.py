@@ -7,10 +7,12 @@ import random
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from memstore.errors import DamagedError
 from memstore.store import Batch, LmdbStore
 from memstore.testing.stores import block, value
 
@@ -116,3 +118,23 @@ def test_what_reads_cannot_find_a_scan_reports(path: Path) -> None:
     assert len(found) == FLIPS
     assert [bit for bit, outcome in zip(bits, found, strict=True) if outcome == WRONG] == []
     assert found.count(REPORTED) > FLIPS / 4
+
+
+def test_a_value_that_became_shorter_twice_in_one_commit_is_no_damage(tmp_path: Path) -> None:
+    """LMDB leaves it on more pages than it needs; a flipped bit in their number is still found."""
+    path, gone = tmp_path / "m", range(2, 60, 3)
+    with closing(LmdbStore.create(path, blocks_per_value=64)) as store:
+        store.write(Batch(puts=[(block(item), value(item)) for item in range(64)]))
+        store.write(Batch(deletes=[(block(item), block(item)) for item in gone]))
+    with closing(LmdbStore.open(path)) as store:
+        assert [key.item for key in store.keys(block(0), block(63))] == [i for i in range(64) if i not in gone]
+        store.compact()
+    data = (path / "data.mdb").read_bytes()
+    heads = {place: struct.unpack_from("<QHHI", data, place) for place in range(0, len(data), PAGE)}
+    large = {place: pages for place, (own, _, flags, pages) in heads.items() if (own, flags) == (place // PAGE, 4)}
+    (place,), pages = large, max(large.values())
+    with (path / "data.mdb").open("r+b") as file:
+        file.seek(place + 12)
+        file.write(bytes([pages ^ 1]))
+    with pytest.raises(DamagedError, match="its pages overlap or are lost"):
+        LmdbStore.open(path)

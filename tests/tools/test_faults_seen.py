@@ -293,3 +293,12 @@ def test_a_zarr_tail_that_is_damaged(cli: Cli, archive: Path, tmp_path: Path, wh
     if what == "tree":
         assert "is a sound memory now" in follow(cli, outcomes[1], tmp_path / "saved").out
         assert call(cli, tmp_path / "saved", ["verify"]).code == 0
+
+
+def test_damage_in_object_storage_is_told_with_its_url(tmp_path: Path, cli: Cli) -> None:
+    url = f"zarr+file://{tmp_path}/bucket?tail={tmp_path}/tail"
+    documents = fill(url)["documents"]
+    flip(tmp_path / "tail" / "tail" / "data.mdb", documents)
+    outcome = cli("ls", url)
+    assert outcome.code == 4
+    assert f"memstore repair {shlex.quote(url)}" in outcome.err
