@@ -84,9 +84,9 @@ def examine(model: PreTrainedModel) -> Architecture:
         raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")
     if model.config.model_type.startswith("memstore-"):
         kind = model.config.model_type.removeprefix("memstore-")
+        way = "StoredTokens" if kind == "memorizing" else "Reader"
         raise UnsupportedModel(
-            f"{type(model).__name__} brings its own way to a memory: use memstore.models.{kind}.Reader instead of "
-            "attach"
+            f"{type(model).__name__} brings its own way to a memory: use memstore.models.{kind}.{way} instead of attach"
         )
     try:
         return _examine(model)

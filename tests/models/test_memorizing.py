@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import memstore
-from memstore.attention.knn_stored import StoredTokens, token_spec
-from memstore.errors import InvalidArgument
-from memstore.models.memorizing import MemorizingCache, MemorizingConfig, MemorizingForCausalLM
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.models.memorizing import (
+    MemorizingCache,
+    MemorizingConfig,
+    MemorizingForCausalLM,
+    StoredTokens,
+    token_spec,
+)
 from tests.memory.helpers import make_fingerprint
 
 WINDOW = 8
@@ -238,3 +243,8 @@ def test_the_state_of_other_rows_or_another_memory_is_refused() -> None:
         MemorizingCache(model.config, 1).load_state_dict(cache.state_dict())
     with pytest.raises(InvalidArgument, match="the memory size that the training began with"):
         MemorizingCache(make(memory_size=7).config, 2).load_state_dict(cache.state_dict())
+
+
+def test_attach_says_what_serves_it() -> None:
+    with pytest.raises(UnsupportedModel, match=r"use memstore.models.memorizing.StoredTokens instead of attach"):
+        memstore.attach(make(), "ram:")

@@ -6,6 +6,8 @@ model such a layer.
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
@@ -17,8 +19,11 @@ __all__ = [
     "MemorizingConfig",
     "MemorizingForCausalLM",
     "MemorizingModel",
+    "RecentTokens",
+    "StoredTokens",
     "add_knn_memory",
     "remove_knn_memory",
+    "token_spec",
 ]
 
 # So that transformers' own loaders know a saved model once this package is imported.
