@@ -32,8 +32,8 @@ _NAMES = {name: home for home, name in _HOMES.values()}
 def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, **options: Any) -> VectorIndex:
     """A new, empty index. ``name`` is a kind, and settings of that kind behind a colon: ``"faiss:IVF1024,Flat"``.
 
-    Kinds are ``exact``, ``faiss``, ``auto`` and those that other packages provide. ``options`` (``dtype``, ``device``)
-    go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for settings that it does not understand and
+    Kinds are ``exact``, ``faiss``, ``clusters``, ``codes``, ``milvus``, ``auto`` and those that other packages provide.
+    ``options`` (``dtype``, ``device``) go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for settings that it does not understand and
     where a library that it needs is missing.
     """
     kind, _, settings = name.partition(":")
