@@ -33,8 +33,8 @@ def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, 
     """A new, empty index. ``name`` is a kind, and settings of that kind behind a colon: ``"faiss:IVF1024,Flat"``.
 
     Kinds are ``exact``, ``faiss``, ``clusters``, ``codes``, ``milvus``, ``auto`` and those that other packages provide.
-    ``options`` (``dtype``, ``device``) go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for settings that it does not understand and
-    where a library that it needs is missing.
+    ``options`` (``dtype``, ``device``) go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for
+    settings that it does not understand and where a library that it needs is missing.
     """
     kind, _, settings = name.partition(":")
     index: VectorIndex = _class(kind)(
