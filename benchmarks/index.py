@@ -1,7 +1,7 @@
 """How well and how fast indexes find keys of three kinds: ``python benchmarks/index.py``.
 
 Key sets: clustered ones, position-free keys of SmolLM2 with the queries of later tokens, landmarks of the shipped DRT
-(``memstore.eval.keysets``, which reads the texts once and keeps the keys in ``--keys``: about fifteen minutes for a
+(``memstore.tools.keysets``, which reads the texts once and keeps the keys in ``--keys``: about fifteen minutes for a
 million tokens). For each set, size and index: milliseconds for one query out of 1, 8 and 64 at a time, recall of the
 best 8, the attention mass that they capture against that of the true best 8, seconds to build, bytes for a key, and
 milliseconds to add 64 keys.
@@ -29,11 +29,11 @@ from torch import Tensor
 
 from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
-from memstore.eval import keysets
-from memstore.eval.keysets import KeySet
 from memstore.eval.resources import hardware
 from memstore.index import VectorIndex, open_index
 from memstore.index.code_index import CodeIndex
+from memstore.tools import keysets
+from memstore.tools.keysets import KeySet
 from memstore.tools.smollm2 import cache_folder
 
 RESULTS = Path(__file__).parent / "results" / "index.json"
