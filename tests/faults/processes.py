@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-PATIENCE = 180  # seconds until a child counts as hanging; SIGALRM then ends it. Readers of the long form need one or two minutes
+PATIENCE = 180  # seconds until a child counts as hanging; SIGALRM then ends it. A busy machine is not a hang
 _TRACE_ME, _SINGLE_STEP, _SYSCALL = 0, 9, 24  # of <sys/ptrace.h>
 
 Say = Callable[[str], None]
