@@ -204,6 +204,10 @@ def test_what_is_not_a_text_of_this_model_is_refused() -> None:
         model(torch.tensor([[50]]))
     with pytest.raises(InvalidArgument, match="past_key_values has 2 rows, input_ids has 1"):
         model(tokens(3), past_key_values=MemorizingCache(model.config, 2))
+    with pytest.raises(InvalidArgument, match="made for another configuration"):
+        model(tokens(3), past_key_values=MemorizingCache(make(window=9).config, 1))
+    with pytest.raises(InvalidArgument, match="computed by another model"):
+        make()(tokens(3), past_key_values=model(tokens(3), use_cache=True).past_key_values)
     with pytest.raises(InvalidArgument, match="there is no preset"):
         MemorizingConfig.preset("large")
     assert MemorizingConfig.preset("paper").memory_layer == 8

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memstore.attention.gca import Retrieved
-from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Folded, Prepared
+from memstore.models.cache import ModelCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import Packing
@@ -35,19 +34,18 @@ class LastList(NamedTuple):
         return Retrieved(self.keys, self.values, blocks, weights)
 
 
-class DRTCache:
+class DRTCache(ModelCache):
     """The ``past_key_values`` of a DRT: a fixed size per row, and one entry per block.
 
     Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. It serves one
     generation: to branch, make another.
     """
 
-    is_compileable = False
+    config: DRTConfig
 
     def __init__(self, config: DRTConfig, rows: int, table: BlockTable | None = None, tokens: int = 0) -> None:
         """``tokens``: those that the table's blocks stand for, before the first segment."""
-        self.config = config
-        self.rows = rows
+        super().__init__(config, rows)
         self.counts = [tokens] * rows
         """Tokens of each row, those of the document included."""
         self.table = TensorTable(rows) if table is None else table
@@ -63,28 +61,13 @@ class DRTCache:
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
         self.prepared: list[list[Prepared | Folded] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
-        self.owner: weakref.ref[nn.Module] | None = None
-        """The model that computed what is in here; None as long as nothing is."""
-        self._given = 0
-
-    def belong_to(self, model: nn.Module) -> None:
-        """Raise ``InvalidArgument`` where another model than ``model`` has begun; else it has now."""
-        if self.owner is not None and self.owner() is not model:
-            raise InvalidArgument(
-                "past_key_values was computed by another model than this one: each model needs a cache of its own"
-            )
-        self.owner = weakref.ref(model)
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
-        """Tokens given so far, those of a document not counted: what ``generate`` leaves out of a prompt."""
-        return self._given
-
     def begin(self) -> None:
         """From here on tokens count as given."""
-        self._given = 0
+        self.given = 0
 
     @property
     def offsets(self) -> list[int]:
@@ -104,7 +87,7 @@ class DRTCache:
     def advance(self, packing: Packing, given: int) -> None:
         """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""
         self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
-        self._given += given
+        self.given += given
 
     def slide(self, packing: Packing, layers: dict[int, States], device: torch.device) -> None:
         """Keep what the next segment can see of the keys and values ``[B, G, past + M, D]`` of each layer."""
@@ -171,13 +154,6 @@ class DRTCache:
             None if last is None else LastList(*(tensor[pick(tensor.device)] for tensor in last)) for last in self.lists
         ]
         self.prepared = [None] * len(self.lists)
-
-    def crop(self, max_length: int) -> None:
-        """Refused: what has left the window cannot be brought back."""
-        raise NotImplementedError(
-            f"a DRT's cache cannot be cut to {max_length} tokens, for its window has moved on; assisted generation and "
-            "prompt look-up do not work with it"
-        )
 
 
 def _last(x: Tensor, keep: int) -> Tensor:

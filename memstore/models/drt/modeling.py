@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.gca import (
@@ -34,6 +33,7 @@ from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Folded, Prepared
+from memstore.models.causal import CausalLM
 from memstore.models.drt.cache import DRTCache, LastList
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
@@ -388,7 +388,7 @@ class DRTModel(nn.Module):
         return function(*arguments)
 
 
-class DRTForCausalLM(PreTrainedModel, GenerationMixin):
+class DRTForCausalLM(CausalLM):
     """A DRT with its output layer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
 
     Tokens go in plain, with a padding mask or without; landmarks are the model's own affair. A prompt of any length can
@@ -397,22 +397,13 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
 
     config: DRTConfig
     config_class = DRTConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    # transformers reads these from the class
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _no_split_modules = ["LowerLayer", "UpperLayer", "EncoderLayer"]  # noqa: RUF012
-    _supports_sdpa = True
+    _no_split_modules = ["LowerLayer", "UpperLayer", "EncoderLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__(config)
         self.model = DRTModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -459,7 +450,9 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             InvalidArgument: tokens that do not exist, or shapes that do not fit.
         """
-        self._check(input_ids, attention_mask, past_key_values)
+        self.check_tokens(input_ids, attention_mask)
+        if past_key_values is not None:
+            self.check_cache(past_key_values, DRTCache, input_ids)
         keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if shared is not None:
             self._check_shared(shared, input_ids, cached=keep_cache or past_key_values is not None)
@@ -476,60 +469,10 @@ class DRTForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.advance(packing, input_ids.shape[1])
         hidden = packing.tokens(stream)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        loss = None
-        if labels is not None:
-            if mask is not None:
-                # What stands on padding predicts nothing.
-                labels = labels.clone()
-                labels[:, 1:][~mask[:, :-1]] = -100
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return DRTOutput(
             loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval if output_retrieval else None
         )
-
-    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
-        self,
-        input_ids: Tensor,
-        past_key_values: DRTCache | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
-        known = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if known >= input_ids.shape[1]:
-            raise InvalidArgument(
-                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
-                "give the whole conversation, or make a new cache (Reader.cache)"
-            )
-        return {
-            "input_ids": input_ids[:, known:],
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "use_cache": kwargs.get("use_cache", True),
-            "logits_to_keep": 1,
-        }
-
-    def _check(self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache | None) -> None:
-        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
-            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
-        if input_ids.device.type == "cpu":
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise InvalidArgument(
-                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
-                    "was the text encoded with this model's tokenizer?"
-                )
-        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
-            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
-        if cache is not None and not isinstance(cache, DRTCache):
-            raise InvalidArgument(f"past_key_values of a DRT is a DRTCache, not {type(cache).__name__}")
-        if cache is not None and cache.rows != len(input_ids):
-            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
-        if cache is not None and cache.config is not self.config and cache.config.to_dict() != self.config.to_dict():
-            raise InvalidArgument("past_key_values was made for another configuration than this model's")
-        if cache is not None:
-            cache.belong_to(self.model)
 
     def _check_shared(self, shared: Shared, input_ids: Tensor, *, cached: bool) -> None:
         if cached:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.errors import InvalidArgument
+from memstore.models.causal import CausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.layers import Layer, ResidualLinear, Sight, norm
@@ -99,27 +99,18 @@ class LandmarkModel(nn.Module):
         return layer(*arguments)
 
 
-class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
+class LandmarkForCausalLM(CausalLM):
     """A landmark model with its output layer: ``from_pretrained``, ``generate`` and ``Trainer`` as usual."""
 
     config: LandmarkConfig
     config_class = LandmarkConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    # transformers reads these from the class
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _no_split_modules = ["Layer"]  # noqa: RUF012
-    _supports_sdpa = True
+    _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads it from the class
 
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__(config)
         self.model = LandmarkModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -175,14 +166,7 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
             past = self.new_cache(len(input_ids))
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         hidden = self._whole(input_ids, mask) if past is None else self._segments(input_ids, mask, past)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        loss = None
-        if labels is not None:
-            if mask is not None:
-                # What stands on padding predicts nothing.
-                labels = labels.clone()
-                labels[:, 1:][~mask[:, :-1]] = -100
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return LandmarkOutput(loss=loss, logits=logits, past_key_values=past)
 
     def new_cache(self, rows: int) -> Past:
@@ -213,56 +197,15 @@ class LandmarkForCausalLM(PreTrainedModel, GenerationMixin):
         past.given += input_ids.shape[1]
         return segments.joined(pieces)
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
-        self,
-        input_ids: Tensor,
-        past_key_values: Past | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
-        known = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if known >= input_ids.shape[1]:
-            raise InvalidArgument(
-                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
-                "give the whole conversation, or make a new cache"
-            )
-        return {
-            "input_ids": input_ids[:, known:],
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "use_cache": kwargs.get("use_cache", True),
-            "logits_to_keep": 1,
-        }
-
     def _check_past(self, past: Past, input_ids: Tensor) -> None:
-        if not isinstance(past, Past):
-            raise InvalidArgument(
-                f"past_key_values of a landmark model is a {type(self.new_cache(1)).__name__}, not "
-                f"{type(past).__name__}"
-            )
-        if past.rows != len(input_ids):
-            raise InvalidArgument(f"past_key_values has {past.rows} rows, input_ids has {len(input_ids)}")
-        if past.config is not self.config and past.config.to_dict() != self.config.to_dict():
-            raise InvalidArgument("past_key_values was made for another configuration than this model's")
+        self.check_cache(past, type(self.new_cache(1)), input_ids)
         if self.config.attention == "landmark" and self.ramp != 1:
             raise InvalidArgument(
                 f"a model on its way to landmark attention (ramp={self.ramp}) cannot retrieve yet; set ramp to 1, or "
                 "pass use_cache=False"
             )
-        past.belong_to(self.model)
 
     def _check(self, input_ids: Tensor, mask: Tensor | None) -> None:
-        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
-            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
-        if input_ids.device.type == "cpu":
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise InvalidArgument(
-                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
-                    "was the text encoded with this model's tokenizer?"
-                )
-        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
-            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+        self.check_tokens(input_ids, mask)
         if mask is not None and not bool(mask[:, -input_ids.shape[1] :].any()):
             raise InvalidArgument("attention_mask leaves out all of input_ids: there is nothing to compute")

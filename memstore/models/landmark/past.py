@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memstore.attention.positions import Turns
-from memstore.errors import InvalidArgument
+from memstore.models.cache import ModelCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
 
 
-class Past(ABC):
+class Past(ModelCache, ABC):
     """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
 
     It serves one generation: to branch, make another.
     """
 
-    is_compileable = False
+    config: LandmarkConfig
 
     def __init__(self, config: LandmarkConfig, rows: int, tokens: int = 0) -> None:
         """``tokens``: those of a document, that each row goes on after."""
-        self.config = config
-        self.rows = rows
+        super().__init__(config, rows)
         self.counts = [tokens] * rows
         """Tokens of each row, those of the document included."""
-        self.given = 0
-        """Tokens that came in through the model, with their padding: what ``generate`` leaves out of a prompt."""
-        self.owner: weakref.ref[nn.Module] | None = None
-        """The model that computed what is in here; None as long as nothing is."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.rows} rows of {max(self.counts)} tokens)"
@@ -65,25 +59,6 @@ class Past(ABC):
     @abstractmethod
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
-        """Tokens given so far, those of a document not counted."""
-        return self.given
-
-    def belong_to(self, model: nn.Module) -> None:
-        """Raise ``InvalidArgument`` where another model than ``model`` has begun; else it has now."""
-        if self.owner is not None and self.owner() is not model:
-            raise InvalidArgument(
-                "past_key_values was computed by another model than this one: each model needs a cache of its own"
-            )
-        self.owner = weakref.ref(model)
-
-    def crop(self, max_length: int) -> None:
-        """Refused: what has left the window cannot be brought back."""
-        raise NotImplementedError(
-            f"a {type(self).__name__} cannot be cut to {max_length} tokens; assisted generation and prompt look-up do "
-            "not work with it"
-        )
 
 
 class WindowCache(Past):

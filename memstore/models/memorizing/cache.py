@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from memstore.attention.knn import States, TokenMemory, after
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
+from memstore.models.cache import ModelCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 
 
-class MemorizingCache:
+class MemorizingCache(ModelCache):
     """The ``past_key_values`` of a Memorizing Transformer, and while training what goes on from step to step.
 
     A document goes into the memory a whole window of tokens at a time, when the first token after them is about to be
@@ -22,12 +24,11 @@ class MemorizingCache:
     segment finds the memory as the segment did.
     """
 
-    is_compileable = False
+    config: MemorizingConfig
 
     def __init__(self, config: MemorizingConfig, rows: int, memory: TokenMemory | None = None) -> None:
         """``memory``: such as ``StoredTokens``; if None, ``config.memory_size`` tokens in tensors."""
-        self.config = config
-        self.rows = rows
+        super().__init__(config, rows)
         self.memory = memory
         self.windows: list[States | None] = [None] * config.num_hidden_layers
         self.empty: Tensor | None = None
@@ -35,14 +36,14 @@ class MemorizingCache:
         self.waiting: list[list[Tensor]] = [[] for _ in range(rows)]
         """Tokens of each row that are not in the memory yet: the last ones of the window."""
         self._remembers = config.memory_layer is not None and (memory is not None or config.memory_size > 0)
-        self._given = 0
 
     def __repr__(self) -> str:
         return f"MemorizingCache({self.rows} rows, {self.memory})"
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
-        """Tokens given so far, with their padding: what ``generate`` leaves out of a prompt."""
-        return self._given
+    def fits(self, config: PreTrainedConfig) -> bool:
+        """As in ``ModelCache``; the size of the memory is the cache's own affair."""
+        own = {"memory_size": self.config.memory_size}
+        return bool({**config.to_dict(), **own} == self.config.to_dict())
 
     @property
     def past(self) -> int:
@@ -71,7 +72,7 @@ class MemorizingCache:
         for waiting, new in zip(self.waiting, tokens, strict=True):
             waiting += [new] if self._remembers and len(new) else []
         self._slide(torch.tensor([len(each) for each in tokens], device=detached[0][0].device), detached)
-        self._given += given
+        self.given += given
 
     def _remember(self, least: int) -> None:
         """Put the waiting tokens of the rows that have at least so many into the memory."""
@@ -121,7 +122,7 @@ class MemorizingCache:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is needed to go on, as tensors. Raises ``InvalidArgument`` where the memory is in a store."""
-        state = {"given": torch.tensor(self._given), "lengths": torch.tensor(self._counts())}
+        state = {"given": torch.tensor(self.given), "lengths": torch.tensor(self._counts())}
         waiting = [each for row in self.waiting for each in row]
         state["waiting"] = torch.cat(waiting) if waiting else torch.empty(0, dtype=torch.int64)
         for number, window in enumerate(self.windows):
@@ -150,18 +151,11 @@ class MemorizingCache:
             memory = RecentTokens(*sizes, dtype=keys.dtype, device=keys.device)
             memory.load_state_dict(kept)
         self.memory = memory
-        self._given = int(state["given"])
+        self.given = int(state["given"])
         self.waiting = [[row] if len(row) else [] for row in state["waiting"].split(lengths)]
         self.empty = state.get("empty")
         names = [(f"windows.{number}.k", f"windows.{number}.v") for number in range(len(self.windows))]
         self.windows = [(state[k], state[v]) if k in state else None for k, v in names]
-
-    def crop(self, max_length: int) -> None:
-        """Refused: what has left the window cannot be brought back."""
-        raise NotImplementedError(
-            f"a Memorizing Transformer's cache cannot be cut to {max_length} tokens, for its window has moved on; "
-            "assisted generation and prompt look-up do not work with it"
-        )
 
     def _counts(self) -> list[int]:
         """Tokens of each row that are not in the memory yet."""

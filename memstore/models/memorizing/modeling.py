@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.knn import KNNAttention, States, TokenMemory, WindowAttention
-from memstore.errors import InvalidArgument
+from memstore.models.causal import CausalLM
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 
@@ -82,7 +81,7 @@ class MemorizingModel(nn.Module):
         return layer(*arguments)
 
 
-class MemorizingForCausalLM(PreTrainedModel, GenerationMixin):
+class MemorizingForCausalLM(CausalLM):
     """A Memorizing Transformer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
 
     Rows may have padding anywhere, and a prompt can be continued through ``past_key_values``. While training, give the
@@ -91,22 +90,13 @@ class MemorizingForCausalLM(PreTrainedModel, GenerationMixin):
 
     config: MemorizingConfig
     config_class = MemorizingConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    # transformers reads these from the class
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _no_split_modules = ["MemorizingLayer"]  # noqa: RUF012
-    _supports_sdpa = True
+    _no_split_modules = ["MemorizingLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     def __init__(self, config: MemorizingConfig) -> None:
         super().__init__(config)
         self.model = MemorizingModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     def forward(
         self,
@@ -132,21 +122,17 @@ class MemorizingForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             InvalidArgument: tokens that do not exist, or shapes that do not fit.
         """
-        self._check(input_ids, attention_mask, past_key_values)
+        self.check_tokens(input_ids, attention_mask)
+        if past_key_values is not None:
+            self.check_cache(past_key_values, MemorizingCache, input_ids)
         keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         cache = past_key_values
         if cache is None and keep_cache:
             cache = MemorizingCache(self.config, len(input_ids))
+            cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         hidden = self._segments(input_ids, mask, cache)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        loss = None
-        if labels is not None:
-            if mask is not None:
-                # What stands on padding predicts nothing.
-                labels = labels.clone()
-                labels[:, 1:][~mask[:, :-1]] = -100
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast("Any", cache))
 
     def _segments(self, ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> Tensor:
@@ -175,44 +161,3 @@ class MemorizingForCausalLM(PreTrainedModel, GenerationMixin):
             parts.append(hidden)
             start += part.shape[1]
         return torch.cat(parts, 1)
-
-    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
-        self,
-        input_ids: Tensor,
-        past_key_values: MemorizingCache | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
-        known = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if known >= input_ids.shape[1]:
-            raise InvalidArgument(
-                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
-                "give the whole conversation, or make a new cache"
-            )
-        return {
-            "input_ids": input_ids[:, known:],
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "use_cache": kwargs.get("use_cache", True),
-            "logits_to_keep": 1,
-        }
-
-    def _check(self, input_ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> None:
-        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
-            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
-        if input_ids.device.type == "cpu":
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise InvalidArgument(
-                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
-                    "was the text encoded with this model's tokenizer?"
-                )
-        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
-            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
-        if cache is not None and not isinstance(cache, MemorizingCache):
-            raise InvalidArgument(
-                f"past_key_values of a Memorizing Transformer is a MemorizingCache, not {type(cache).__name__}"
-            )
-        if cache is not None and cache.rows != len(input_ids):
-            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")

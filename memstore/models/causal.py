@@ -1,0 +1,90 @@
+"""What all models here share as causal language models of transformers: what they take, their loss, and generating."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from memstore.errors import InvalidArgument
+from memstore.models.cache import ModelCache
+
+
+class CausalLM(PreTrainedModel, GenerationMixin):
+    """A decoder ``model`` and an output layer ``lm_head``, with a cache of its own kind."""
+
+    model: Any
+    lm_head: nn.Linear
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    # transformers reads these from the class
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _supports_sdpa = True
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
+        self,
+        input_ids: Tensor,
+        past_key_values: ModelCache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        known = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if known >= input_ids.shape[1]:
+            raise InvalidArgument(
+                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
+                "give the whole conversation, or make a new cache"
+            )
+        return {
+            "input_ids": input_ids[:, known:],
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache", True),
+            "logits_to_keep": 1,
+        }
+
+    def predicted(
+        self, hidden: Tensor, mask: Tensor | None, labels: Tensor | None, logits_to_keep: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of ``hidden [B, T, hidden]``, of the last ``logits_to_keep`` tokens (0: all), and the loss if any.
+
+        ``mask [B, T]`` is False on padding, which predicts nothing. ``kwargs`` go to the loss function.
+        """
+        logits: Tensor = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        if labels is None:
+            return logits, None
+        if mask is not None:
+            labels = labels.clone()
+            labels[:, 1:][~mask[:, :-1]] = -100
+        return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+    def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
+        """Raise ``InvalidArgument`` for what is not ``[B, T]`` of this model's tokens, with a mask that fits."""
+        if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
+        if input_ids.device.type == "cpu":
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise InvalidArgument(
+                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
+                    "was the text encoded with this model's tokenizer?"
+                )
+        if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
+            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+
+    def check_cache(self, cache: ModelCache, kind: type[ModelCache], input_ids: Tensor) -> None:
+        """Raise ``InvalidArgument`` for a cache of another kind, size, configuration or model; else take it over."""
+        if not isinstance(cache, kind):
+            raise InvalidArgument(
+                f"past_key_values of a {type(self).__name__} is a {kind.__name__}, not {type(cache).__name__}"
+            )
+        if cache.rows != len(input_ids):
+            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
+        if not cache.fits(self.config):
+            raise InvalidArgument("past_key_values was made for another configuration than this model's")
+        cache.belong_to(self.model)
