@@ -102,42 +102,46 @@ def drt(
 
         memstore train drt --recipe passkey-cpu --out passkey
     """
-    given = {
-        "init": init,
-        "preset": preset,
-        "tokenizer": tokenizer,
-        "vocabulary": vocabulary,
-        "block_size": block_size,
-        "groups": groups,
-        "context": context,
-        "valid": valid,
-        "column": column,
-        "prompt_field": prompt_field,
-        "answer_field": answer_field,
-        "steps": steps,
-        "epochs": epochs,
-        "batch": batch,
-        "accumulate": accumulate,
-        "learning_rate": learning_rate,
-        "warmup": warmup,
-        "seed": seed,
-        "bf16": bf16 or None,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = chosen(
+        init=init,
+        preset=preset,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        block_size=block_size,
+        groups=groups,
+        context=context,
+        valid=valid,
+        column=column,
+        prompt_field=prompt_field,
+        answer_field=answer_field,
+        steps=steps,
+        epochs=epochs,
+        batch=batch,
+        accumulate=accumulate,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        seed=seed,
+        bf16=bf16,
+    )
     _check(text, recipe, pairs, given)
-    settings = {
-        "device": device,
-        "save_every": save_every,
-        "log_every": log_every,
-        "gradient_checkpointing": gradient_checkpointing,
-        "progress": not json,
-    }
-    return carry_out(lambda runtime: _train(text, recipe, pairs, out, given, runtime), out, threads, settings)
+    return carry_out(
+        lambda runtime: _train(text, recipe, pairs, out, given, runtime),
+        out,
+        threads,
+        device=device,
+        save_every=save_every,
+        log_every=log_every,
+        gradient_checkpointing=gradient_checkpointing,
+        progress=not json,
+    )
 
 
-def carry_out(
-    train: Callable[[Any], dict[str, Any]], out: Path, threads: int | None, settings: Mapping[str, Any]
-) -> Report:
+def chosen(**options: Any) -> dict[str, Any]:
+    """The options that were given: those left at None or False are not."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def carry_out(train: Callable[[Any], dict[str, Any]], out: Path, threads: int | None, **settings: Any) -> Report:
     """The report of a training in the folder ``out``, which ``train`` does with a ``Runtime`` of ``settings``."""
     use_threads(threads)
     _require_packages()
@@ -251,13 +255,17 @@ def _divided(layers: int, groups: int) -> tuple[int, ...]:
 
 
 def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
-    """Refuse options that ask for another model than the one to start from."""
-    if "preset" in given:
-        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
     from memstore.train.start import load_config
 
     config = load_config(init)
-    there = {"block_size": config.block_size, "vocabulary": config.vocab_size, "groups": len(config.upper_layers)}
+    sizes = {"block_size": config.block_size, "vocabulary": config.vocab_size, "groups": len(config.upper_layers)}
+    check_fit(init, given, sizes)
+
+
+def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for options that ask for another model than that in ``init``, which has ``there``."""
+    if "preset" in given:
+        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
     for name, value in there.items():
         if given.get(name, value) != value:
             option = "--" + name.replace("_", "-")

@@ -80,35 +80,36 @@ def landmark(
 
         memstore train landmark book1.txt book2.txt --recipe landmark-prose-cpu --out prose
     """
-    options = {
-        "init": init,
-        "preset": preset,
-        "attention": attention,
-        "tokenizer": tokenizer,
-        "vocabulary": vocabulary,
-        "block_size": block_size,
-        "context_miss": context_miss or None,
-        "context": context,
-        "valid": valid,
-        "column": column,
-        "steps": steps,
-        "epochs": epochs,
-        "batch": batch,
-        "accumulate": accumulate,
-        "learning_rate": learning_rate,
-        "warmup": warmup,
-        "seed": seed,
-        "bf16": bf16 or None,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    settings = {
-        "device": device,
-        "save_every": save_every,
-        "log_every": log_every,
-        "gradient_checkpointing": gradient_checkpointing,
-        "progress": not json,
-    }
-    return train.carry_out(lambda runtime: _train(text or [], recipe, out, given, runtime), out, threads, settings)
+    given = train.chosen(
+        init=init,
+        preset=preset,
+        attention=attention,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        block_size=block_size,
+        context_miss=context_miss,
+        context=context,
+        valid=valid,
+        column=column,
+        steps=steps,
+        epochs=epochs,
+        batch=batch,
+        accumulate=accumulate,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        seed=seed,
+        bf16=bf16,
+    )
+    return train.carry_out(
+        lambda runtime: _train(text or [], recipe, out, given, runtime),
+        out,
+        threads,
+        device=device,
+        save_every=save_every,
+        log_every=log_every,
+        gradient_checkpointing=gradient_checkpointing,
+        progress=not json,
+    )
 
 
 def _train(texts: list[str], name: str | None, out: Path, given: dict[str, Any], runtime: Any) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
     changes = _changes(given)
     init = given.get("init")
     if init is not None:
-        _check_fit(init, given, changes)
+        _check_fit(init, given)
         return None
     if recipe is None:
         return LandmarkConfig.preset(given.get("preset", "tiny"), **changes)
@@ -187,19 +188,12 @@ def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
     return {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
 
 
-def _check_fit(init: Path, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Refuse options that ask for another model than the one to start from."""
+def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
     from memstore.train.family import LANDMARK
     from memstore.train.start import kind_of, load_config
 
-    if "preset" in given:
-        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
-    if kind_of(init) != LANDMARK.config.model_type:  # a stock model, which gets landmarks now
-        return
-    config = load_config(init, LANDMARK)
-    for option, name in _MODEL.items():
-        if name in changes and changes[name] != getattr(config, name):
-            raise InvalidArgument(
-                f"--{option.replace('_', '-')} {changes[name]} does not match {init}, which has "
-                f"{getattr(config, name)}: leave it out"
-            )
+    there = {}
+    if kind_of(init) == LANDMARK.config.model_type:  # else a stock model, which gets landmarks now
+        config = load_config(init, LANDMARK)
+        there = {option: getattr(config, name) for option, name in _MODEL.items()}
+    train.check_fit(init, given, there)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from memstore.errors import InvalidArgument
 from memstore.tools import train
 from memstore.tools.options import Threads
 from memstore.tools.output import Json, Report
@@ -67,34 +66,35 @@ def memorizing(
 
         memstore train memorizing books/ --memory-size 8192 --out memorizing
     """
-    options = {
-        "init": init,
-        "preset": preset,
-        "memory_size": memory_size,
-        "window": window,
-        "top_k": top_k,
-        "refresh_every": refresh_every,
-        "tokenizer": tokenizer,
-        "vocabulary": vocabulary,
-        "column": column,
-        "steps": steps,
-        "epochs": epochs,
-        "batch": batch,
-        "accumulate": accumulate,
-        "learning_rate": learning_rate,
-        "warmup": warmup,
-        "seed": seed,
-        "bf16": bf16 or None,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    settings = {
-        "device": device,
-        "save_every": save_every,
-        "log_every": log_every,
-        "gradient_checkpointing": gradient_checkpointing,
-        "progress": not json,
-    }
-    return train.carry_out(lambda runtime: _train(text or [], out, given, runtime), out, threads, settings)
+    given = train.chosen(
+        init=init,
+        preset=preset,
+        memory_size=memory_size,
+        window=window,
+        top_k=top_k,
+        refresh_every=refresh_every,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        column=column,
+        steps=steps,
+        epochs=epochs,
+        batch=batch,
+        accumulate=accumulate,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        seed=seed,
+        bf16=bf16,
+    )
+    return train.carry_out(
+        lambda runtime: _train(text or [], out, given, runtime),
+        out,
+        threads,
+        device=device,
+        save_every=save_every,
+        log_every=log_every,
+        gradient_checkpointing=gradient_checkpointing,
+        progress=not json,
+    )
 
 
 def _train(texts: list[str], out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
@@ -118,21 +118,15 @@ def _config(given: Mapping[str, Any]) -> Any:
     changes = {name: given[option] for option, name in _MODEL.items() if option in given}
     if "init" not in given:
         return MemorizingConfig.preset(given.get("preset", "tiny"), **changes)
-    _check_fit(given["init"], given, changes)
+    _check_fit(given["init"], given)
     return None
 
 
-def _check_fit(init: Path, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Refuse options that ask for another model than the one to start from, but for the size of its memory."""
+def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
+    """All but the size of the memory is as it was in the model to start from."""
     from memstore.train.family import MEMORIZING
     from memstore.train.start import load_config
 
-    if "preset" in given:
-        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
     config = load_config(init, MEMORIZING)
-    for option, name in _MODEL.items():
-        if name in changes and name != "memory_size" and changes[name] != getattr(config, name):
-            raise InvalidArgument(
-                f"--{option.replace('_', '-')} {changes[name]} does not match {init}, which has "
-                f"{getattr(config, name)}: leave it out"
-            )
+    there = {option: getattr(config, name) for option, name in _MODEL.items() if name != "memory_size"}
+    train.check_fit(init, given, there)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
+from memstore.models.checks import check_block_size, check_choices, check_heads, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -137,30 +138,19 @@ class DRTConfig(PreTrainedConfig):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DRTConfig:
         """``tiny`` (a CPU trains it in minutes), or ``small-128m`` and ``medium-350m`` of the paper's appendix A."""
-        if name not in PRESETS:
-            raise InvalidArgument(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[name], **changes})
+        return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
-        for name in SIZES:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
+        check_sizes(self, SIZES)
         if self.gumbel < 0:
             raise InvalidArgument(f"gumbel must be at least 0, not {self.gumbel}")
-        if self.block_size < 2:
-            raise InvalidArgument(f"block_size counts the landmark, so it must be at least 2, not {self.block_size}")
+        check_block_size(self)
         if not self.upper_layers or min(self.upper_layers) < 1:
             raise InvalidArgument(f"upper_layers has one number of layers for each group, not {self.upper_layers}")
-        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise InvalidArgument(
-                "hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads; "
-                f"they are {self.hidden_size}, {self.num_attention_heads}, {self.num_key_value_heads}"
-            )
+        check_heads(self)
         if self.head_dim % 2:
             raise InvalidArgument(f"hidden_size / num_attention_heads must be even, not {self.head_dim}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InvalidArgument(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        check_choices(self, CHOICES)
 
 
 _TINY = {

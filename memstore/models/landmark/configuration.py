@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from memstore.attention.positions import Rotary
 from memstore.errors import InvalidArgument
+from memstore.models.checks import check_block_size, check_choices, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -136,17 +137,12 @@ class LandmarkConfig(PreTrainedConfig):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LandmarkConfig:
         """``tiny`` (a CPU trains it in minutes), or ``paper`` (section 4.1: 12 layers, 8 heads of 128)."""
-        if name not in PRESETS:
-            raise InvalidArgument(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[name], **changes})
+        return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
         self._check_sizes()
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InvalidArgument(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        if self.block_size < 2:
-            raise InvalidArgument(f"block_size counts the landmark, so it must be at least 2, not {self.block_size}")
+        check_choices(self, CHOICES)
+        check_block_size(self)
         wrong = [layer for layer in self.local_layers if not 0 <= layer < self.num_hidden_layers]
         if wrong:
             raise InvalidArgument(f"local_layers are numbers from 0 to {self.num_hidden_layers - 1}, not {wrong}")
@@ -158,10 +154,7 @@ class LandmarkConfig(PreTrainedConfig):
             raise InvalidArgument(f"rope_theta must be above 0, not {self.rope_theta}")
 
     def _check_sizes(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidArgument(f"{name} must be an integer of at least 1, not {value!r}")
+        check_sizes(self, SIZES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidArgument(
                 "num_attention_heads must be a multiple of num_key_value_heads; "

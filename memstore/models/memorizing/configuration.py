@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
+from memstore.models.checks import check_heads, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -92,25 +93,16 @@ class MemorizingConfig(PreTrainedConfig):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> MemorizingConfig:
         """``tiny`` (for a CPU), or ``paper``: 12 layers of 1024, 8 heads of 128, memory at the 9th (section 4.2)."""
-        if name not in PRESETS:
-            raise InvalidArgument(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[name], **changes})
+        return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
-        for name in SIZES:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
-        if not isinstance(self.memory_size, int) or self.memory_size < 0:
-            raise InvalidArgument(f"memory_size must be an integer of at least 0, not {self.memory_size!r}")
+        check_sizes(self, SIZES)
+        check_sizes(self, ("memory_size",), least=0)
         if self.memory_layer is not None and self.memory_layer not in range(self.num_hidden_layers):
             raise InvalidArgument(
                 f"memory_layer must be from 0 to {self.num_hidden_layers - 1}, or None, not {self.memory_layer!r}"
             )
-        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise InvalidArgument(
-                "hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads; "
-                f"they are {self.hidden_size}, {self.num_attention_heads}, {self.num_key_value_heads}"
-            )
+        check_heads(self)
         if not self.distance_buckets // 2 < self.farthest:
             raise InvalidArgument(
                 f"farthest must be more than half of distance_buckets {self.distance_buckets}, not {self.farthest}"
