@@ -50,8 +50,9 @@ class LayerIndex:
     def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> Found:
         """Search all blocks that are complete and committed now."""
         with self._lock:
-            found = self._synced().search(queries, top_k, allowed=allowed)
-            if queries.shape[1]:
+            index = self._synced()
+            found = index.search(queries, top_k, allowed=allowed)
+            if queries.shape[1] and not index.capabilities.exact:
                 self._queries.append(queries[:, -1:].detach().cpu().clone())  # to measure recall with
             return found
 
