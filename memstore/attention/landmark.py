@@ -185,7 +185,7 @@ def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, 
     """The softmax over all landmarks in memory ``[B, H, T, N]``, and their blocks ``[B, N]``, -1 where none is."""
     stop = questions.first.clamp(min=0)
     scores, blocks = landmarks.score(questions.older, stop)
-    older = torch.where(blocks < stop[:, None], blocks, -1)
+    older = torch.where(scores[:, 0, 0] > -math.inf, blocks, -1)
     blocks = torch.cat([older, questions.recent_blocks], 1)
     weights = torch.cat([scores, questions.recent], -1).softmax(-1)
     return torch.where(blocks[:, None, None] >= 0, weights, 0.0), blocks

@@ -182,17 +182,23 @@ class evaluating:  # noqa: N801 - it reads as a word in a with statement
         self._model.train(self._training)
 
 
-def codec_of(memory: Memory | str | Path, mode: Mode) -> str:
-    """The codec of a memory; "none" where it is yet to be made."""
+def spec_of(memory: Memory | str | Path, mode: Mode) -> MemorySpec | None:
+    """What a memory was made for; None where it is yet to be made."""
     if isinstance(memory, Memory):
-        return memory.spec.codec
+        return memory.spec
     if mode == "x":
-        return "none"
+        return None
     try:
         with open_memory(memory, mode="r") as opened:
-            return opened.spec.codec
+            return opened.spec
     except NotFound:
-        return "none"
+        return None
+
+
+def codec_of(memory: Memory | str | Path, mode: Mode) -> str:
+    """The codec of a memory; "none" where it is yet to be made."""
+    spec = spec_of(memory, mode)
+    return "none" if spec is None else spec.codec
 
 
 def _is_flat(tokens: Chunks) -> bool:

@@ -17,13 +17,15 @@ from tests.models.landmark import Reference
 class Remembering(Reference):
     """One row, read from its beginning in one call, in float64: after section 3.2 of the paper."""
 
-    def __init__(self, model: LandmarkForCausalLM, retrieval: Retrieval, ties: list[Tensor]) -> None:
+    def __init__(
+        self, model: LandmarkForCausalLM, retrieval: Retrieval, ties: list[Tensor], capacity: int | None = None
+    ) -> None:
         """``ties``: the lists ``[X, R, K]`` that were taken in the first layer, one tensor for each choice.
 
         All its landmarks are alike, so which blocks of slot 0 are taken is open; that they are among the best is not.
         """
         super().__init__(model)
-        self.retrieval, self.ties = retrieval, list(ties)
+        self.retrieval, self.ties, self.capacity = retrieval, list(ties), capacity
 
     def attention(self, x: Tensor, miss: Tensor | None, name: str, controlled: list[bool]) -> Tensor:
         config = self.config
@@ -73,8 +75,9 @@ class Remembering(Reference):
         if memory <= self.top_k or layer in self.config.local_layers:
             latest = list(range(int(max(0, memory - self.top_k)), memory))
             return [[latest] * items for _ in range(heads)]
-        weights = torch.zeros(heads, items, memory, dtype=torch.float64)
-        for block in range(memory):
+        weights = torch.full((heads, items, memory), -math.inf, dtype=torch.float64)
+        there = range(0 if self.capacity is None else max(0, memory - self.capacity), memory)
+        for block in there:
             slot = block if self.retrieval.positions == "true" else max(0, block - memory + self.begin(memory))
             for head in range(heads):
                 key = self.turned(k[head, block * size + size - 1], slot * size + size - 1)
@@ -91,7 +94,7 @@ class Remembering(Reference):
             for first in range(0, heads, sharing):
                 votes = weights[first : first + sharing, asking].flatten(0, 1)
                 votes = votes.amax(0) if self.retrieval.pool == "max" else votes.mean(0)
-                best = sorted(range(memory), key=lambda block: -float(votes[block]))[: int(self.top_k)]
+                best = sorted(there, key=lambda block: -float(votes[block]))[: int(self.top_k)]
                 if ties is not None:
                     taken = ties[first // sharing, number].tolist()
                     torch.testing.assert_close(votes[taken].sort().values, votes[best].sort().values)
@@ -181,10 +184,14 @@ class Remembering(Reference):
 
 @torch.no_grad()
 def remembered(
-    model: LandmarkForCausalLM, ids: Tensor, retrieval: Retrieval | None = None, **options: Any
+    model: LandmarkForCausalLM,
+    ids: Tensor,
+    retrieval: Retrieval | None = None,
+    capacity: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, LandmarkCache, list[Tensor]]:
     """Logits ``[B, T, V]`` with a cache, the cache, and the lists that were taken in the first layer."""
-    cache = LandmarkCache(model.config, len(ids), retrieval=retrieval)
+    cache = LandmarkCache(model.config, len(ids), retrieval=retrieval, capacity=capacity)
     ties: list[Tensor] = []
 
     def watch(look: Look) -> None:

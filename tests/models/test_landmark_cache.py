@@ -57,6 +57,35 @@ def test_other_positions_do_too(positions: str, granularity: str) -> None:
     close(ours[0].double(), Remembering(model, retrieval, ties).logits(ids[0].tolist()))
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_with_a_capacity_only_the_last_so_many_blocks_are_seen(granularity: str) -> None:
+    model, ids = make(**SMALL), tokens(70)
+    retrieval = options(granularity)
+    ours, cache, ties = remembered(model, ids, retrieval, capacity=4)
+    close(ours[0].double(), Remembering(model, retrieval, ties, capacity=4).logits(ids[0].tolist()))
+    assert int(cache.blocks) > 8
+    assert int(cache.blocks) - cache.table.own[1].first < 8  # the others are gone
+
+
+def test_rows_of_different_lengths_see_what_each_would_see_alone() -> None:
+    model, ids, mask = make(**SMALL), tokens(90, rows=2), torch.ones(2, 90)
+    mask[1, :37] = 0
+    both = LandmarkCache(model.config, 2, retrieval=options(), capacity=4)
+    together = model(ids, attention_mask=mask, past_key_values=both).logits
+    for row, first in ((0, 0), (1, 37)):
+        alone = LandmarkCache(model.config, 1, retrieval=options(), capacity=4)
+        close(together[row, first:], in_pieces(model, ids[row : row + 1, first:], alone, 11)[0])
+
+
+def test_a_capacity_that_cannot_be_is_refused() -> None:
+    config = make(**SMALL).config
+    with pytest.raises(InvalidArgument, match="does not hold the 2"):
+        LandmarkCache(config, 1, retrieval=options(), capacity=1)
+    for retrieval in (options(top_k="all"), options(positions="true")):
+        with pytest.raises(InvalidArgument, match="every block counts"):
+            LandmarkCache(config, 1, retrieval=retrieval, capacity=4)
+
+
 def test_local_layers_see_the_latest_blocks() -> None:
     model, ids = make(local_layers=[1], segment_blocks=2), tokens(38)
     ours, cache, ties = remembered(model, ids, options())

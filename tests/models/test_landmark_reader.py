@@ -74,6 +74,23 @@ def test_a_document_is_what_the_model_remembers_without_one(name: str, url: str,
         assert reader.memory.spec.index_layers == (2, 3)
 
 
+@pytest.mark.parametrize("name", ["each head and token", "one list"])
+def test_a_memory_with_a_capacity_forgets_the_oldest_blocks(name: str, tmp_path: Path) -> None:
+    llama, retrieval = model(), RETRIEVALS[name] or Retrieval(top_k=3, every=1, share="none", share_tokens=False)
+    cache = LandmarkCache(llama.config, 2, retrieval=retrieval, capacity=7)
+    in_pieces(llama, TEXT[None].expand(2, -1), cache, 500)
+    expected = in_pieces(llama, QUESTION.expand(2, -1), cache, 5, 1)
+    with Reader(llama, tmp_path / "m", retrieval=retrieval, capacity=7) as reader:
+        reader.read(TEXT)
+        assert len(reader.document) == len(TEXT)
+        assert len(reader.document.blocks) <= 7 + 2
+    with Reader(llama, tmp_path / "m", retrieval=retrieval) as reader:
+        assert reader.capacity == 7
+        close(in_pieces(llama, QUESTION.expand(2, -1), reader.cache(2), 5, 1), expected)
+    with pytest.raises(ForeignMemory, match="capacity"):
+        Reader(llama, tmp_path / "m", retrieval=retrieval, capacity=8)
+
+
 def test_pieces_of_any_length_make_the_same_document() -> None:
     llama = model()
     with Reader(llama, "ram:") as whole, Reader(llama, "ram:") as cut:

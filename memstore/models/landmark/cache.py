@@ -27,11 +27,8 @@ from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
 from memstore.models.landmark.past import Past
-from memstore.models.landmark.tables import BlockTable, tensor_table
+from memstore.models.landmark.tables import FOREVER, BlockTable, tensor_table
 from memstore.models.packing import Packing
-
-FOREVER = 2**40
-"""More blocks than there will be."""
 
 
 @dataclass
@@ -151,16 +148,22 @@ class LandmarkCache(Past):
         retrieval: Retrieval | None = None,
         table: BlockTable | None = None,
         blocks: int = 0,
+        capacity: int | None = None,
     ) -> None:
         """``blocks``: those that the table has, a multiple of ``config.segment_blocks``.
 
         ``retrieval``: how blocks are chosen; by default ``config.retrieval_top_k`` of them by each head and token, the
-        paper's most permissive scheme. Raises ``InvalidArgument`` for what a landmark model cannot do.
+        paper's most permissive scheme. ``capacity``: of each row only the last so many blocks in memory are seen; None:
+        all. Raises ``InvalidArgument`` for what a landmark model cannot do.
         """
         super().__init__(config, rows, blocks * config.tokens_per_block)
         self.retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
+        check_capacity(self.retrieval, capacity)
         self.table = tensor_table(config.num_hidden_layers, rows) if table is None else table
+        self.capacity = capacity
+        if capacity is not None:
+            self.table.limit(capacity - self.slots)  # the latest blocks, with slots of their own, are not searched for
         self.blocks = torch.full((rows,), blocks)
         """``[B]``: blocks of each row that are in memory."""
         self.items = torch.zeros(rows, dtype=torch.int64)
@@ -254,7 +257,17 @@ class LandmarkCache(Past):
             self._segment[full] += 1
             self._run[full] += 1
             self._recent.clear()
+            self._forget()
         self._view = None
+
+    def _forget(self) -> None:
+        """Let go of what no row will see again, where that is as much as is kept."""
+        if self.capacity is None:
+            return
+        first = int(self.blocks.min()) - self.capacity
+        for own in self.table.own:
+            if first - own.first >= self.capacity:
+                own.keep_from(first)
 
     def states(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, G, S, D]`` of the blocks from ``first`` on, the incomplete last one filled with zeros.
@@ -483,6 +496,19 @@ class LandmarkCache(Past):
 def default_retrieval(config: LandmarkConfig) -> Retrieval:
     """The paper's most permissive scheme: each head and token chooses for itself."""
     return Retrieval(top_k=config.retrieval_top_k, every=1, share="none", share_tokens=False)
+
+
+def check_capacity(retrieval: Retrieval, capacity: int | None) -> None:
+    """Raise ``InvalidArgument`` for a capacity that does not hold the blocks of a list."""
+    if capacity is None:
+        return
+    if retrieval.top_k == "all" or retrieval.positions == "true":
+        raise InvalidArgument(
+            "a capacity is for retrieval of a few blocks in stingy or clamped positions: with top_k='all' or "
+            "positions='true' every block counts"
+        )
+    if capacity < retrieval.top_k:
+        raise InvalidArgument(f"a capacity of {capacity} blocks does not hold the {retrieval.top_k} of a list")
 
 
 def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:

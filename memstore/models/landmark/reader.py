@@ -25,12 +25,12 @@ from memstore.memory import Fingerprint, Memory, MemorySpec, Retrieval
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import progress_bar
 from memstore.memory.urls import Mode
-from memstore.models.landmark.cache import Counts, LandmarkCache, check_retrieval, default_retrieval
+from memstore.models.landmark.cache import Counts, LandmarkCache, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
-from memstore.models.reading import DocumentReader, codec_of, evaluating
+from memstore.models.reading import DocumentReader, evaluating, spec_of
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -38,8 +38,12 @@ NEAR = 16
 """Blocks kept at hand where every block has a slot of its own."""
 
 
-def memory_spec(model: LandmarkForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
+def memory_spec(
+    model: LandmarkForCausalLM, tokenizer: Any = None, codec: str = "none", capacity: int | None = None
+) -> MemorySpec:
     """The spec of a memory for ``model``: keys without positions and values of all layers.
+
+    ``capacity``: blocks of a document that can be retrieved; a segment more is kept, for what is being written.
 
     Raises ``InvalidArgument`` for a model without landmarks.
     """
@@ -69,6 +73,7 @@ def memory_spec(model: LandmarkForCausalLM, tokenizer: Any = None, codec: str = 
         block_size=config.tokens_per_block,
         keys_per_block=1,
         dtype=fingerprint.dtype,
+        capacity=None if capacity is None else capacity + config.segment_blocks,
         codec=codec,
         fingerprint=fingerprint,
     )
@@ -103,6 +108,7 @@ class Reader(DocumentReader):
         retrieval: Retrieval | None = None,
         tokenizer: Any = None,
         codec: str | None = None,
+        capacity: int | None = None,
         mode: Mode = "a",
         index: str = "exact",
     ) -> None:
@@ -113,19 +119,29 @@ class Reader(DocumentReader):
         ``retrieval``: how blocks are chosen, while reading and after it; by default ``config.retrieval_top_k`` by each
         head and token. A document is read with the same options from beginning to end; ``on_error`` concerns answers.
 
+        ``capacity``: the last so many blocks of each document can be retrieved; older ones leave the memory, and their
+        numbers are not used again. None: what the memory was made with; a new one keeps all.
+
         Raises ``ForeignMemory`` for a memory of another model, ``InvalidArgument``, and what ``memstore.open`` raises.
         """
         if not isinstance(model, LandmarkForCausalLM):
             raise InvalidArgument(f"a Reader reads with a LandmarkForCausalLM, not a {type(model).__name__}")
         self.model = model
         config = model.config
-        spec = memory_spec(model, tokenizer, codec_of(memory, mode) if codec is None else codec)
+        made = spec_of(memory, mode)
+        if made is not None:
+            codec = made.codec if codec is None else codec
+            kept = None if made.capacity is None else made.capacity - config.segment_blocks
+            capacity = kept if capacity is None else capacity
+        spec = memory_spec(model, tokenizer, codec or "none", capacity)
+        self.capacity = capacity
         self.retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
+        check_capacity(self.retrieval, capacity)
         self.asked = Counts.of(config)
         """What was asked of the memory while reading (by all layers but the last, which asks nothing then); that of a
         cache is ``LandmarkCache.asked``."""
-        options = _options(self.retrieval)
+        options = _options(self.retrieval, capacity)
         super().__init__(
             memory,
             document,
@@ -178,7 +194,7 @@ class Reader(DocumentReader):
         near = retrieval.top_k if isinstance(retrieval.top_k, int) else NEAR
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         table = document_table(self.document, blocks, near, rows, like, on_error=retrieval.on_error)
-        cache = LandmarkCache(config, rows, retrieval=retrieval, table=table, blocks=blocks)
+        cache = LandmarkCache(config, rows, retrieval=retrieval, table=table, blocks=blocks, capacity=self.capacity)
         waiting = count - blocks * text
         if waiting:
             local = list(range(blocks, -(-count // text)))
@@ -233,7 +249,8 @@ class Reader(DocumentReader):
         cache.stored(self.document.complete_blocks.stop)
 
 
-def _options(retrieval: Retrieval) -> dict[str, Any]:
+def _options(retrieval: Retrieval, capacity: int | None) -> dict[str, Any]:
     """What the states of a document depend on beside the model and the tokens."""
     names = ("top_k", "every", "share", "share_tokens", "pool", "positions", "threshold")
-    return {name: getattr(retrieval, name) for name in names}
+    limits = {} if capacity is None else {"capacity": capacity}
+    return {**{name: getattr(retrieval, name) for name in names}, **limits}

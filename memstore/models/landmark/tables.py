@@ -17,6 +17,8 @@ OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""
 
 
+FOREVER = 2**40
+"""More blocks than there will be."""
 OFFERED = 64
 """Older blocks that the first layer chooses among, at least."""
 
@@ -34,6 +36,9 @@ class Found(NamedTuple):
 
 class LayerBlocks(ABC):
     """Complete blocks of ``B`` rows in one layer: ``attention.landmark.Landmarks``, and the states behind them."""
+
+    reach = FOREVER
+    """Blocks that are searched, up to ``stop``: what is older is as if it were not there."""
 
     @abstractmethod
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,9 +107,7 @@ class TensorBlocks(LayerBlocks):
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         scores = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, grouped.shape[2:4]).flatten(1, 2)
         blocks = self.first + torch.arange(count, device=queries.device)
-        if int(stop.min()) == int(stop.max()):
-            return scores, blocks
-        return scores.masked_fill(blocks >= stop[:, None, None, None], -math.inf), blocks
+        return _within(scores, blocks, stop, self.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
         """See ``LayerBlocks``."""
@@ -171,10 +174,13 @@ class DocumentBlocks(LayerBlocks):
         stored = self._stored(stop)
         if not stored:
             return scores, blocks
-        hits = self._view.search(_together(queries), top_k, allowed=stored)
+        # One search serves all rows, and what it finds may be too old for some: then there is enough beside it.
+        ahead = 0 if self.reach == FOREVER else int(stop.max() - stop.min())
+        hits = self._view.search(_together(queries), top_k + ahead, allowed=stored)
         shape = (*queries.shape[:3], -1)
         found, ids = _apart(hits.scores, shape).to(scores), _apart(hits.blocks, shape).to(blocks.device)
-        return torch.cat([found, scores], -1), torch.cat([ids, blocks], -1)
+        found = _within(found, ids, stop, self.reach)
+        return torch.cat([found, scores], -1), torch.cat([torch.where(found > -math.inf, ids, -1), blocks], -1)
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Landmarks``."""
@@ -183,8 +189,8 @@ class DocumentBlocks(LayerBlocks):
         if not stored:
             return scores, blocks
         found, ids = self._view.score(_together(queries), allowed=stored)
-        found = _apart(found, (*queries.shape[:3], -1)).to(scores)
-        return torch.cat([found, scores], -1), torch.cat([ids.to(blocks.device), blocks])
+        found, ids = _apart(found, (*queries.shape[:3], -1)).to(scores), ids.to(blocks.device)
+        return torch.cat([_within(found, ids, stop, self.reach), scores], -1), torch.cat([ids, blocks])
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
         """See ``LayerBlocks``."""
@@ -215,7 +221,8 @@ class DocumentBlocks(LayerBlocks):
         return Found(torch.where(which, keys, own.keys), torch.where(which, values, own.values), sound)
 
     def _stored(self, stop: Tensor) -> range:
-        return range(self._start, min(self.own.first, int(stop.min())))
+        first = int(stop.min())
+        return range(max(self._start, first - self.reach), min(self.own.first, first))
 
     def _read(self, blocks: list[int]) -> Found:
         like, sound = self.own.like, None
@@ -244,7 +251,7 @@ class FirstLayerBlocks(LayerBlocks):
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Landmarks``."""
-        count = min(max(OFFERED, top_k), int(stop.max()))
+        count = min(max(OFFERED, top_k), int(stop.max()), self.own.reach)
         blocks = stop[:, None] - count + torch.arange(count, device=stop.device)
         scores = self._score(queries).expand(-1, -1, -1, count)
         scores = scores.masked_fill(blocks[:, None, None] < 0, -math.inf)
@@ -254,7 +261,7 @@ class FirstLayerBlocks(LayerBlocks):
         """See ``Landmarks``."""
         blocks = torch.arange(int(stop.max()), device=queries.device)
         scores = self._score(queries).expand(-1, -1, -1, len(blocks))
-        return scores.masked_fill(blocks >= stop[:, None, None, None], -math.inf), blocks
+        return _within(scores, blocks, stop, self.own.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
         """See ``LayerBlocks``."""
@@ -278,6 +285,12 @@ class BlockTable:
         self.layers: list[LayerBlocks] = [FirstLayerBlocks(layers[0]), *layers[1:]]
         self.own = [layer.own if isinstance(layer, DocumentBlocks) else layer for layer in layers]
         """The tensors of each layer, which grow."""
+        self._layers = layers
+
+    def limit(self, reach: int) -> None:
+        """Search so many blocks and no more; see ``LayerBlocks.reach``."""
+        for layer in (*self._layers, *self.own):
+            layer.reach = reach
 
     def reorder(self, rows: Tensor) -> None:
         """Let row ``b`` be what row ``rows[b]`` was."""
@@ -309,6 +322,16 @@ def document_table(
             own.extend(torch.arange(rows), keys, values)
         layers.append(DocumentBlocks(view, start, own, on_error=on_error))
     return BlockTable(layers)
+
+
+def _within(scores: Tensor, blocks: Tensor, stop: Tensor, reach: int) -> Tensor:
+    """``scores [B, H, T, n]`` without those of ``blocks``, of any shape that fits, that no row can see any more or yet.
+
+    -inf where a row's last block that counts is before ``blocks`` or more than ``reach`` blocks behind.
+    """
+    ends = stop[:, None, None, None]
+    hidden = (blocks >= ends) | (blocks < ends - reach)
+    return scores.masked_fill(hidden, -math.inf) if bool(hidden.any()) else scores
 
 
 def _together(queries: Tensor) -> Tensor:
