@@ -19,6 +19,7 @@ from memstore.tools.ask import ask
 from memstore.tools.compact import compact
 from memstore.tools.copy import copy
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
+from memstore.tools.eval_memorizing import lookup
 from memstore.tools.expire import expire
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.forget import forget
@@ -128,7 +129,7 @@ def _group(name: str, purpose: str, *functions: Callable[..., Report]) -> None:
 
 
 _group("train", "Train a model that retrieves.", drt, landmark, memorizing)
-_group("eval", "Measure a model that retrieves.", passkey, two_hop, multi_needle, perplexity, generate)
+_group("eval", "Measure a model that retrieves.", passkey, two_hop, multi_needle, perplexity, lookup, generate)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""``memstore eval perplexity`` of a Memorizing Transformer: by size of the memory, and by position in the document."""
+"""What ``memstore eval`` measures of a Memorizing Transformer: perplexity by size of its memory, and lookups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.tools.models import check_device, encode, quiet_transformers
-from memstore.tools.options import use_threads
-from memstore.tools.output import Page, Report
+from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
+from memstore.tools.options import Device, Threads, use_threads
+from memstore.tools.output import Json, Page, Report, cell
+from memstore.tools.texts import read_text
 
 MemorySizes = Annotated[
     str | None,
@@ -21,6 +22,52 @@ MemorySizes = Annotated[
         "as far as the text goes."
     ),
 ]
+
+Text = Annotated[
+    str, typer.Option(help="A text file, read as one document, or - for standard input.", show_default=False)
+]
+Model = Annotated[Path, typer.Option(help="Folder of the Memorizing Transformer.", show_default=False)]
+MemorySize = Annotated[
+    int | None, typer.Option(min=1, help="Tokens that can be found. Without it: what the model was trained with.")
+]
+Examples = Annotated[int, typer.Option(min=0, help="Words to show with what was retrieved for them.")]
+
+
+def lookup(
+    *,
+    model: Model,
+    text: Text,
+    memory_size: MemorySize = None,
+    examples: Examples = 5,
+    device: Device = "cpu",
+    threads: Threads = None,
+    json: Json = False,
+) -> Report:
+    """Tell what a memory is looked up for: names that were read far back.
+
+    Every word is sorted by where the text had it last: out of reach of all windows (far), within it (near), or never
+    (new). Each kind is scored with and without the memory. For the far words that gain most, the tokens that were
+    retrieved are shown.
+
+    Example:
+
+        memstore eval lookup --model remembers --text book3.txt
+    """
+    from memstore.eval.lookup import lookup as look_up
+    from memstore.eval.models import load_memorizing, model_folder
+    from memstore.memory.ingest import progress_bar
+
+    require_transformers()
+    written = read_text(text)
+    use_threads(threads)
+    check_device(device)
+    with quiet_transformers():
+        loaded, tokenizer = load_memorizing(model_folder(model), device)
+    total = (3 if examples else 2) * len(encode(tokenizer, written))
+    with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
+        found = look_up(loaded, tokenizer, written, memory_size=memory_size, examples=examples, advance=advance)
+    data = {"task": "lookup", "model": model.name, **found.to_dict()}
+    return Report(data=data, text=lambda page: _show_lookup(page, data))
 
 
 def memory_table(text: str, folder: Path, sizes: str | None, *, device: str, threads: int | None, json: bool) -> Report:
@@ -62,3 +109,21 @@ def _show(page: Page, rows: list[dict[str, Any]]) -> None:
     page.line("Perplexity by size of the memory, of all tokens and of those from one position to another")
     columns = ["memory", "all", *rows[0]["by_position"]]
     page.table(columns, [[row["memory_size"], row["perplexity"], *row["by_position"].values()] for row in rows])
+
+
+def _show_lookup(page: Page, data: dict[str, Any]) -> None:
+    page.line(
+        f"Perplexity by where the text had a word last; far: more than {data['reach']:,} tokens back, which only the "
+        f"memory of {data['memory_size']:,} tokens can know"
+    )
+    rows = [[kind["kind"], kind["tokens"], kind["without"], kind["with_memory"]] for kind in data["kinds"]]
+    page.table(["words", "tokens", "without memory", "with memory"], rows)
+    for example in data["examples"]:
+        page.line()
+        page.line(cell(f"…{example['text']}"))
+        page.line(
+            f"  {example['word']!r} was last read {example['last_read']:,} tokens back; loss "
+            f"{example['loss_without']:.2f} without memory, {example['loss_with']:.2f} with it"
+        )
+        for found in example["retrieved"]:
+            page.line(cell(f"  {found['weight']:.3f}  token {found['number']:,}: …{found['text']}…"))

@@ -50,6 +50,23 @@ def test_a_table_for_people(cli: Cli, text: Path, model: Path) -> None:
         assert words in shown.out
 
 
+def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> None:
+    command = ("eval", "lookup", "--model", model, "--text", text, "--examples", 2)
+    data = cli(*command, "--json").json
+    assert [kind["kind"] for kind in data["kinds"]] == ["far", "near", "new", "other"]
+    assert len(data["examples"]) == 2
+    shown = cli(*command)
+    assert shown.code == 0, shown.err
+    for words in (
+        "far: more than 36 tokens back",
+        "was last read",
+        f"token {data['examples'][0]['retrieved'][0]['number']:,}",
+    ):
+        assert words in shown.out
+    assert cli(*command, "--memory-size", 0).code == USAGE
+    assert cli("eval", "lookup", "--model", model, "--text", text.with_name("none.txt")).code == NOT_FOUND
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
