@@ -46,7 +46,7 @@ faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harne
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json
 
 gpu: $(READY) ## On a GPU: test the kernels there, and measure them
-	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest tests/kernels tests/index/test_exact.py
 	$(BIN)/python benchmarks/kernels.py
 
 docs: $(READY) ## Write docs/cli.md anew

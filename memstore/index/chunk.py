@@ -45,7 +45,8 @@ class Chunk:
         self.used = 0
         self.count = 0
         """Blocks that are there."""
-        self._ascending = True
+        self.ascending = True
+        """Whether ids grow with the rows."""
         self._sealed = False
 
     @classmethod
@@ -57,7 +58,7 @@ class Chunk:
         chunk.alive = torch.ones(n, dtype=torch.bool)
         chunk.used = chunk.count = n
         chunk._sealed = True
-        chunk._ascending = bool((ids[1:] > ids[:-1]).all())
+        chunk.ascending = bool((ids[1:] > ids[:-1]).all())
         return chunk
 
     @property
@@ -73,7 +74,7 @@ class Chunk:
     @property
     def largest_id(self) -> int:
         """Of the blocks that are there."""
-        return int(self.ids[self.used - 1] if self._ascending else self.live().max())
+        return int(self.ids[self.used - 1] if self.ascending else self.live().max())
 
     def live(self) -> Tensor:
         """Ids ``[n]`` of the blocks in this chunk, in the order they were added."""
@@ -82,7 +83,7 @@ class Chunk:
     def fill(self, ids: Tensor, keys: Tensor) -> None:
         """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]`` to the next free rows."""
         rows = slice(self.used, self.used + ids.numel())
-        self._ascending &= not self.used or int(ids[0]) > int(self.ids[self.used - 1])
+        self.ascending &= not self.used or int(ids[0]) > int(self.ids[self.used - 1])
         self.keys[:, rows].copy_(keys.transpose(0, 1))
         self.ids[rows] = ids
         self.alive[rows] = True
@@ -103,7 +104,7 @@ class Chunk:
         if not self.alive[self.used - 1 : self.used].any():
             alive = self.alive[: self.used].nonzero()
             self.used = int(alive[-1]) + 1 if alive.numel() else 0
-        self._ascending |= not self.used
+        self.ascending |= not self.used
         if self.codes is not None:
             self.codes.cut(self.used)
 
@@ -135,7 +136,7 @@ class Chunk:
         if not self.used or not ids.numel():
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         held, order = self.ids[: self.used], None
-        if not self._ascending:
+        if not self.ascending:
             held, order = held.sort(stable=True)
         if int(ids[0]) > int(held[-1]) or int(ids[-1]) < int(held[0]):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)

@@ -2,7 +2,8 @@
 
 Keys lie in chunks that grow geometrically and are never copied again. A search of many keys first reads them in 8 bits
 (``sieve.py``), which rules most of them out for certain, and scores what is left in float32. Where that does not apply
-it walks over the keys in tiles whose scores stay in the processor's cache. Either way it never holds all scores.
+it walks over the keys in tiles whose scores stay in the processor's cache. On a GPU a kernel scores and chooses in one
+go. Never are all scores held.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from memstore.index.best import PLACES, Best, choose, merge, nothing, order
 from memstore.index.chunk import Chunk, Tile
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
 from memstore.index.sieve import Part, Sieved, sieve
+from memstore.kernels.search_blocks import search_blocks
+from memstore.kernels.search_blocks.api import triton_problem
 
 FIRST_CHUNK_KEYS = 4096
 LARGEST_CHUNK_KEYS = 1 << 18
@@ -125,6 +128,8 @@ class ExactIndex(VectorIndex):
         """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
         checks.check_top_k(k)
         checks.check_allowed(allowed)
+        if self._fused and all(chunk.ascending for chunk in self._chunks.values()):
+            return self._search_fused(queries, k, allowed)
         scans = self._scans(allowed, k)
         return self._each_head(queries, k, lambda rows, head: self._search_head(scans, rows, head, k))
 
@@ -212,6 +217,30 @@ class ExactIndex(VectorIndex):
         shape = (*queries.shape[:2], k)
         scores, ids, offsets = (torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True))
         return Found(scores.to(queries.device), ids.to(queries.device), offsets.to(queries.device))
+
+    @property
+    def _fused(self) -> bool:
+        """Whether a kernel searches: on a GPU, where it can."""
+        return self.device.type == "cuda" and triton_problem(*self._samples) is None
+
+    @property
+    def _samples(self) -> tuple[Tensor, Tensor]:
+        """A query and a key such as a kernel would get."""
+        empty = torch.empty(0, self.key_dim, device=self.device)
+        return empty, empty.to(self.dtype)
+
+    def _search_fused(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> Found:
+        """As ``search``, by the kernel: all heads and queries at once, a chunk after the other."""
+        grouped = self._grouped(queries)  # [G, R, D]
+        best = nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
+        for number, chunk in self._chunks.items():
+            wanted = None if allowed is None and chunk.count == chunk.used else chunk.wanted(allowed)
+            scores, rows = search_blocks(grouped, chunk.keys[:, : chunk.used], k, wanted=wanted)
+            scores, rows = scores.flatten(0, 1), rows.flatten(0, 1)
+            found = Best(scores, chunk.ids[rows.clamp(min=0)], rows + number * PLACES)
+            best = merge(best, Best(scores, *(x.where(rows >= 0, -1) for x in found[1:])), k)
+        by_head = [Best(*(x.unflatten(0, grouped.shape[:2])[head] for x in best)) for head in range(self.key_heads)]
+        return self._each_head(queries, k, lambda rows, head: self._settle(by_head[head], rows, head))
 
     @property
     def _tile_rows(self) -> int:

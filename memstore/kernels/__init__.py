@@ -4,6 +4,7 @@ from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
 from memstore.kernels.landmark_attention import landmark_attention
+from memstore.kernels.search_blocks import search_blocks
 
 __all__ = [
     "block_attention",
@@ -12,4 +13,5 @@ __all__ = [
     "knn_attention_with_lse",
     "landmark_attention",
     "merge_attention",
+    "search_blocks",
 ]

@@ -25,6 +25,28 @@ class TestExactBfloat16(IndexTests):
         return ExactIndex(key_heads, key_dim, keys_per_block, torch.bfloat16)
 
 
+class Fused(ExactIndex):
+    """Searches as on a GPU, by one function for all heads and queries; here by its reference."""
+
+    _fused = True
+
+
+class TestExactFused(IndexTests):
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(exact, "FIRST_CHUNK_KEYS", 8)
+        monkeypatch.setattr(exact, "LARGEST_CHUNK_KEYS", 64)
+
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return Fused(key_heads, key_dim, keys_per_block)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestExactOnAGpu(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block, device="cuda")
+
+
 class TestExactInManySmallPieces(IndexTests):
     """Chunks of a few keys and tiles of a few queries: every seam is crossed."""
 

@@ -1,0 +1,99 @@
+"""Public function of the search for blocks: meaning is checked here, the work is done in the chosen back end."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+
+Backend = Literal["auto", "reference", "triton"]
+_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+
+
+def search_blocks(
+    queries: Tensor, landmarks: Tensor, k: int, *, wanted: Tensor | None = None, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` blocks with the largest inner products for every query: the score of a block is that of its best key.
+
+    Args:
+        queries: ``[H, T, D]``.
+        landmarks: ``[G, N, P, D]``, ``P`` keys of each block; query head ``h`` uses key head ``h // (H // G)``.
+        k: blocks wanted for each query, at least 1.
+        wanted: ``[N]`` bool: the blocks that count; all if None.
+        backend: ``"reference"``, ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: ``"triton"`` on a GPU
+            where it can, else ``"reference"``.
+
+    Returns:
+        Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64; of
+        equal blocks the smaller first. -inf and -1 where there are fewer. Products are those of float32 numbers,
+        whatever type the landmarks have. No gradient.
+
+    Raises:
+        InvalidArgument: shapes, types or devices do not fit, or the back end is not available.
+    """
+    _check(queries, landmarks, k, wanted)
+    if backend == "auto":
+        usable = queries.device.type == "cuda" and triton_problem(queries, landmarks) is None
+        backend = "triton" if usable else "reference"
+    elif backend == "triton" and (problem := triton_problem(queries, landmarks)):
+        raise InvalidArgument(f"backend 'triton' {problem}")
+    queries, landmarks = queries.detach(), landmarks.detach()
+    match backend:
+        case "triton" if queries.numel() and landmarks.numel():
+            from memstore.kernels.search_blocks import triton
+
+            return triton.search_blocks(queries, landmarks, k, wanted)
+        case "reference" | "triton":
+            from memstore.kernels.search_blocks import reference
+
+            return reference.search_blocks(queries, landmarks, k, wanted)
+        case _:
+            raise InvalidArgument(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")
+
+
+def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
+    """Why Triton cannot search this, and what to do; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'reference'"
+    if queries.shape[-1] > _LARGEST_HEAD:
+        return f"has keys of at most {_LARGEST_HEAD} numbers, got {queries.shape[-1]}; use 'auto' or 'reference'"
+    if not {queries.dtype, landmarks.dtype} <= set(_TRITON_TYPES):
+        return (
+            f"takes float32, float16 or bfloat16, got {queries.dtype} and {landmarks.dtype}; "
+            "cast them, or use 'auto' or 'reference'"
+        )
+    if queries.device.type != "cuda":
+        from memstore.kernels.search_blocks import triton
+
+        if not triton.interpreted():
+            return (
+                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on "
+                f"{queries.device}; use 'auto' or 'reference'"
+            )
+    return None
+
+
+def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> None:
+    shapes = f"queries {tuple(queries.shape)}, landmarks {tuple(landmarks.shape)}"
+    if queries.dim() != 3 or landmarks.dim() != 4:
+        raise InvalidArgument(f"expected queries [H, T, D] and landmarks [G, N, P, D], got {shapes}")
+    if queries.shape[2] != landmarks.shape[3] or not len(landmarks) or len(queries) % len(landmarks):
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {shapes}")
+    if not landmarks.shape[2]:
+        raise InvalidArgument(f"a block has at least one key, got {shapes}")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise InvalidArgument(f"k must be an integer of at least 1, got {k!r}")
+    if not queries.is_floating_point() or not landmarks.is_floating_point():
+        raise InvalidArgument(f"queries and landmarks are numbers with a point, got {queries.dtype}, {landmarks.dtype}")
+    if wanted is not None and (wanted.dtype != torch.bool or wanted.shape != landmarks.shape[1:2]):
+        raise InvalidArgument(
+            f"wanted must be boolean [{landmarks.shape[1]}], got {wanted.dtype} of {list(wanted.shape)}"
+        )
+    devices = {str(x.device) for x in (queries, landmarks, wanted) if x is not None}
+    if len(devices) > 1:
+        raise InvalidArgument(f"expected all tensors on one device, got {', '.join(sorted(devices))}")

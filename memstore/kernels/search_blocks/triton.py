@@ -1,0 +1,149 @@
+"""Search for blocks in Triton, in two passes, so that never all scores are anywhere.
+
+Blocks lie in runs of ``RUN``. The best ``k`` blocks are in the ``k`` runs with the largest best scores, for each of
+those has a block that is at least as good. So the first kernel reads all landmarks once and writes one number for each
+run and query; the second one scores the blocks of the ``k`` runs that are left. Equal runs and equal blocks are taken
+in their order, so that the result is the same as that of the reference.
+
+The first kernel is for matrix units, whose inputs have the type of the landmarks. A query in float32 is given to them
+as a sum of three numbers of that type, which holds all of its bits: what is sorted out is sorted out for certain, up to
+the order of a sum in float32.
+"""
+
+# What the compiler knows is in capitals.
+# ruff: noqa: N803
+# Triton has no type information.
+# mypy: disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RUN = 64
+"""Blocks of a run."""
+QUERIES = 32
+"""Queries that share the landmarks that are read."""
+THREADS = 256
+"""Of a program: with fewer the rows of a tile do not fit into registers."""
+PARTS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
+"""Numbers of a type that make up one in float32."""
+
+
+@triton.jit
+def _best_of_runs_kernel(
+    queries: tl.tensor,  # [PARTS, G, R, D]
+    landmarks: tl.tensor,  # [G, N, P, D], strided
+    wanted: tl.tensor,  # [N]
+    best: tl.tensor,  # [G, R, runs]
+    lg: tl.tensor, ln: tl.tensor, lp: tl.tensor,  # strides
+    groups: tl.tensor, rows: tl.tensor, count: tl.tensor, keys: tl.tensor, runs: tl.tensor,
+    D: tl.constexpr, BD: tl.constexpr,
+    PARTS: tl.constexpr, FILTERED: tl.constexpr, RUN: tl.constexpr, BR: tl.constexpr,
+) -> None:  # fmt: skip
+    """The best score of one run for some queries of one head."""
+    run = tl.program_id(0)
+    group = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * BR + tl.arange(0, BR)
+    dims = tl.arange(0, BD)
+    block = run.to(tl.int64) * RUN + tl.arange(0, RUN)
+    there = block < count
+    if FILTERED:
+        there = there & (tl.load(wanted + block, mask=there, other=0) != 0)
+    highest = tl.full([BR, RUN], float("-inf"), tl.float32)
+    for key in range(keys):
+        places = landmarks + group * lg + block[:, None] * ln + key * lp + dims[None, :]
+        landmark = tl.load(places, mask=there[:, None] & (dims[None, :] < D), other=0.0)
+        scores = tl.zeros([BR, RUN], tl.float32)
+        for part in tl.static_range(PARTS):
+            base = queries + (part * groups + group) * rows * D
+            inside = (row[:, None] < rows) & (dims[None, :] < D)
+            query = tl.load(base + row[:, None] * D + dims[None, :], mask=inside, other=0.0)
+            scores = tl.dot(query, tl.trans(landmark), scores, input_precision="ieee")
+        highest = tl.maximum(highest, scores)
+    highest = tl.where(there[None, :], highest, float("-inf"))
+    tl.store(best + (group * rows + row) * runs + run, tl.max(highest, 1), mask=row < rows)
+
+
+@triton.jit
+def _score_runs_kernel(
+    queries: tl.tensor,  # [G, R, D] float32
+    landmarks: tl.tensor,  # [G, N, P, D], strided
+    wanted: tl.tensor,  # [N]
+    chosen: tl.tensor,  # [G, R, K]: runs
+    scores: tl.tensor,  # [G, R, K, RUN]
+    lg: tl.tensor, ln: tl.tensor, lp: tl.tensor,  # strides
+    rows: tl.tensor, count: tl.tensor, keys: tl.tensor, k: tl.tensor,
+    D: tl.constexpr, BD: tl.constexpr, FILTERED: tl.constexpr, RUN: tl.constexpr,
+) -> None:  # fmt: skip
+    """The scores of one run's blocks for one query."""
+    place = tl.program_id(0).to(tl.int64)
+    which = tl.program_id(1)
+    group = place // rows
+    dims = tl.arange(0, BD)
+    query = tl.load(queries + place * D + dims, mask=dims < D, other=0.0)
+    run = tl.load(chosen + place * k + which)
+    block = run * RUN + tl.arange(0, RUN)
+    there = block < count
+    if FILTERED:
+        there = there & (tl.load(wanted + block, mask=there, other=0) != 0)
+    highest = tl.full([RUN], float("-inf"), tl.float32)
+    for key in range(keys):
+        places = landmarks + group * lg + block[:, None] * ln + key * lp + dims[None, :]
+        landmark = tl.load(places, mask=there[:, None] & (dims[None, :] < D), other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, tl.sum(landmark * query[None, :], 1))
+    highest = tl.where(there, highest, float("-inf"))
+    tl.store(scores + (place * k + which) * RUN + tl.arange(0, RUN), highest)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
+    return not isinstance(_score_runs_kernel, triton.JITFunction)
+
+
+def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See the public function; there are queries and landmarks."""
+    heads, tokens, dim = queries.shape
+    groups, count, keys, _ = landmarks.shape
+    if landmarks.stride(3) != 1:
+        landmarks = landmarks.contiguous()
+    flat = queries.float().reshape(groups, -1, dim).contiguous()  # [G, R, D]
+    rows, runs = flat.shape[1], triton.cdiv(count, RUN)
+    filtered = wanted is not None
+    mask = wanted.view(torch.uint8) if wanted is not None else flat  # not read
+    sizes = {"D": dim, "BD": max(16, triton.next_power_of_2(dim)), "FILTERED": filtered, "RUN": RUN}
+    warps = THREADS // (64 if torch.version.hip else 32)
+    best = flat.new_empty(groups, rows, runs)
+    _best_of_runs_kernel[runs, triton.cdiv(rows, QUERIES), groups](
+        _parts(flat, landmarks.dtype), landmarks, mask, best, *landmarks.stride()[:3],
+        groups, rows, count, keys, runs, PARTS=PARTS[landmarks.dtype], BR=QUERIES, num_warps=warps, **sizes,
+    )  # fmt: skip
+    left = min(k, runs)
+    # Runs in their order, so that of equal blocks the smaller one comes first; a stable sort keeps it so.
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., :left].sort(-1).values.contiguous()
+    scores = flat.new_empty(groups, rows, left, RUN)
+    _score_runs_kernel[groups * rows, left](
+        flat, landmarks, mask, chosen, scores, *landmarks.stride()[:3],
+        rows, count, keys, left, num_warps=warps, **sizes,
+    )  # fmt: skip
+    blocks = (chosen.unsqueeze(-1) * RUN + torch.arange(RUN, device=chosen.device)).flatten(2)
+    found, at = scores.flatten(2).sort(dim=-1, descending=True, stable=True)
+    found, blocks = _filled(found, k, -torch.inf), _filled(blocks.gather(2, at), k, -1)
+    blocks = blocks.masked_fill(found == -torch.inf, -1)
+    return found.view(heads, tokens, k), blocks.view(heads, tokens, k)
+
+
+def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x [...]`` in float32 as a sum of numbers of ``dtype``: ``[PARTS, ...]``."""
+    parts = []
+    for _ in range(PARTS[dtype]):
+        parts.append(x.to(dtype))
+        x = x - parts[-1].float()
+    return torch.stack(parts)
+
+
+def _filled(x: Tensor, k: int, value: float) -> Tensor:
+    """The first ``k`` columns of ``x [G, R, n]``, with ``value`` where there are fewer."""
+    missing = k - x.shape[-1]
+    return x[..., :k] if missing <= 0 else torch.nn.functional.pad(x, (0, missing), value=value)
