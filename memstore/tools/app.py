@@ -23,6 +23,7 @@ from memstore.tools.eval_memorizing import lookup
 from memstore.tools.expire import expire
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.forget import forget
+from memstore.tools.index import index
 from memstore.tools.limit import limit
 from memstore.tools.ls import ls
 from memstore.tools.models import DRT, is_drt
@@ -106,6 +107,7 @@ for function in (
     unpin,
     expire,
     limit,
+    index,
     compact,
     repair,
     demo,
