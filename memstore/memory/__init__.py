@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memstore.memory.memory import Memory, open_memory
     from memstore.memory.retrieval import Retrieval
     from memstore.memory.spec import MemorySpec
+    from memstore.memory.traces import Look, Recorder, Step, Trace, Traces
     from memstore.memory.view import Hits, LayerView
 
 _HOMES = {
@@ -25,9 +26,14 @@ _HOMES = {
     "Fingerprint": "fingerprint",
     "Hits": "view",
     "LayerView": "view",
+    "Look": "traces",
     "Memory": "memory",
     "MemorySpec": "spec",
+    "Recorder": "traces",
     "Retrieval": "retrieval",
+    "Step": "traces",
+    "Trace": "traces",
+    "Traces": "traces",
     "open_memory": "memory",
 }
 
@@ -38,9 +44,14 @@ __all__ = [
     "Fingerprint",
     "Hits",
     "LayerView",
+    "Look",
     "Memory",
     "MemorySpec",
+    "Recorder",
     "Retrieval",
+    "Step",
+    "Trace",
+    "Traces",
     "open_memory",
 ]
 

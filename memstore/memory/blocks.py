@@ -88,6 +88,10 @@ class BlockReader:
             return decode_block_rows(self._spec, Rows(0, self._layouts).tensors())
         return decode_block_rows(self._spec, self._tiers.read(wanted, still, device))
 
+    def tiers(self, wanted: Wanted) -> list[str]:
+        """The tier that each block would be read from now: "device", "host" or "disk"."""
+        return self._tiers.where(wanted)
+
     @property
     def prefetches(self) -> bool:
         """Whether there is room for what is brought ahead."""

@@ -184,12 +184,12 @@ def _fork(document: Document, others: list[Document], memory: Memory) -> int:
     """Let the copy of ``document`` begin as a fork, if it shares blocks with one copied before; tokens it has then."""
     if memory.document(document.name).id is not None:
         return 0
-    shared = [(_shared_blocks(document, other), other.name) for other in others]
+    shared = [(shared_blocks(document, other), other.name) for other in others]
     blocks, name = max(shared, default=(0, ""))
     return len(memory.document(name).fork(document.name, blocks)) if blocks else 0
 
 
-def _shared_blocks(one: Document, other: Document) -> int:
+def shared_blocks(one: Document, other: Document) -> int:
     """How many first blocks two documents have in common, as values; 0 where their first live blocks differ."""
     (state, places), (also, elsewhere) = one.located(), other.located()
     if places is None or elsewhere is None or state.first != also.first or state.reading != also.reading:

@@ -17,7 +17,7 @@ from memstore.memory.append import Append, Tokens, as_tokens
 from memstore.memory.handle import Handle
 from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import token_layout
-from memstore.memory.places import Places, dropped, dropped_message, lacking
+from memstore.memory.places import Places, common, dropped, dropped_message, lacking
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.sharing import forking, truncation
 from memstore.memory.state import NEXT_DOCUMENT, DocumentState
@@ -132,21 +132,24 @@ class Document:
         self._check_writable()
         return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
 
-    def tokens(self, block: int | None = None) -> Tensor:
-        """Token ids ``[n]`` int64 of one block, or of all live blocks: -1 in those that a repair has dropped.
+    def tokens(self, block: int | range | None = None) -> Tensor:
+        """Token ids ``[n]`` int64 of one block, or of a range of blocks.
+
+        Without a block: of all live ones, -1 in those that a repair has dropped.
 
         Raises ``NotFound`` for a block that is not there, and ``DamagedError``.
         """
         while True:
             state = self._handle.current()
             live = state.live()
-            if block is not None and block not in live:
+            wanted = live if block is None else block if isinstance(block, range) else range(block, block + 1)
+            if absent := lacking(wanted, [live]):
                 there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
-                raise NotFound(f"document {self.name!r} has no block {block}; it has {there}.")
-            if block is not None and any(block in gone for gone in dropped(state)):
-                raise NotFound(dropped_message(self.name, block))
+                raise NotFound(f"document {self.name!r} has no block {absent[0].start}; it has {there}.")
+            if block is not None and (lost := [part for gone in dropped(state) if (part := common(gone, wanted))]):
+                raise NotFound(dropped_message(self.name, lost[0].start))
             try:
-                tokens = self._read_tokens(state, live if block is None else range(block, block + 1)).long()
+                tokens = self._read_tokens(state, wanted).long()
                 # Several reads are several moments; whole blocks change by truncations only, and those are counted.
                 if self._handle.current().edits == state.edits:
                     return tokens

@@ -32,6 +32,7 @@ from memstore.memory.repair import Repair, Repaired
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
+from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.store.contract import Compacted, Progress
 
@@ -93,6 +94,7 @@ class Memory:
         self._shared = shared
         self._opened = opened
         self._named = Named(shared)
+        self._traces = traces_of(shared.store, folder(shared.url), shared.url)
         self._documents: dict[str, Document] = {}
         self._names: dict[int, str] = {}
         self._lock = threading.RLock()
@@ -122,6 +124,11 @@ class Memory:
     def mode(self) -> str:
         """How it was opened: "a", "r" or "x"."""
         return self._shared.mode
+
+    @property
+    def traces(self) -> Traces:
+        """What was recorded while models were generating, beside the memory; see ``attached.record`` and others."""
+        return self._traces
 
     def documents(self) -> list[Document]:
         """All documents that have something in them, in the order they were made."""
@@ -245,6 +252,10 @@ class Memory:
     def get_info(self, name: str) -> Any:
         """What ``put_info`` stored, or None."""
         return self._named.get_info(name)
+
+    def facts(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """Everything that ``put_info`` and ``put_arrays`` stored, by name."""
+        return self._named.all()
 
     def share_facts(self, other: Memory) -> None:
         """Give another memory the named arrays and facts of this one that it lacks.

@@ -46,6 +46,21 @@ class Named:
         found = self._find("info", name)
         return None if found is None else found[1][0].to_json()["value"]
 
+    def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """All JSON values and all arrays, by their names."""
+        info: dict[str, Any] = {}
+        arrays: dict[str, dict[str, Tensor]] = {}
+        for key in self._keys():
+            records = self._shared.store.get(key)
+            if records is None:
+                continue
+            head, *rest = records[0].to_json(), *records[1:]
+            if head["kind"] == "info":
+                info[head["name"]] = head["value"]
+            else:
+                arrays[head["name"]] = dict(zip(head["arrays"], map(from_record, rest), strict=True))
+        return info, arrays
+
     def share(self, other: Named) -> None:
         """Give another memory what it lacks of all this. Raises ``ForeignMemory`` where it has other arrays."""
         for key in self._keys():

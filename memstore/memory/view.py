@@ -91,6 +91,23 @@ class LayerView:
 
         return self._steadily(ids, read)
 
+    def tiers(self, blocks: Tensor | Sequence[int]) -> list[str]:
+        """Where each of ``blocks [K]`` is at the moment: "device", "host" or "disk". It does not count as a use."""
+        return self._shared.blocks.tiers(self._wanted(_as_ids(blocks), self._handle.current()))
+
+    def checksums(self, blocks: Tensor | Sequence[int]) -> list[tuple[int, ...]]:
+        """Checksums of the states of ``blocks [K]`` as the store has them: equal where they are the same, bit for bit.
+
+        Comparable between memories of one layout and codec. Raises like ``gather``.
+        """
+        ids = _as_ids(blocks)
+
+        def read(state: DocumentState) -> list[tuple[int, ...]]:
+            places = Places(self._handle.id or 0, state)
+            return self._shared.store.checksums([places.block(self._layer, block) for block in ids])
+
+        return self._steadily(ids, read)
+
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
         """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
-from memstore.errors import DamagedError, StoreFull
+from memstore.errors import DamagedError, NotFound, StoreFull
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -177,6 +178,20 @@ class BlockStore(ABC):
     @abstractmethod
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
+
+    def checksums(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
+        """xxh3-64 of the payload of each record under ``keys``, to tell whether values are the same.
+
+        A store that keeps them may tell what it keeps, without reading the payloads. This one reads them. Raises
+        ``NotFound`` or ``DamagedError``.
+        """
+        found: list[tuple[int, ...]] = []
+        for key in keys:
+            records = self.get(key)
+            if records is None:
+                raise NotFound(f"there is nothing under {key}")
+            found.append(tuple(xxh3_64_intdigest(record.payload.tobytes()) for record in records))
+        return found
 
     @abstractmethod
     def keys(self, first: Key, last: Key) -> list[Key]:

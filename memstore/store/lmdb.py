@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
 import time
 import weakref
@@ -417,6 +418,18 @@ class LmdbStore(BlockStore):
         start = next((entry.start for entry in self._entries(view, self._run(key)) if entry.key == key), None)
         return None if start is None else decode_value(view, start, key)[0]
 
+    def checksums(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
+        """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
+        found: dict[Key, tuple[int, ...]] = {}
+        with self._reading() as txn:
+            for run in dict.fromkeys(map(self._run, keys)):
+                value = txn.get(_pack(run))
+                if value is not None:
+                    found |= runs.checksums(memoryview(value), run, self._lengths[run.table])
+        if missing := [key for key in keys if key not in found]:
+            raise NotFound(f"there is no {describe(missing[0])}")
+        return [found[key] for key in keys]
+
     def keys(self, first: Key, last: Key) -> list[Key]:
         """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         self._check_open()
@@ -483,7 +496,7 @@ class LmdbStore(BlockStore):
     def size_bytes(self) -> int:
         """Bytes allocated on disk by the files of the folder."""
         self._check_open()
-        return sum(file.stat().st_blocks * 512 for file in self.path.iterdir() if file.is_file())
+        return sum(map(_allocated, self.path.iterdir()))
 
     def used_bytes(self) -> int:
         """Bytes of the pages that the values of the last commit lie on."""
@@ -644,3 +657,12 @@ def _make_folder(folder: Path) -> Path:
     if strange:
         raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
     return folder
+
+
+def _allocated(path: Path) -> int:
+    """Bytes on disk of a file, 0 for anything else, and for what has left since it was listed."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return 0
+    return facts.st_blocks * 512 if stat.S_ISREG(facts.st_mode) else 0

@@ -63,6 +63,25 @@ def _entry(view: memoryview, start: int, expected: Key) -> Entry:
     return Entry(first.key, start, end)
 
 
+def checksums(view: memoryview, run: Key, length: int) -> dict[Key, tuple[int, ...]]:
+    """The checksums over the payloads of every value of a run, as its verified headers have them."""
+    found: dict[Key, tuple[int, ...]] = {}
+    start = 0
+    while start < len(view):
+        first = decode_header(view, start, run)
+        if first.key._replace(item=run.item) != run or not run.item <= first.key.item < run.item + length:
+            raise damaged(run, f"wrong address: {first.key} lies in it at offset {start}")
+        sums = []
+        for number in range(first.records):
+            header = decode_header(view, start, first.key) if number else first
+            if header[:3] != (first.key, number, first.records):
+                raise damaged(first.key, f"wrong address: record {header.record} of {header.key} at offset {start}")
+            sums.append(header.payload_sum)
+            start += HEADER_BYTES + header.nbytes + padding(header.nbytes)
+        found[first.key] = tuple(sums)
+    return found
+
+
 def find(view: memoryview, key: Key, run: Key, length: int, reader: ValueReader) -> int | None:
     """The byte at which the value of ``key`` starts, or None. The value itself is yet to be verified.
 

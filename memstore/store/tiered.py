@@ -102,6 +102,13 @@ class Tiers:
         rows = self._from_host(wanted, still)
         return rows if device is None else [each.to(device, non_blocking=True) for each in rows]
 
+    def where(self, wanted: Wanted) -> list[str]:
+        """The tier that each block would be read from now: "device", "host" or "disk". Nothing is counted or moved."""
+        below = "disk" if self._store.capabilities.durable else "host"
+        with self._lock:
+            held = {"device": self._device, "host": self._host}
+            return [next((tier for tier, pool in held.items() if name in pool), below) for name in wanted.names]
+
     @property
     def prefetches(self) -> bool:
         """Whether there is room for what is brought ahead."""

@@ -80,6 +80,20 @@ class StoreTests:
                 store.write(Batch(puts=[(key, (record,))]))
                 assert same(store.get(key), (record,))
 
+    def test_checksums_tell_values_apart(self, store: BlockStore) -> None:
+        """Equal where the records are, whatever the key; different where one bit is."""
+        keys = [Key(Table.BLOCKS, document, 0, item) for document in (1, 2) for item in range(5)]
+        batch = Batch()
+        for key in keys:
+            batch.put(key, *value(key.item))
+        store.write(batch)
+        sums = store.checksums(keys)
+        assert sums[:5] == sums[5:]
+        assert len(set(sums)) == 5
+        assert store.checksums(keys[3:1:-1]) == sums[3:1:-1]
+        with pytest.raises(NotFound):
+            store.checksums([*keys, Key(Table.BLOCKS, 3, 0, 0)])
+
     def test_json(self, store: BlockStore) -> None:
         """JSON values come back equal."""
         facts = {"name": "Moby-Dick — é", "tokens": 3, "list": [1, None, True]}

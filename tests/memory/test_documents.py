@@ -391,3 +391,15 @@ def test_reading_only_forbids_every_change(tmp_path: Any) -> None:
                 act()
         with pytest.raises(NotFound, match=r"has no document 'b'; it has 'a'"):
             memory.document("b")
+
+
+def test_tokens_of_a_range_of_blocks(make_memory: MakeMemory) -> None:
+    memory, tokens = make_memory(capacity=5), random_tokens(7 * S + 2)
+    append(memory.document("a"), tokens)
+    document = memory.document("a")  # which has blocks 3 to 7
+    assert torch.equal(document.tokens(range(3, 8)), document.tokens())
+    assert torch.equal(document.tokens(range(4, 6)), tokens[4 * S : 6 * S])
+    assert document.tokens(range(5, 5)).tolist() == []
+    for wanted, absent in ((range(2, 5), 2), (range(6, 9), 8), (range(20, 22), 20), (range(-1, 1), -1)):
+        with pytest.raises(NotFound, match=f"no block {absent}; it has blocks 3 to 7"):
+            document.tokens(wanted)

@@ -66,6 +66,21 @@ def test_without_a_budget_every_block_is_read(memory: Memory, tmp_path: Path) ->
         assert disk_reads(reader) == 6
 
 
+def test_asking_where_blocks_are_moves_and_counts_nothing(memory: Memory) -> None:
+    view = memory.document("a").layer(0)
+    before = memory.stats()["tiers"]
+    assert view.tiers([1, 0, 1]) == ["disk"] * 3
+    assert memory.stats()["tiers"] == before
+    view.gather([1])
+    before = memory.stats()["tiers"]
+    assert view.tiers([1, 0, 1]) == ["host", "disk", "host"]
+    assert memory.document("a").layer(1).tiers(torch.tensor([1])) == ["disk"]
+    assert memory.stats()["tiers"] == before
+    with memstore.open("ram:", spec=make_spec()) as other:
+        append(other.document("a"), random_tokens(9))
+        assert other.document("a").layer(0).tiers([0, 1]) == ["host", "host"]
+
+
 def test_a_memory_in_host_memory_is_not_kept_there_twice() -> None:
     with memstore.open("ram:", spec=make_spec()) as memory:
         append(memory.document("a"), TOKENS)
@@ -159,6 +174,7 @@ def test_the_device_pool_gives_tensors_on_its_device(memory: Memory, tmp_path: P
             gathered = view.gather([4, 2, 20], device=cpu)
             assert torch.equal(gathered["k"], states(in_blocks(TOKENS)[[4, 2, 20]], 1)["k"])
         assert reader.stats()["tiers"]["device"]["hits"] == 2
+        assert view.tiers([4, 2, 20, 5]) == ["device", "device", "disk", "disk"], "block 20 is incomplete"
 
 
 @pytest.mark.parametrize(

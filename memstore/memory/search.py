@@ -1,0 +1,101 @@
+"""Searching a memory from outside of a model: by vectors, or by the landmark of a block.
+
+Every complete block is scored exactly, as an index would: by the inner products of queries with its keys, the best of
+them for each query. Several heads or queries ask together, and a block's score is their mean. Models ask in their own
+ways, see ``search`` of what ``memstore.attach`` gives and of their readers; what is found is the same kind of thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.memory.document import Document
+from memstore.memory.memory import Memory
+
+AT_ONCE = 1 << 22
+"""Scores held at a time, 4 bytes each: a memory of single tokens has many keys in a block, all of which may ask."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A block that was found."""
+
+    document: str
+    block: int
+    score: float
+
+
+def search_vectors(documents: Sequence[Document], queries: Tensor, top_k: int, *, layer: int) -> list[Match]:
+    """The ``top_k`` blocks of ``documents`` that ``queries [H, T, D]`` find in ``layer``, best first.
+
+    ``D`` is the size of a key and ``H`` a multiple of the key heads: head ``h`` looks at key head ``h * G // H``. The
+    score is the mean over heads and ``T``. Raises ``InvalidArgument`` and ``DamagedError``.
+    """
+    for document in documents:
+        _check(document.memory, queries, top_k)
+    return best(((document, *_scored(document, queries.float(), layer)) for document in documents), top_k)
+
+
+def search_block(document: Document, block: int, top_k: int, *, layer: int, among: Sequence[Document]) -> list[Match]:
+    """The ``top_k`` blocks in ``among`` that the landmark of a block finds in ``layer``: its neighbours, best first.
+
+    The block itself is left out. Raises ``NotFound``, ``InvalidArgument`` and ``DamagedError``.
+    """
+    landmark = document.layer(layer).landmarks(range(block, block + 1))[0]  # [G, P, D]
+    found = search_vectors(among, landmark, top_k + 1, layer=layer)
+    return [match for match in found if (match.document, match.block) != (document.name, block)][:top_k]
+
+
+def best(scored: Iterable[tuple[Document, Tensor, Tensor]], top_k: int) -> list[Match]:
+    """The ``top_k`` best of documents, their blocks ``[N]`` and the scores ``[N]`` of these, best first."""
+    found: list[Match] = []
+    for document, blocks, scores in scored:
+        values, at = scores.topk(min(top_k, len(scores)))
+        pairs = zip(blocks[at].tolist(), values.tolist(), strict=True)
+        found += [Match(document.name, block, score) for block, score in pairs]
+    return sorted(found, key=lambda match: -match.score)[:top_k]
+
+
+def check_layer(memory: Memory, layer: int | None) -> int:
+    """``layer``, or the last one that has landmarks. Raises ``InvalidArgument`` for one without."""
+    layers = memory.spec.index_layers
+    if not layers:
+        raise InvalidArgument("this memory has no landmarks in any layer: there is nothing to search.")
+    if layer is not None and layer not in layers:
+        raise InvalidArgument(f"layer {layer} has no landmarks to search; layers that have: {_listed(layers)}.")
+    return layers[-1] if layer is None else layer
+
+
+def _check(memory: Memory, queries: Tensor, top_k: int) -> None:
+    spec = memory.spec
+    if queries.dim() != 3 or queries.shape[-1] != spec.key_dim or not len(queries) or len(queries) % spec.key_heads:
+        raise InvalidArgument(
+            f"expected queries [H, T, {spec.key_dim}] with H a multiple of {spec.key_heads}, the key heads of the "
+            f"memory, not {list(queries.shape)}."
+        )
+    if not bool(queries.isfinite().all()) or not queries.shape[1]:
+        raise InvalidArgument("the queries must be at least one vector of numbers without NaN and infinity.")
+    if top_k < 1:
+        raise InvalidArgument(f"top_k must be at least 1, not {top_k}.")
+
+
+def _scored(document: Document, queries: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """All complete blocks ``[N]``, and the mean of their scores over heads and queries ``[N]``."""
+    view, there = document.layer(layer), document.complete_blocks
+    total, blocks = torch.zeros(len(there)), torch.empty(0, dtype=torch.int64)
+    for piece in queries.split(max(1, AT_ONCE // max(1, len(queries) * len(there))), dim=1):
+        try:
+            scores, blocks = view.score(piece, allowed=there)  # fixed, for somebody may append meanwhile
+        except NotImplementedError as error:
+            raise InvalidArgument(f"{error}: open the memory with index='exact' to search it like this.") from None
+        total[blocks - there.start] += scores.sum(1).mean(0)
+    return blocks, total[blocks - there.start] / queries.shape[1]
+
+
+def _listed(layers: Iterable[int]) -> str:
+    return ", ".join(map(str, layers))
