@@ -1,0 +1,248 @@
+"""Writing a memory as files that need no memstore to be read: safetensors, and a manifest in JSON.
+
+Blocks go out as they are stored, each verified on the way, a few at a time, so a memory of any size needs little host
+memory. Everything is written to a folder beside the target, which gets its name when the last byte is on the disk: an
+export is there as a whole or not at all. ``importing.py`` makes a memory of it again, with the same bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+from torch import Tensor
+
+from memstore.errors import InvalidArgument, MemoryInUse, StoreFull
+from memstore.memory import landmarks
+from memstore.memory.copy import shared_blocks
+from memstore.memory.document import Document
+from memstore.memory.ingest import progress_bar
+from memstore.memory.layouts import block_layouts
+from memstore.memory.manifest import FACTS, NAME, DocumentEntry, FileEntry, Manifest
+from memstore.memory.memory import Memory, open_memory
+
+FILE_BYTES = 64 << 20
+"""States in one file, and in one transaction when they are imported; at least one block of all layers."""
+_LOCK = "export.lock"
+"""Marks a folder that an export is being written to, so that what an end of the process left behind can be removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """What ``export_memory`` wrote."""
+
+    documents: int
+    tokens: int
+    """Tokens in them, without blocks that have left or were dropped."""
+    files: int
+    nbytes: int
+    """Bytes of all files."""
+
+
+def export_memory(
+    source: str | Path | Memory, folder: str | Path, *, documents: Sequence[str] | None = None, progress: bool = False
+) -> ExportResult:
+    """Write the memory at ``source``, or the ``documents`` named, to the new ``folder``.
+
+    Documents that share blocks share them in the export too. Limit, pins and times to live stay behind, as in a copy.
+    While a document grows, what was there at first is written. Raises ``InvalidArgument`` where something is at
+    ``folder``, ``NotFound``, ``DamagedError`` where the memory is damaged, ``StoreFull``, ``MemoryInUse`` where another
+    process exports to the same place, and ``OSError``; nothing is left at ``folder`` then.
+    """
+    if not isinstance(source, Memory):
+        with open_memory(source, mode="r") as memory:
+            return export_memory(memory, folder, documents=documents, progress=progress)
+    chosen = source.documents() if documents is None else [source.document(name) for name in dict.fromkeys(documents)]
+    with _made(Path(folder)) as place:
+        writer = _Writer(place)
+        with progress_bar(source.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance:
+            entries = tuple(
+                _Pieces(document, chosen[:at], writer, at + 1, advance).written() for at, document in enumerate(chosen)
+            )
+        info, arrays = source.facts()
+        tensors = {f"arrays.{name}.{key}": value for name, each in arrays.items() for key, value in each.items()}
+        manifest = Manifest(
+            spec=source.spec,
+            documents=entries,
+            info=info,
+            arrays={name: tuple(each) for name, each in arrays.items()},
+            facts=writer.write(FACTS, tensors) if tensors else None,
+        )
+        content = manifest.to_bytes()
+        writer.put(NAME, content)
+        files = list(manifest.files())
+    return ExportResult(
+        documents=len(entries),
+        tokens=sum(file.tokens for file in files),
+        files=len(files) + 1,
+        nbytes=sum(file.nbytes for file in files) + len(content),
+    )
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A folder to write to that becomes ``folder`` when all went well, and is gone when it did not."""
+    if folder.exists():
+        raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
+    place = folder.with_name(f"{folder.name}.incomplete")
+    if place.exists() and not (place / _LOCK).exists():
+        raise InvalidArgument(f"{place}, where the export is written first, exists already; remove or rename it.")
+    place.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(place / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise MemoryInUse(f"another process is exporting to {folder}; wait for it, or name another folder.") from None
+    try:
+        for left in place.iterdir():
+            if left.name != _LOCK:
+                left.unlink()
+        yield place
+        (place / _LOCK).unlink()
+        _sync(place)
+        place.rename(folder)
+        _sync(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(place, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreFull(
+                f"no room for the export {folder}: {error.strerror}. Nothing of it was left; make room, or name "
+                "another disk."
+            ) from error
+        raise
+    finally:
+        lock.release()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Writer:
+    """Puts files into a folder, each on the disk before the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, name: str, tensors: dict[str, Tensor], **place: object) -> FileEntry:
+        """Write tensors as a safetensors file; ``place`` are the other values of its entry."""
+        from safetensors.torch import save
+
+        content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+        self.put(name, content)
+        digest = hashlib.sha256(content).hexdigest()
+        return FileEntry(name=name, nbytes=len(content), sha256=digest, **place)  # type: ignore[arg-type]  # by name
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file."""
+        with (self._folder / name).open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _Pieces:
+    """One document, cut into files."""
+
+    def __init__(
+        self,
+        document: Document,
+        others: Sequence[Document],
+        writer: _Writer,
+        number: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._document, self._others, self._writer = document, others, writer
+        self._number, self._advance = number, advance
+        self._spec = document.memory.spec
+        self._files: list[FileEntry] = []
+
+    def written(self) -> DocumentEntry:
+        """Write it; its entry in the manifest."""
+        state, size = self._document.located()[0], self._spec.block_size
+        complete = state.complete(size)
+        shared = [(min(shared_blocks(self._document, other), complete.stop), other.name) for other in self._others]
+        blocks, name = max(shared, default=(0, ""))
+        start = max(complete.start, blocks)
+        self._advance(start * size)
+        layer = sum(layout.nbytes for layout in block_layouts(self._spec))
+        step = max(1, FILE_BYTES // (self._spec.layers * layer))
+        for part in self._document.present(range(start, complete.stop)):
+            for first in range(part.start, part.stop, step):
+                self._write_complete(range(first, min(first + step, part.stop)))
+        tokens = self._write_last(complete.stop, state.tokens)
+        now = self._document.located()[0]
+        if now.edits != state.edits or now.first > complete.start:
+            raise InvalidArgument(
+                f"document {state.name!r} lost blocks while it was exported; export again when nobody changes it."
+            )
+        return DocumentEntry(
+            name=state.name,
+            tokens=tokens,
+            first=state.first,
+            digest=state.digest if tokens // size == complete.stop else None,
+            reading=state.reading,
+            begins_like=(name, blocks) if blocks else None,
+            files=tuple(self._files),
+        )
+
+    def _write_complete(self, blocks: range) -> None:
+        tensors = {"tokens": self._document.tokens(blocks).int()}
+        for layer in range(self._spec.layers):
+            view = self._document.layer(layer)
+            names = stored_names(self._spec.codec, list(self._spec.fields), len(block_layouts(self._spec)))
+            tensors |= {f"layer.{layer}.{name}": x for name, x in zip(names, view.stored(blocks), strict=True)}
+            tensors |= self._landmarks(layer, blocks)
+        self._write(tensors, blocks)
+
+    def _write_last(self, block: int, expected: int) -> int:
+        """Write the incomplete last block, if there is one; tokens of the document then.
+
+        It may grow while it is read, and be complete in the end.
+        """
+        size = self._spec.block_size
+        while expected > block * size:
+            state = self._document.located()[0]
+            if block in state.complete(size):
+                self._write_complete(range(block, block + 1))
+                return (block + 1) * size
+            here = range(block, block + 1)
+            tensors = {"tokens": self._document.tokens(block).int()}
+            for layer in range(self._spec.layers):
+                states = self._document.layer(layer).gather(here)
+                tensors |= {f"layer.{layer}.{name}": x for name, x in states.items()} | self._landmarks(layer, here)
+            if self._document.located()[0] == state:
+                self._write(tensors, here)
+                return state.tokens
+        return block * size
+
+    def _landmarks(self, layer: int, blocks: range) -> dict[str, Tensor]:
+        if layer not in self._spec.index_layers:
+            return {}
+        found = self._document.layer(layer).landmarks(blocks)
+        return {f"layer.{layer}.landmarks": landmarks.encode(found, self._spec.key_dtype)}
+
+    def _write(self, tensors: dict[str, Tensor], blocks: range) -> None:
+        tokens = len(tensors["tokens"])
+        name = f"document-{self._number:04}-{len(self._files) + 1:06}.safetensors"
+        self._files.append(self._writer.write(name, tensors, blocks=(blocks.start, blocks.stop), tokens=tokens))
+        self._advance(tokens)
+
+
+def stored_names(codec: str, fields: Sequence[str], layouts: int) -> list[str]:
+    """Names of what is stored of complete blocks: ``k``, or with a codec ``k.0``, ``k.1``, ... in its order."""
+    if codec == "none":
+        return list(fields)
+    each = layouts // len(fields)
+    return [f"{name}.{number}" for name in fields for number in range(each)]
