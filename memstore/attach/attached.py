@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import WeakKeyDictionary, finalize
 
@@ -21,13 +21,16 @@ from memstore.attach.architecture import Architecture, LayerPlan, implementation
 from memstore.attach.call import Call
 from memstore.attach.layer import LayerStates
 from memstore.attach.reading import ReadResult, read
+from memstore.attach.recording import Recording, facts
+from memstore.attach.search import search
 from memstore.attach.selection import Selection
 from memstore.attach.trace import Trace
 from memstore.attach.visible import Candidates, DocumentStates, Source, Visible, visible
 from memstore.attention import Router
 from memstore.errors import InvalidArgument, NotFound
-from memstore.memory import Document, Memory
+from memstore.memory import Document, Memory, Recorder
 from memstore.memory.retrieval import Retrieval
+from memstore.memory.search import Match
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -73,6 +76,10 @@ class Attached:
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
+        self.watch: Callable[[LayerStates, Tensor, dict[str, Any]], None] | None = None
+        """Called after each layer has attended: its states, its queries ``[B, H, T, D]`` without positions, and the
+        options of its attention. For ``memstore.eval.audit_attached``."""
+        self._recording: Recording | None = None
 
     # Use
 
@@ -138,6 +145,36 @@ class Attached:
                 raise InvalidArgument("read needs to know the document: pass document=NAME to read or to attach")
             document = self.names[0]
         return read(self, token_ids, document, progress=progress, score=score, retrieve=retrieve, reuse=reuse)
+
+    @contextmanager
+    def record(self, *, question: str | None = None, **info: Any) -> Iterator[Recorder]:
+        """Record what the model's calls retrieve, for the length of a ``with`` block, as a trace of the first memory.
+
+        Each forward pass is a step: for every layer that retrieved its lists of blocks, their scores, the tiers they
+        came from, and the part of each query head's attention that each block carried for the last token. Read it with
+        ``memory.traces`` or ``memstore trace``. ``question`` and ``info`` (JSON) are told with it; ``close(tokens)`` of
+        the recorder tells the tokens of the answer, the last of which it cannot see.
+
+        Raises ``InvalidArgument`` while another recording runs, and what ``Traces.record`` raises.
+        """
+        if self._recording is not None:
+            raise InvalidArgument("this attached model is being recorded already; leave that block first")
+        names = [document.name for document in self.documents]
+        with self.memories[0].traces.record(**facts(self), documents=names, question=question, **info) as recorder:
+            self._recording = Recording(recorder)
+            try:
+                yield recorder
+            finally:
+                recorder.close()
+                self._recording = None
+
+    def search(self, token_ids: Sequence[int] | Tensor, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
+        """The ``top_k`` blocks that the prompt ``token_ids [n]`` finds among all complete ones, best first.
+
+        They are scored as for an answer, also those at the ends of a document, which an answer sees without a search.
+        ``layer``: one that has landmarks; by default the last. Raises ``InvalidArgument``, ``DamagedError``.
+        """
+        return search(self, token_ids, top_k, layer)
 
     # Installation
 
@@ -220,6 +257,21 @@ class Attached:
             call.release()
         return {layer: tapped[layer] for layer in layers}
 
+    def asking(self, tokens: Tensor) -> dict[int, Tensor]:
+        """What the prompt ``tokens [T]`` would choose blocks by, in each layer that has landmarks.
+
+        That is position-free queries ``[H, T, D]`` where layers choose for themselves, else hidden states
+        ``[T, hidden]``. It leaves no trace.
+        """
+        call, trace = self._new_call(), self.selection.trace
+        self._tap, self.selection.trace = {}, Trace()
+        try:
+            self.forward(call, tokens)
+        finally:
+            tapped, self._tap, self.selection.trace = self._tap, None, trace
+            call.release()
+        return tapped
+
     # Forward passes
 
     @torch.no_grad()
@@ -245,6 +297,9 @@ class Attached:
         call = self._next if self._next is not None else self._call_of(given)
         tokens = inputs.shape[1]
         call.begin(tokens, _padding(given.get("attention_mask"), call.length + tokens), inputs.device)
+        call.recording = self._recording if self._next is None else None
+        if call.recording is not None:
+            call.recording.begin(call, given.get("input_ids"))
         if self._next is None and self.retrieval.passes == 2 and not call.length and call.due():
             self._choose_in_a_first_pass(call, given)
         self._call = call
@@ -304,7 +359,7 @@ class Attached:
                 f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
             )
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=self.window)
-        return Call(self.selection, seen, DocumentStates(own, self.block_size).read)
+        return Call(self.selection, seen, DocumentStates(own, self.block_size).read, recording=self._recording)
 
     def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any]) -> None:
         """Run the prompt up to the last layer that has landmarks, and let ``call`` attend to what was chosen there."""
@@ -344,13 +399,16 @@ def _attention(
     attached, plan = _PLANS[module]
     call = attached._call
     assert call is not None, "attention ran outside of a forward pass of the base model"
+    if attached._tap is not None and attached.selection.by_layer:
+        attached._tap[plan.index] = query[0].detach()
     if attached._states_only and plan is attached.architecture.layers[-1]:
         call.layers[plan.index].fresh = (key, value)
         attached._call = None
         raise _Enough
-    out = call.layers[plan.index].attend(
-        query, key, value, scale=kwargs.get("scaling"), softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")
-    )
+    options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    out = call.layers[plan.index].attend(query, key, value, **options)
+    if attached.watch is not None:
+        attached.watch(call.layers[plan.index], query, options)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +18,26 @@ from memstore.attention import Placement, place
 from memstore.errors import DamagedError, InvalidArgument
 
 if TYPE_CHECKING:
+    from memstore.attach.recording import Recording
     from memstore.attach.selection import Chosen, Selection
     from memstore.memory import Document
 
 MEMOS = 1024
 """Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
+
+
+@dataclass(eq=False)
+class Shown:
+    """What a layer has fetched of a list."""
+
+    chosen: Chosen
+    """What could be read of it."""
+    start: int
+    """The key at which the retrieved blocks begin, which follow each other."""
+    tiers: dict[int, str] | None
+    """Where each candidate was when it was chosen; None where nobody was recording."""
+    gather_seconds: float
+    """Time it took."""
 
 
 class Call:
@@ -34,11 +51,14 @@ class Call:
         *,
         reading: bool = False,
         retrieve: bool = True,
+        recording: Recording | None = None,
     ) -> None:
         self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
         self.room = 0 if reading else ROOM
         self.candidates = seen.candidates if retrieve else Candidates(())
         self.slots = selection.slots(self.candidates)
+        self.recording = recording
+        """Where the forward pass is recorded that runs, or comes next."""
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.reset()
 
@@ -86,7 +106,7 @@ class Call:
         """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen``."""
         wanted = [states for states in self.layers[from_layer:] if not states.plan.local]
         for states in wanted:
-            states.set_chosen(chosen)
+            states.set_chosen(chosen)  # which notes where the blocks are, before they are brought
         if self.last_chosen is None or not self.last_chosen.same(chosen):
             for document, blocks in self._located(chosen)[1]:
                 for states in wanted:
@@ -206,12 +226,15 @@ class Call:
 
     # What a layer sees
 
-    def prefix(self, plan: LayerPlan, chosen: Chosen | None) -> tuple[list[States], Tensor]:
-        """What layer ``plan`` attends to of the memory: its parts in order, and their positions.
+    def prefix(
+        self, plan: LayerPlan, chosen: Chosen | None, tiers: dict[int, str] | None
+    ) -> tuple[list[States], Tensor, Shown | None]:
+        """What layer ``plan`` attends to of the memory: its parts in order, their positions, and what is retrieved.
 
         Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens. Positions
         are ``[B or 1, heads or 1, P]``, for all parts together.
         """
+        begun = time.perf_counter()
         direct = self.seen.direct_for(plan.sliding if plan.local else None)
         sink = range(0) if plan.local else self.seen.sink
         parts = []
@@ -222,7 +245,8 @@ class Call:
             parts += states
         if direct:
             parts.append(self._run(plan, direct))
-        return parts, self._prefix_positions(chosen, len(sink), len(direct))
+        shown = None if chosen is None else Shown(chosen, len(sink), tiers, time.perf_counter() - begun)
+        return parts, self._prefix_positions(chosen, len(sink), len(direct)), shown
 
     def _prefix_positions(self, chosen: Chosen | None, sink: int, direct: int) -> Tensor:
         key = ("positions", id(chosen), sink, direct)
@@ -250,6 +274,14 @@ class Call:
             self._memo[key] = (chosen, places, self.candidates.located(numbers))
         _, places, located = self._memo[key]
         return places, located
+
+    def tiers(self, plan: LayerPlan, chosen: Chosen) -> dict[int, str] | None:
+        """Where each candidate of the lists is at the moment; None where nobody is recording."""
+        if self.recording is None:
+            return None
+        located = self._located(chosen)[1]
+        tiers = [tier for document, blocks in located for tier in document.layer(plan.index).tiers(blocks)]
+        return dict(zip(chosen.numbers.unique().tolist(), tiers, strict=True))
 
     def _readable(self, plan: LayerPlan, chosen: Chosen) -> tuple[Chosen | None, list[States]]:
         """What there is of the lists in layer ``plan``, and its states; raises where an error is not to be a miss."""

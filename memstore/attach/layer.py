@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend
 
 if TYPE_CHECKING:
-    from memstore.attach.call import Call
+    from memstore.attach.call import Call, Shown
 
 ROOM = 64
 """Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""
@@ -38,10 +39,14 @@ class LayerStates(CacheLayerMixin):
         self.call, self.plan = call, plan
         self.chosen: Chosen | None = None
         """What is retrieved; None while nothing is."""
+        self.tiers: dict[int, str] | None = None
+        """Where each candidate of ``chosen`` was then; None where nobody was recording."""
         self.chosen_at = 0
         self.stale = True
         self.prefix = 0
         self.prefix_positions = torch.empty(1, 1, 0, dtype=torch.long)
+        self.shown: Shown | None = None
+        """What was fetched of ``chosen``."""
         self.fresh: States | None = None
         """Position-free states of the segment, kept while reading."""
 
@@ -49,6 +54,7 @@ class LayerStates(CacheLayerMixin):
         """Attend to the candidates ``chosen`` from now on."""
         if self.chosen is None or not self.chosen.same(chosen):
             self.chosen, self.stale = chosen, True
+            self.tiers = self.call.tiers(self.plan, chosen)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of position-free ``q [B, H, T, D]``, ``k, v [B, G, T, D]`` over prefix and local tokens."""
@@ -60,12 +66,15 @@ class LayerStates(CacheLayerMixin):
             self._fetch_prefix(k, v)
         q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
         keys, values = self._append(k, v)
-        return attend(q, keys, values, mask=call.mask(self, q.dtype), **options)
+        mask = call.mask(self, q.dtype)
+        if call.recording is not None and self.shown is not None:
+            call.recording.see(self, self.shown, q, keys, mask, **options)
+        return attend(q, keys, values, mask=mask, **options)
 
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:
         """Fill the beginning of the buffers from the memory, keeping the local tokens after it."""
         local = self._local()
-        parts, self.prefix_positions = self.call.prefix(self.plan, self.chosen)
+        parts, self.prefix_positions, self.shown = self.call.prefix(self.plan, self.chosen, self.tiers)
         heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
         self.prefix = self.prefix_positions.shape[-1]
         self._allocate(k, v, heads, self.prefix + self.call.length + k.shape[2] + self.call.room)
@@ -163,16 +172,20 @@ class LayerStates(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget the local tokens and what was retrieved for them."""
-        self.chosen, self.stale, self.is_initialized = None, True, False
+        self.chosen, self.shown, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take over the rows that beam search goes on with."""
+        if self.call.recording is not None:
+            self.call.recording.settle()
         if self.is_initialized:
             self.keys, self.values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
         if self.chosen is not None:
             self.chosen = self.chosen.rows(beam_idx.cpu())
+        if self.shown is not None:
+            self.shown = replace(self.shown, chosen=self.shown.chosen.rows(beam_idx.cpu()))
         if len(self.prefix_positions) > 1:
             self.prefix_positions = self.prefix_positions.index_select(0, beam_idx.cpu())
         if self.plan.index == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Chosen:
     """``[B or 1, lists, K]`` numbers of candidates, ascending in each list."""
     slots: Tensor
     """``[B or 1, lists, K]``: the slot that each takes with stingy positions."""
+    scores: Tensor
+    """``[B or 1, lists, K]`` float32: by what they were chosen; NaN where nobody had to choose."""
 
     def same(self, other: Chosen) -> bool:
         """True if ``other`` is the same blocks in the same slots."""
@@ -38,13 +41,13 @@ class Chosen:
         bad = torch.isin(self.numbers, lost)
         most = int(bad.sum(-1).max())
         order = torch.where(bad, -1, self.slots).argsort(-1)[..., most:].sort(-1).values
-        return Chosen(self.numbers.gather(-1, order), self.slots.gather(-1, order))
+        return Chosen(*(each.gather(-1, order) for each in (self.numbers, self.slots, self.scores)))
 
     def rows(self, rows: Tensor) -> Chosen:
         """Those of the given rows; itself where it serves all rows."""
         if len(self.numbers) == 1:
             return self
-        return Chosen(self.numbers.index_select(0, rows), self.slots.index_select(0, rows))
+        return Chosen(*(each.index_select(0, rows) for each in (self.numbers, self.slots, self.scores)))
 
 
 class Selection:
@@ -58,6 +61,8 @@ class Selection:
         self.routers: dict[int, list[Router]] = {}
         """Of each routing layer, one for each memory."""
         self.trace = Trace()
+        self.search_seconds = 0.0
+        """Time spent on choosing so far."""
         self.ended = False
         """The memory has been taken out of the model."""
 
@@ -86,7 +91,7 @@ class Selection:
         if self.slots(candidates) < len(candidates):
             return None
         numbers = torch.arange(len(candidates))[None, None]
-        return Chosen(numbers, numbers)
+        return Chosen(numbers, numbers, torch.full(numbers.shape, float("nan")))
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
         """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
@@ -95,24 +100,31 @@ class Selection:
 
     def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor], step: int) -> Chosen:
         """One list for all layers from each row's query codes ``[t, memories, dim]``."""
+        begun = time.perf_counter()
         lists = [self._route_row(candidates, layer, codes, step, row) for row, codes in enumerate(rows)]
-        return self._chosen(lists)
+        return self._chosen(lists, begun)
 
-    def _chosen(self, lists: list[tuple[Tensor, Tensor]]) -> Chosen:
+    def _chosen(self, lists: list[tuple[Tensor, Tensor]], begun: float) -> Chosen:
         numbers, scores = (torch.stack(parts) for parts in zip(*lists, strict=True))
         by_time = torch.arange(numbers.shape[-1]).expand(numbers.shape)
-        return Chosen(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time)
+        self.search_seconds += time.perf_counter() - begun
+        return Chosen(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
 
     def _route_row(
         self, candidates: Candidates, layer: int, codes: Tensor, step: int, row: int
     ) -> tuple[Tensor, Tensor]:
+        scores = self.routed(candidates, layer, codes)
+        numbers, best = choose(scores, self.slots(candidates))
+        self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
+        return numbers[None], best[None]
+
+    def routed(self, candidates: Candidates, layer: int, codes: Tensor) -> Tensor:
+        """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``."""
         options = self.retrieval
         codes = codes if options.query == "all" else codes[-options.span :]
         scores = candidates.score(layer, [each[None] for each in codes.unbind(1)])[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
-        numbers, best = choose(inherited(blocks, candidates.consecutive()), self.slots(candidates))
-        self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
-        return numbers[None], best[None]
+        return inherited(blocks, candidates.consecutive())
 
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], step: int, *, whole: bool
@@ -121,7 +133,7 @@ class Selection:
 
         ``whole`` lets all query tokens choose; otherwise the options say which do.
         """
-        options = self.retrieval
+        options, begun = self.retrieval, time.perf_counter()
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
         chosen = []
         for row, queries in enumerate(rows):
@@ -132,7 +144,7 @@ class Selection:
             for head in range(lists):
                 self._note(candidates, numbers[head], best[head], step=step, row=row, layer=plan.index, head=head)
             chosen.append((numbers, best))
-        return self._chosen(chosen)
+        return self._chosen(chosen, begun)
 
     def _note(self, candidates: Candidates, numbers: Tensor, scores: Tensor, **where: int) -> None:
         found: dict[Document, tuple[list[int], list[float]]] = {}

@@ -45,6 +45,16 @@ class Candidates:
             number -= len(blocks)
         raise IndexError(number)
 
+    def named(self, numbers: Tensor) -> tuple[list[str], Tensor, Tensor]:
+        """Names of the documents, and of the candidates ``numbers``: which of the names, and the block, of each."""
+        names = list(dict.fromkeys(source.document.name for source, _ in self.parts))
+        lengths = torch.tensor([len(blocks) for _, blocks in self.parts])
+        stops = lengths.cumsum(0)
+        part = torch.searchsorted(stops, numbers, right=True)
+        first = torch.tensor([blocks.start for _, blocks in self.parts]) - (stops - lengths)
+        of_part = torch.tensor([names.index(source.document.name) for source, _ in self.parts])
+        return names, of_part[part], numbers + first[part]
+
     def blocks(self) -> Tensor:
         """Block id of every candidate, ``[N]``."""
         return torch.cat([torch.arange(blocks.start, blocks.stop) for _, blocks in self.parts])

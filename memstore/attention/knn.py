@@ -159,11 +159,33 @@ class KNNAttention(WindowAttention):
         empty: Tensor | None = None,
         memory: TokenMemory | None = None,
     ) -> tuple[Tensor, States]:
-        """As in ``WindowAttention``; ``memory`` is searched with the queries of the segment."""
+        """As in ``WindowAttention``; ``memory`` is searched with the queries of the segment.
+
+        Where it has a ``watch``, that is told what the layer mixes: what ``weights_of`` takes.
+        """
         q, states = self.project(x)
         found = None if memory is None else memory.search(q.detach(), self.top_k)
         k, v = after(past, states)
-        return self.out(merged(self.mix(q, k, v, self.mask(q, k, empty), found))), states
+        mask = self.mask(q, k, empty)
+        if found is not None and (watch := getattr(memory, "watch", None)) is not None:
+            watch(self, q, k, mask, found)
+        return self.out(merged(self.mix(q, k, v, mask, found))), states
+
+    @torch.no_grad()
+    def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:
+        """Scores and weights ``[B, H, T, K]`` of what was found: its parts in the output of ``mix``.
+
+        Without ``joint`` they sum up to the gate, with it to what the window leaves of one softmax. Score -inf and
+        weight 0 where nothing was found.
+        """
+        factor = self.scale.exp()[:, None, None]
+        scores = factor * products(q, found.keys, found.ids)
+        lse = scores.logsumexp(-1, keepdim=True)
+        if self.gate is None:
+            local = (q * factor) @ k.repeat_interleave(self.heads // self.groups, 1).transpose(-1, -2) + mask
+            lse = torch.logaddexp(lse, local.logsumexp(-1, keepdim=True))
+        weights = torch.exp(scores - lse.nan_to_num(neginf=0.0))
+        return scores, weights if self.gate is None else weights * self.gate.sigmoid()[:, None, None]
 
     def project(self, x: Tensor) -> tuple[Tensor, States]:
         """As in ``WindowAttention``; queries and keys have length 1."""
@@ -182,6 +204,17 @@ class KNNAttention(WindowAttention):
         if found is None or self.gate is None:
             return out
         return knn_attention(q, *found, scale=factor, local=out, gate=self.gate)
+
+
+def products(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    """Products of ``queries [B, H, T, D]`` with rows ``ids [B, H, T, K]`` of ``keys [B, G, N, D]``, -inf for -1."""
+    batch, heads = queries.shape[:2]
+    if not keys.shape[2]:
+        return queries.new_full(ids.shape, -torch.inf)
+    rows = torch.arange(batch, device=ids.device)[:, None, None, None]
+    groups = (torch.arange(heads, device=ids.device) // (heads // keys.shape[1]))[:, None, None]
+    found = keys[rows, groups, ids.clamp(min=0)]  # [B, H, T, K, D]
+    return torch.einsum("bhtd,bhtkd->bhtk", queries.to(found.dtype), found).masked_fill(ids < 0, -torch.inf)
 
 
 def after(past: States | None, states: States) -> States:

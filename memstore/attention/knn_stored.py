@@ -8,7 +8,7 @@ exact index the result is exact. The tokens of an incomplete last block are not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,10 @@ class StoredTokens:
         if not documents:
             raise InvalidArgument("a memory of tokens needs a document for each row of the batch, and got none")
         self.documents = list(documents)
+        self.gathered: list[list[int]] = [[] for _ in documents]
+        """The blocks of each row that the last search gathered."""
+        self.asking: Callable[[int, list[int]], None] | None = None
+        """Told the row and the blocks that are about to be gathered."""
         self.spec = documents[0].memory.spec
         if self.spec.layers != 1 or set(self.spec.fields) != set(FIELDS):
             raise InvalidArgument(
@@ -72,13 +76,21 @@ class StoredTokens:
 
         Raises what ``LayerView.search`` and ``LayerView.gather`` do.
         """
-        rows = [self._search_row(q, document, top_k) for q, document in zip(queries, self.documents, strict=True)]
+        rows = [self._search_row(row, q, top_k) for row, q in enumerate(queries)]
         longest = max(row.keys.shape[1] for row in rows)
         keys, values = (
             torch.stack([F.pad(row[part], (0, 0, 0, longest - row[part].shape[1])) for row in rows])
             for part in range(2)
         )
         return Neighbours(*(x.to(queries.device) for x in (keys, values, torch.stack([row.ids for row in rows]))))
+
+    def numbers_of(self, ids: Tensor) -> Tensor:
+        """Numbers ``[B, H, T, K]`` of what the last search found, from the document's beginning on; -1 for none."""
+        size, most = self.spec.block_size, max(1, *map(len, self.gathered))
+        blocks = torch.tensor([[*row, *[-1] * (most - len(row))] for row in self.gathered])  # [B, most]
+        rows = torch.arange(len(blocks))[:, None, None, None]
+        ids = ids.cpu()
+        return torch.where(ids < 0, -1, blocks[rows, ids.clamp(min=0) // size] * size + ids % size)
 
     @torch.no_grad()
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
@@ -104,7 +116,8 @@ class StoredTokens:
         blocks: Tensor = padded.unflatten(2, (count, size))
         return blocks.transpose(1, 2)
 
-    def _search_row(self, queries: Tensor, document: Document, top_k: int) -> Neighbours:
+    def _search_row(self, row: int, queries: Tensor, top_k: int) -> Neighbours:
+        document = self.documents[row]
         groups, size, dim = self.spec.fields["k"]
         heads, tokens, _ = queries.shape
         view, queries = document.layer(0), queries.detach().cpu().float()
@@ -113,6 +126,9 @@ class StoredTokens:
         waiting = len(document) % size
         if waiting:
             blocks.append(document.n_blocks - 1)
+        self.gathered[row] = blocks
+        if self.asking is not None:
+            self.asking(row, blocks)
         ids = torch.full((groups, heads // groups * tokens, top_k), -1)
         if not blocks:
             none = torch.zeros(groups, 0, dim)
