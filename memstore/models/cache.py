@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from memstore.models.tracing import Tracing
 
 
 class ModelCache:
@@ -23,6 +26,8 @@ class ModelCache:
         """Tokens that came in through the model, with their padding: what ``generate`` leaves out of a prompt."""
         self.owner: weakref.ref[nn.Module] | None = None
         """The model that computed what is in here; None as long as nothing is."""
+        self.trace: Tracing | None = None
+        """What writes down what is retrieved, where a reader was asked for that."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
         """Tokens given so far, those of a document not counted."""

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.memory import Document, Memory, MemorySpec, open_memory
+from memstore.memory import Document, Memory, MemorySpec, Recorder, Traces, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
+from memstore.models.cache import ModelCache
 
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or pieces of them one after the other."""
@@ -44,6 +45,8 @@ class ReadResult:
 
 class DocumentReader(ABC):
     """A document of a memory, which grows as text is read."""
+
+    model: Any
 
     def __init__(
         self,
@@ -128,6 +131,64 @@ class DocumentReader(ABC):
         return ReadResult(self.document.name, stored + new, new, 0, seconds)
 
     @abstractmethod
+    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> ModelCache:
+        """A cache that goes on where the document ends, for ``rows`` continuations at once.
+
+        ``trace``: what to write to, see ``record``.
+        """
+
+    def record(self, prompt: Tokens, *, question: str | None = None, traces: Traces | None = None) -> Recorder:
+        """Begin a trace of what comes after the document, in ``traces`` or else in those of the memory.
+
+        ``prompt [T]`` are the tokens that are given first, ``question`` is their text where there is one. Give the
+        recorder to ``cache``, and leave its ``with`` block when everything was generated::
+
+            with reader.record(prompt[0]) as recorder:
+                model.generate(prompt, past_key_values=reader.cache(trace=recorder))
+
+        Raises what ``Traces.record`` does.
+        """
+        return (self.memory.traces if traces is None else traces).record(
+            model=(self.memory.get_info("model") or {}).get("name"),
+            documents=[self.document.name],
+            question=question,
+            prompt=as_tokens(prompt).tolist(),
+            block_size=self.memory.spec.block_size,
+            **self._described(),
+        )
+
+    def generate(self, input_ids: Tensor, *, trace: bool = False, **options: Any) -> Any:
+        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next.
+
+        With ``trace`` what is retrieved is written to ``memory.traces``. Raises ``InvalidArgument`` where nothing comes
+        next, and for a trace of beams.
+        """
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise InvalidArgument(
+                f"expected the tokens that come next, [rows, T], got {list(input_ids.shape)}; to go on right after the "
+                "document, read all but its last token and give that one here"
+            )
+        # So often does generate repeat each row.
+        given = options.get("generation_config") or self.model.generation_config
+        beams, samples = (
+            options.get(name) or getattr(given, name) or 1 for name in ("num_beams", "num_return_sequences")
+        )
+        rows = len(input_ids) * max(beams, samples)
+        if not trace:
+            return self.model.generate(input_ids, past_key_values=self.cache(rows), **options)
+        if beams > 1:
+            raise InvalidArgument("a trace follows each row from its beginning to its end: generate without beams")
+        with self.record(input_ids[0]) as recorder:
+            result = self.model.generate(input_ids, past_key_values=self.cache(rows, trace=recorder), **options)
+            new = getattr(result, "sequences", result)[0, input_ids.shape[1] :]
+            recorder.close(new.tolist())
+        return result
+
+    @abstractmethod
+    def _described(self) -> dict[str, Any]:
+        """What the info of a trace says of the model and of how it retrieves."""
+
+    @abstractmethod
     def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
         """Read ``pieces`` at the end of the document; seconds that it took."""
 
@@ -155,6 +216,14 @@ class DocumentReader(ABC):
                     waiting, held = [], 0
         if held:
             yield torch.cat(waiting)
+
+    def _asking(self, tokens: Tokens, top_k: int) -> Tensor:
+        """The tokens ``[n]`` int64 of a search. Raises ``InvalidArgument`` for what none can be made with."""
+        ids = as_tokens(tokens)
+        if not len(ids) or top_k < 1:
+            raise InvalidArgument("a search needs at least one token, and a top_k of at least 1")
+        self._check(ids)
+        return ids.long()
 
     def _check(self, tokens: Tensor) -> None:
         last = self._vocabulary - 1

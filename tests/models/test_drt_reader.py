@@ -97,11 +97,11 @@ def test_a_prompt_is_continued_in_pieces_and_in_rows() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
-def test_generating_after_a_document_is_generating_after_the_text(options: dict[str, int]) -> None:
+def test_generating_after_a_document_is_generating_after_the_text(options: dict[str, Any]) -> None:
     model, text = make("rope"), tokens(300)[0]
     options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, **options}
     prompts = tokens(9, rows=2, seed=4)
-    expected = model.generate(torch.cat([text.expand(2, -1), prompts], 1), **options)[:, 300:]  # type: ignore[misc, arg-type]
+    expected = model.generate(torch.cat([text.expand(2, -1), prompts], 1), **options)[:, 300:]  # type: ignore[misc]
     with Reader(model, "ram:") as reader:
         reader.read(text)
         assert torch.equal(reader.generate(prompts, **options), expected)
@@ -111,7 +111,12 @@ def test_sampling_several_answers_gives_several() -> None:
     model = make("rope")
     with Reader(model, "ram:") as reader:
         reader.read(tokens(100)[0])
-        sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, "pad_token_id": 0}
+        sampling: dict[str, Any] = {
+            "do_sample": True,
+            "num_return_sequences": 3,
+            "max_new_tokens": 5,
+            "pad_token_id": 0,
+        }
         assert reader.generate(tokens(4), **sampling).shape == (3, 9)
 
 

@@ -15,6 +15,7 @@ from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import BlockTable, TensorTable
+from memstore.models.drt.tracing import DRTTracing
 
 
 class LastList(NamedTuple):
@@ -42,6 +43,7 @@ class DRTCache(ModelCache):
     """
 
     config: DRTConfig
+    trace: DRTTracing | None
 
     def __init__(self, config: DRTConfig, rows: int, table: BlockTable | None = None, tokens: int = 0) -> None:
         """``tokens``: those that the table's blocks stand for, before the first segment."""
@@ -136,6 +138,8 @@ class DRTCache(ModelCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
         rows = beam_idx.tolist()
+        if self.trace is not None and rows != list(range(self.rows)):
+            self.trace.refuse_reordering()
         self.rows = len(rows)
         self.counts = [self.counts[row] for row in rows]
         self.table.reorder(beam_idx)

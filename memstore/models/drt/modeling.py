@@ -244,8 +244,7 @@ class DRTModel(nn.Module):
         queries = self._queries(group, packing, x, blocks[1])
         first = torch.tensor(cache.blocks, device=x.device)[:, None]
         limits = first + torch.arange(queries.shape[1], device=x.device)
-        chosen = self._choose_cached(cache, queries, limits)
-        fresh = self._fetch(cache, group, chosen, x)
+        chosen, fresh = self._look_up(cache, group, packing, queries, limits, x)
         if not packing.one_list:
             if fresh is None:
                 retrieved = self._last(group, packing, cache)
@@ -274,6 +273,20 @@ class DRTModel(nn.Module):
         if self.config.retrieval != "causal":
             return landmarks
         return cast("CausalRetriever", self.retrievers[group]).queries(packing.landmarks(x))
+
+    def _look_up(
+        self, cache: DRTCache, group: int, packing: Packing, queries: Tensor, limits: Tensor, x: Tensor
+    ) -> tuple[Chosen, Retrieved | None]:
+        """What is chosen, and the keys and values of it."""
+        if cache.trace is None:
+            chosen = self._choose_cached(cache, queries, limits)
+            return chosen, self._fetch(cache, group, chosen, x)
+        return cache.trace.look_up(
+            group,
+            packing,
+            lambda: self._choose_cached(cache, queries, limits),
+            lambda chosen: self._fetch(cache, group, chosen, x),
+        )
 
     def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> Chosen:
         if self.config.retrieval == "random":
@@ -465,9 +478,14 @@ class DRTForCausalLM(CausalLM):
         packing = Packing(
             input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
         )
+        trace = None if cache is None else cache.trace
+        if trace is not None:
+            trace.begin(input_ids)
         stream, retrieval = self.model(packing, cache, shared)
         if cache is not None:
             cache.advance(packing, input_ids.shape[1])
+        if trace is not None:
+            trace.end()
         hidden = packing.tokens(stream)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return DRTOutput(

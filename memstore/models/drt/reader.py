@@ -22,14 +22,17 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument, ReadOnlyMemory
-from memstore.memory import Fingerprint, Memory, MemorySpec
+from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder
+from memstore.memory.append import Tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_workers, progress_bar
+from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.packing import Packing
-from memstore.models.drt.tables import MemoryTable, OnError
+from memstore.models.drt.tables import Listening, MemoryTable, OnError
+from memstore.models.drt.tracing import DRTTracing, group_layers
 from memstore.models.reading import DocumentReader, codec_of, evaluating
 
 SEGMENT_BLOCKS = 512
@@ -94,6 +97,8 @@ class Reader(DocumentReader):
     nothing.
     """
 
+    model: DRTForCausalLM
+
     def __init__(
         self,
         model: DRTForCausalLM,
@@ -129,39 +134,65 @@ class Reader(DocumentReader):
         super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
 
     @torch.no_grad()
-    def cache(self, rows: int = 1) -> DRTCache:
+    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> DRTCache:
         """A cache that goes on where the document ends, for ``rows`` continuations at once.
 
         With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass.
-        It sees the blocks that are stored now.
+        It sees the blocks that are stored now. ``trace``: what to write to, see ``record``.
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
         with evaluating(self.model):
             cache, tail = self._started(rows)
+            if trace is not None:
+                cache.trace = DRTTracing(trace, self.document, self.model.config, rows, self.model.device)
             cache.belong_to(self.model.model)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)
         cache.begin()
         return cache
 
-    def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next.
+    def _described(self) -> dict[str, Any]:
+        config = self.model.config
+        return {
+            "mechanism": "drt",
+            "layers": group_layers(config),
+            "heads": config.num_attention_heads,
+            "top_k": config.retrieval_top_k,
+        }
 
-        Raises ``InvalidArgument`` where nothing comes next.
+    @torch.no_grad()
+    def search(self, token_ids: Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
+        """The ``top_k`` blocks that the retriever finds for ``token_ids [n]`` after the document, best first.
+
+        A DRT asks at the end of a block, so the text is placed there: a few of the document's last tokens make room.
+        ``layer``: an upper layer, of whose group the retriever is; by default the first group. Raises
+        ``InvalidArgument`` and ``DamagedError``.
         """
-        if input_ids.dim() != 2 or not input_ids.numel():
-            raise InvalidArgument(
-                f"expected the tokens that come next, [rows, T], got {list(input_ids.shape)}; to go on right after the "
-                "document, read all but its last token and give that one here"
-            )
-        # So often does generate repeat each row.
-        given = options.get("generation_config") or self.model.generation_config
-        beams, samples = (
-            options.get(name) or getattr(given, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        cache = self.cache(len(input_ids) * max(beams, samples))
-        return self.model.generate(input_ids, past_key_values=cache, **options)  # type: ignore[misc]  # any causal LM
+        tokens, group = self._asking(token_ids, top_k), self._group(layer)
+        if not self.document.complete_blocks:
+            return []
+        cache, tail = self._started(1)
+        size = self.model.config.tokens_per_block
+        room = len(tail) - (cache.counts[0] + len(tail) + len(tokens)) % size
+        cache.table = listening = Listening(cache.table)
+        with evaluating(self.model):
+            self._segment(self.model.model.forward, torch.cat([tail[:room], tokens]), cache)
+        if not listening.queries:
+            raise InvalidArgument(f"a DRT with retrieval={self.model.config.retrieval!r} does not search")
+        query = listening.queries[group][:, -1:].float().cpu()  # [1, 1, e]
+        return search_vectors([self.document], query, top_k, layer=0)
+
+    def _group(self, layer: int | None) -> int:
+        """The group of upper layers that ``layer`` is in."""
+        config = self.model.config
+        groups = [group for group, count in enumerate(config.upper_layers) for _ in range(count)]
+        if layer is None:
+            return 0
+        if not 0 <= layer - config.lower_layers < len(groups):
+            last = config.lower_layers + len(groups) - 1
+            raise InvalidArgument(f"layer must be an upper one, from {config.lower_layers} to {last}, not {layer}")
+        return groups[layer - config.lower_layers]
 
     def _started(self, rows: int) -> tuple[DRTCache, Tensor]:
         """An empty cache some way before the end of the document, and the tokens from there on.

@@ -111,6 +111,36 @@ def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
     return new
 
 
+class Listening(BlockTable):
+    """A table that passes everything on to ``table``, and keeps what was asked of it."""
+
+    def __init__(self, table: BlockTable) -> None:
+        self._table = table
+        self.queries: list[Tensor] = []
+        """``[B, n, e]`` of each search: one for each group of upper layers, in order."""
+
+    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
+        """See ``BlockTable``."""
+        self._table.extend(first, counts, states, landmarks)
+
+    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """See ``BlockTable``."""
+        self.queries.append(queries)
+        return self._table.search(queries, limits, top_k)
+
+    def gather(self, blocks: Tensor) -> Tensor:
+        """See ``BlockTable``."""
+        return self._table.gather(blocks)
+
+    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``BlockTable``."""
+        return self._table.readable(scores, blocks)
+
+    def reorder(self, rows: Tensor) -> None:
+        """See ``BlockTable``."""
+        self._table.reorder(rows)
+
+
 class View(Protocol):
     """What is needed of a layer of a document (``memstore.memory.LayerView``)."""
 

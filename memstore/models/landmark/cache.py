@@ -12,6 +12,7 @@ Keys are kept without positions, and turned to where they are attended at: see `
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
 from memstore.models.landmark.past import Past
 from memstore.models.landmark.tables import FOREVER, BlockTable, tensor_table
+from memstore.models.landmark.tracing import LandmarkTracing
 from memstore.models.packing import Packing
 
 
@@ -140,6 +142,8 @@ class LandmarkCache(Past):
     differentiated through it.
     """
 
+    trace: LandmarkTracing | None
+
     def __init__(
         self,
         config: LandmarkConfig,
@@ -171,12 +175,16 @@ class LandmarkCache(Past):
         self.asked = Counts.of(config)
         self.watch: Callable[[Look], None] | None = None
         """Called after each choice, with what it was made by."""
+        self.witness: Callable[[Look], None] | None = None
+        """Called in every call for each layer that is not local, whether its lists were chosen now, before, or not at
+        all because all blocks fit into one."""
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
         self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
         self._recent: dict[int, Tensor] = {}
         self._segment = torch.zeros(rows, dtype=torch.int64)
         self._run = torch.zeros(rows, dtype=torch.int64)
         self._view: _View | None = None
+        self._search_seconds = 0.0
 
     @property
     def step(self) -> int:
@@ -202,6 +210,8 @@ class LandmarkCache(Past):
             )
         self._new_run(packing)
         self._view = _View(self, packing)
+        if self.trace is not None:
+            self.trace.segment(packing)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
         """Attention of the segment's items in ``layer``, which must be asked once each, in order.
@@ -227,12 +237,31 @@ class LandmarkCache(Past):
         local = out.squeeze(2), lse.squeeze(2)
         if context_miss is None:
             found = self._retrieved(layer, q, turned, local[1], None) if view.remembers else None
+            self._noted(layer, turned, local[1], found, None)
             return (local[0] if found is None else joined(local, found)).to(q.dtype)
         gate = self.config.rotary.rotate(context_miss, view.before).repeat_interleave(q.shape[1] // k.shape[1], 1)
         weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
         found = self._retrieved(layer, q, turned, local[1], called) if view.remembers else None
+        self._noted(layer, turned, local[1], found, weight * called)
         memory = torch.zeros_like(local[0]) if found is None else found[0]
         return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
+
+    def _noted(
+        self,
+        layer: int,
+        turned: Tensor,
+        local: Tensor,
+        found: tuple[Tensor, Tensor] | None,
+        opened: Tensor | None,
+    ) -> None:
+        """Tell the trace, if there is one, what a layer attended to."""
+        trace = self._trace_of(layer)
+        if trace is not None and found is not None:
+            trace.attended(layer, turned, local, found[1], opened)
+
+    def _trace_of(self, layer: int) -> LandmarkTracing | None:
+        """The trace, if there is one and the layer is one that retrieves."""
+        return None if self.trace is None or layer in self.config.local_layers else self.trace
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to.
@@ -315,6 +344,8 @@ class LandmarkCache(Past):
         rows = beam_idx.cpu()
         if torch.equal(rows, torch.arange(self.rows)):
             return
+        if self.trace is not None:
+            self.trace.refuse_reordering()
         self.rows = len(rows)
         self.counts = [self.counts[row] for row in rows.tolist()]
         self.blocks, self.items = self.blocks[rows], self.items[rows]
@@ -389,10 +420,10 @@ class LandmarkCache(Past):
         if not latest and self.retrieval.every == 1 and not self.retrieval.share_tokens:
             wanted = asks.unflatten(1, (self._lists, -1)).any(2)
             blocks = self._chosen(layer, self._questions(layer, q, turned), local, wanted)
-            lists = fetch(self.table.layers[layer], blocks, self._final_slots(blocks), self.config.rotary, view.size)
-            self._count(layer, lists)
-            return attend_each(turned, lists, scale)
+            self._testify(layer, q, turned, blocks, local)
+            return attend_each(turned, self._fetched(layer, blocks), scale)
         kept = self._latest(layer, asks) if latest else self._one_list(layer, q, turned, local, asks)
+        self._testify(layer, q, turned, kept.blocks, local)
         out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
         return out.squeeze(2), lse.squeeze(2)
 
@@ -430,18 +461,26 @@ class LandmarkCache(Past):
         return self._keep(layer, blocks, self._run, made | needed)
 
     def _keep(self, layer: int, blocks: Tensor, run: Tensor, made: Tensor) -> _Kept:
-        table, size = self.table.layers[layer], self.config.block_size
-        lists = fetch(table, blocks, self._final_slots(blocks), self.config.rotary, size)
-        self._count(layer, lists)
-        kept = self._kept[layer] = _Kept(blocks, show(lists, slice(None)), run.clone(), made)
+        shown = show(self._fetched(layer, blocks), slice(None))
+        kept = self._kept[layer] = _Kept(blocks, shown, run.clone(), made)
         return kept
 
-    def _count(self, layer: int, lists: Lists) -> None:
+    def _fetched(self, layer: int, blocks: Tensor) -> Lists:
+        """Lists ``blocks [B, X, R, K]`` with the states of all of them."""
+        trace = self._trace_of(layer)
+        if trace is not None:
+            trace.searched(layer, blocks, self._search_seconds * 1e6)
+        begun, self._search_seconds = time.perf_counter(), 0.0
+        table, size = self.table.layers[layer], self.config.block_size
+        lists = fetch(table, blocks, self._final_slots(blocks), self.config.rotary, size)
         self.asked.segments[layer] += lists.rows
         self.asked.fetched[layer] += lists.fetched
+        if trace is not None:
+            trace.fetched(layer, lists, (time.perf_counter() - begun) * 1e6)
+        return lists
 
     def _chosen(self, layer: int, questions: Questions, local: Tensor, wanted: Tensor) -> Tensor:
-        retrieval = self.retrieval
+        retrieval, begun = self.retrieval, time.perf_counter()
         assert isinstance(retrieval.top_k, int)
         self.asked.searches[layer] += int(wanted.sum())
         blocks = choose(
@@ -453,9 +492,14 @@ class LandmarkCache(Past):
             pool=retrieval.pool,
             wanted=wanted,
         )
+        self._search_seconds = time.perf_counter() - begun
         if self.watch is not None:
             self.watch(Look(layer, questions, blocks, local))
         return blocks
+
+    def _testify(self, layer: int, q: Tensor, turned: Tensor, blocks: Tensor, local: Tensor) -> None:
+        if self.witness is not None and layer not in self.config.local_layers:
+            self.witness(Look(layer, self._questions(layer, q, turned), blocks, local))
 
     def _questions(self, layer: int, q: Tensor, turned: Tensor) -> Questions:
         """What the queries ask of blocks where these stand while they are searched."""

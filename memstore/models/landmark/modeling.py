@@ -187,6 +187,8 @@ class LandmarkForCausalLM(CausalLM):
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)
+        if past.trace is not None:
+            past.trace.begin(input_ids)
         segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces = []
         for ids, there in segments:
@@ -195,6 +197,8 @@ class LandmarkForCausalLM(CausalLM):
             pieces.append(packing.tokens(self.model(packing, lambda _: past)))
             past.end()
         past.given += input_ids.shape[1]
+        if past.trace is not None:
+            past.trace.end()
         return segments.joined(pieces)
 
     def _check_past(self, past: Past, input_ids: Tensor) -> None:

@@ -21,14 +21,18 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument, ReadOnlyMemory
-from memstore.memory import Fingerprint, Memory, MemorySpec, Retrieval
+from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder, Retrieval
+from memstore.memory.append import Tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import progress_bar
+from memstore.memory.search import Match, best, check_layer
 from memstore.memory.urls import Mode
 from memstore.models.landmark.cache import Counts, LandmarkCache, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM
+from memstore.models.landmark.search import scores
 from memstore.models.landmark.tables import document_table
+from memstore.models.landmark.tracing import LandmarkTracing
 from memstore.models.packing import Packing
 from memstore.models.reading import DocumentReader, evaluating, spec_of
 
@@ -99,6 +103,8 @@ class Reader(DocumentReader):
     gives nearly what it gives without: the latest blocks are at hand as they were computed until it is reopened.
     """
 
+    model: LandmarkForCausalLM
+
     def __init__(
         self,
         model: LandmarkForCausalLM,
@@ -154,11 +160,14 @@ class Reader(DocumentReader):
         )
 
     @torch.no_grad()
-    def cache(self, rows: int = 1, *, retrieval: Retrieval | None = None) -> LandmarkCache:
+    def cache(
+        self, rows: int = 1, *, retrieval: Retrieval | None = None, trace: Recorder | None = None
+    ) -> LandmarkCache:
         """A cache that goes on where the document ends, for ``rows`` continuations at once.
 
         With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text. It sees the
-        blocks that are stored now. ``retrieval``: other options than those the text was read with.
+        blocks that are stored now. ``retrieval``: other options than those the text was read with. ``trace``: what to
+        write to, see ``record``.
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
@@ -166,25 +175,36 @@ class Reader(DocumentReader):
         check_retrieval(self.model.config, retrieval)
         cache = self._begun(rows, retrieval)
         cache.belong_to(self.model.model)
+        if trace is not None:
+            cache.trace = LandmarkTracing(trace, self.document, cache.table, self.model.config, self.model.device)
         return cache
 
-    def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next.
+    def _described(self) -> dict[str, Any]:
+        config = self.model.config
+        return {
+            "mechanism": "landmark",
+            "layers": [layer for layer in range(config.num_hidden_layers) if layer not in config.local_layers],
+            "heads": config.num_attention_heads,
+            "top_k": self.retrieval.top_k,
+        }
 
-        Raises ``InvalidArgument`` where nothing comes next.
+    @torch.no_grad()
+    def search(self, token_ids: Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
+        """The ``top_k`` blocks that the model would turn to after the document and ``token_ids [n]``, best first.
+
+        A score is the part of a head's attention to landmarks that the block gets, from 0 to 1, in the head (of
+        ``layer``, or of all layers) that gives it most. Blocks that are seen without being chosen, those of the last
+        segment, are not found. Raises ``InvalidArgument`` and ``DamagedError``.
         """
-        if input_ids.dim() != 2 or not input_ids.numel():
-            raise InvalidArgument(
-                f"expected the tokens that come next, [rows, T], got {list(input_ids.shape)}; to go on right after the "
-                "document, read all but its last token and give that one here"
-            )
-        # So often does generate repeat each row.
-        given = options.get("generation_config") or self.model.generation_config
-        beams, samples = (
-            options.get(name) or getattr(given, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        cache = self.cache(len(input_ids) * max(beams, samples))
-        return self.model.generate(input_ids, past_key_values=cache, **options)  # type: ignore[misc]  # any causal LM
+        tokens = self._asking(token_ids, top_k)
+        if layer is not None:
+            check_layer(self.memory, layer)
+        if self.retrieval.top_k == "all":
+            raise InvalidArgument("with top_k='all' nothing is chosen; make the reader with a number to search")
+        blocks = self.document.complete_blocks
+        found = scores(self.model, self.cache(), tokens, blocks, layer)
+        seen = found > 0
+        return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], found[seen])], top_k)
 
     def _begun(self, rows: int, retrieval: Retrieval) -> LandmarkCache:
         """A cache at the end of the document."""

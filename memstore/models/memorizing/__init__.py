@@ -11,6 +11,7 @@ from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
+from memstore.models.memorizing.reader import Reader
 from memstore.models.memorizing.stock import KNNMemory, add_knn_memory, remove_knn_memory
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MemorizingConfig",
     "MemorizingForCausalLM",
     "MemorizingModel",
+    "Reader",
     "RecentTokens",
     "StoredTokens",
     "add_knn_memory",

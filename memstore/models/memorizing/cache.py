@@ -14,6 +14,7 @@ from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 from memstore.models.memorizing.configuration import MemorizingConfig
+from memstore.models.memorizing.tracing import KNNTracing
 
 
 class MemorizingCache(ModelCache):
@@ -25,6 +26,7 @@ class MemorizingCache(ModelCache):
     """
 
     config: MemorizingConfig
+    trace: KNNTracing | None
 
     def __init__(self, config: MemorizingConfig, rows: int, memory: TokenMemory | None = None) -> None:
         """``memory``: such as ``StoredTokens``; if None, ``config.memory_size`` tokens in tensors."""

@@ -131,7 +131,12 @@ class MemorizingForCausalLM(CausalLM):
             cache = MemorizingCache(self.config, len(input_ids))
             cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        trace = None if cache is None else cache.trace
+        if trace is not None:
+            trace.begin(input_ids)
         hidden = self._segments(input_ids, mask, cache)
+        if trace is not None:
+            trace.end()
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast("Any", cache))
 
@@ -155,6 +160,8 @@ class MemorizingForCausalLM(CausalLM):
             cache.begin()
             remaining = [length - start for length in lengths]
             part = ids[:, start : start + cache.room(remaining)]
+            if cache.trace is not None:
+                cache.trace.segment(remaining)
             hidden, states = self.model(part, cache)
             real = [row[: max(0, left)] for row, left in zip(part, remaining, strict=True)]
             cache.end(real, states, part.shape[1])

@@ -1,0 +1,37 @@
+"""Which blocks of its document a landmark model would turn to for a text, and how much of its attention they would get.
+
+Every head has a softmax over the landmarks in memory. A block's score is the largest part that any head of any layer
+gives it at the text's last token: the one that would choose blocks for the first word of an answer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memstore.attention.landmark import memory_weights
+from memstore.models.landmark.cache import LandmarkCache, Look
+from memstore.models.landmark.modeling import LandmarkForCausalLM
+from memstore.models.reading import evaluating
+
+
+def scores(
+    model: LandmarkForCausalLM, cache: LandmarkCache, tokens: Tensor, blocks: range, layer: int | None
+) -> Tensor:
+    """Scores ``[n]`` from 0 to 1 of ``blocks``, after ``tokens [t]`` in ``cache``; in one ``layer``, or in all.
+
+    0 for blocks of the segment that is being written: those are seen without being chosen.
+    """
+    looks: dict[int, Look] = {}
+    cache.watch = lambda look: looks.update({look.layer: look})
+    with evaluating(model):
+        model(tokens.to(model.device)[None], past_key_values=cache, logits_to_keep=1)
+    cache.watch = None
+    found = torch.zeros(len(blocks))
+    for number, look in looks.items():
+        if layer is None or number == layer:
+            weights, places = memory_weights(cache.table.layers[number], look.questions.tokens(slice(-1, None)))
+            mine = (places[0] >= blocks.start) & (places[0] < blocks.stop)
+            at = (places[0, mine] - blocks.start).cpu()
+            found[at] = torch.maximum(found[at], weights[0, :, 0, mine].amax(0).float().cpu())
+    return found

@@ -1,0 +1,194 @@
+"""Reading a long input into a memory of single tokens with a Memorizing Transformer, and asking it later.
+
+The text goes into the memory a window at a time, as while training. What is kept is what the layer that looks tokens up
+has: keys and values of single tokens, of that layer alone. The windows of the other layers are not kept, so what comes
+after a document that was closed begins with empty windows: it sees the document through its memory, and only there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.attention.knn import Neighbours, products
+from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.knn_stored import StoredTokens, token_spec
+from memstore.errors import InvalidArgument, ReadOnlyMemory
+from memstore.memory import Document, Fingerprint, Memory, MemorySpec, Recorder
+from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.ingest import progress_bar
+from memstore.memory.urls import Mode
+from memstore.models.memorizing.cache import MemorizingCache
+from memstore.models.memorizing.modeling import MemorizingForCausalLM
+from memstore.models.memorizing.tracing import KNNTracing, Watch
+from memstore.models.reading import DocumentReader, evaluating
+
+BLOCK_SIZE = 64
+"""Tokens of a block of a new memory; each of them has a landmark of its own."""
+
+
+def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size: int = BLOCK_SIZE) -> MemorySpec:
+    """The spec of a memory for ``model``: keys and values of the layer that looks tokens up.
+
+    Raises ``InvalidArgument`` for a model without such a layer.
+    """
+    config = model.config
+    if config.memory_layer is None:
+        raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): it needs no memory")
+    # What the states depend on beside the weights: none of it shows in the shapes of the weights.
+    shaping = (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "memory_layer",
+        "retrieval_top_k",
+        "joint",
+        "layer_norm_eps",
+    )
+    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
+    dtype = str(model.dtype).removeprefix("torch.")
+    fingerprint = Fingerprint(
+        architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {made}",
+        weights=digest_of_weights(model),
+        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
+        positions=f"window {config.window}, farthest {config.farthest}",
+        layout="k of length 1, v, of single tokens",
+        dtype=dtype,
+        block_size=block_size,
+    )
+    return token_spec(
+        config.num_key_value_heads, config.head_dim, fingerprint=fingerprint, block_size=block_size, dtype=dtype
+    )
+
+
+class Reader(DocumentReader):
+    """A document of a memory, and the Memorizing Transformer that reads it.
+
+    ::
+
+        with Reader(model, "book.mem", document="moby-dick") as reader:
+            reader.read(token_ids)
+            model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
+
+    One thread at a time. What is asked or generated is not stored; read it to keep it.
+    """
+
+    model: MemorizingForCausalLM
+
+    def __init__(
+        self,
+        model: MemorizingForCausalLM,
+        memory: Memory | str | Path,
+        document: str = "document",
+        *,
+        tokenizer: Any = None,
+        block_size: int | None = None,
+        mode: Mode = "a",
+        index: str = "exact",
+    ) -> None:
+        """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
+
+        ``block_size``: that of a memory which is open if None, else 64 tokens. ``index`` is the vector index of a
+        memory that is opened here, see ``memstore.open``.
+
+        Raises ``ForeignMemory`` for a memory of another model, ``InvalidArgument``, and what ``memstore.open`` raises.
+        """
+        if not isinstance(model, MemorizingForCausalLM):
+            raise InvalidArgument(f"a Reader reads with a MemorizingForCausalLM, not a {type(model).__name__}")
+        if block_size is None:
+            block_size = memory.spec.block_size if isinstance(memory, Memory) else BLOCK_SIZE
+        self.model = model
+        spec = memory_spec(model, tokenizer, block_size)
+        super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
+
+    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> MemorizingCache:
+        """A cache that finds the tokens of the document, for ``rows`` continuations at once; its windows are empty.
+
+        ``trace``: what to write to, see ``record``.
+        """
+        if rows < 1:
+            raise InvalidArgument(f"a cache has at least one row, not {rows}")
+        memory = DocumentTokens(self.document, rows, self.model)
+        cache = MemorizingCache(self.model.config, rows, memory)
+        if trace is not None:
+            layer = self.model.config.memory_layer or 0
+            cache.trace = KNNTracing(trace, self.document, memory, layer, self.model.device)
+        return cache
+
+    def _described(self) -> dict[str, Any]:
+        config = self.model.config
+        return {
+            "mechanism": "knn",
+            "layers": [config.memory_layer],
+            "heads": config.num_attention_heads,
+            "top_k": config.retrieval_top_k,
+        }
+
+    @torch.no_grad()
+    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
+        """Read ``pieces`` at the end of the document; seconds that it took."""
+        if self.memory.mode == "r":
+            raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
+        begun = time.perf_counter()
+        cache = MemorizingCache(self.model.config, 1, StoredTokens([self.document]))
+        with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
+            try:
+                for tokens in self._segments(pieces, self.model.config.window):
+                    self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
+                    advance(len(tokens))
+            finally:  # what was computed before an error, or before somebody interrupted, is whole
+                cache.flush()
+        return time.perf_counter() - begun
+
+
+class DocumentTokens:
+    """The tokens of a document that all rows share, then tokens of each row's own, which are in no store."""
+
+    def __init__(self, document: Document, rows: int, model: MemorizingForCausalLM) -> None:
+        """``model``: what says how large its keys are."""
+        config = model.config
+        self.stored = StoredTokens([document] * rows)
+        sizes = (rows, config.num_key_value_heads, max(config.memory_size, config.window), config.head_dim)
+        self.own = RecentTokens(*sizes, dtype=model.dtype, device=model.device)
+        self.watch: Watch | None = None
+        """Told what a layer mixes, see ``KNNAttention``."""
+        self.begun = 0.0
+        """When the last search began."""
+        self._split = 0
+
+    def search(self, queries: Tensor, top_k: int) -> Neighbours:
+        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
+
+        Raises what ``StoredTokens.search`` does.
+        """
+        self.begun = time.perf_counter()
+        stored = self.stored.search(queries, top_k)
+        self._split = stored.keys.shape[2]
+        if not any(self.own.added):
+            return stored
+        return best_of_both(queries, stored, self.own.search(queries, top_k), top_k)
+
+    def numbers_of(self, ids: Tensor) -> Tensor:
+        """Numbers of what the last search found, those of own tokens after those of the document; -1 for nothing."""
+        ids = ids.cpu()
+        theirs, own = torch.where(ids < self._split, ids, -1), torch.where(ids < self._split, -1, ids - self._split)
+        after = len(self.stored.documents[0]) + self.own.numbers_of(own)
+        return torch.where(own >= 0, after, self.stored.numbers_of(theirs))
+
+    def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
+        """See ``RecentTokens``; the document does not change."""
+        self.own.append(tokens, keys, values)
+
+
+@torch.no_grad()
+def best_of_both(queries: Tensor, first: Neighbours, second: Neighbours, top_k: int) -> Neighbours:
+    """The ``top_k`` best of what two memories found for ``queries [B, H, T, D]``; those of ``first`` keep their ids."""
+    count = first.keys.shape[2]
+    keys, values = (torch.cat([first[part].to(second[part]), second[part]], 2) for part in range(2))
+    ids = torch.cat([first.ids, torch.where(second.ids < 0, -1, second.ids + count)], -1)
+    scores = products(queries, keys, ids)
+    return Neighbours(keys, values, ids.gather(-1, scores.topk(top_k, -1).indices))

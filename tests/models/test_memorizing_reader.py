@@ -1,0 +1,179 @@
+"""A Memorizing Transformer reads into a memory, is asked later, and its trace says which tokens it looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import memstore
+from memstore.attention.knn import KNNAttention, Neighbours
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.memory.look import TIERS, Look
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, Reader, RecentTokens
+from tests.models.test_memorizing import WINDOW, logits, make, tokens
+
+LENGTH = 3 * WINDOW + 5
+
+
+def small(**changes: Any) -> MemorizingForCausalLM:
+    model = make(**changes)
+    return model.float()  # type: ignore[no-any-return, no-untyped-call]  # of transformers
+
+
+def asked(model: MemorizingForCausalLM, text: Tensor, question: Tensor) -> Tensor:
+    """Logits of a question after all of a text has gone into a memory in tensors, with empty windows."""
+    reading = MemorizingCache(model.config, 1)
+    logits(model, text[None], cache=reading)
+    reading.flush()
+    assert isinstance(reading.memory, RecentTokens)
+    return logits(model, question[None], cache=MemorizingCache(model.config, 1, reading.memory))[0]
+
+
+@pytest.mark.parametrize("length", [1, WINDOW, LENGTH])
+def test_a_question_finds_what_was_read_also_after_reopening(length: int, tmp_path: Path) -> None:
+    model, text, question = small(), tokens(length)[0], tokens(WINDOW - 1)
+    expected = asked(model, text, question[0])
+    with Reader(model, tmp_path / "m", "book") as reader:
+        result = reader.read(text)
+        assert (result.tokens, result.new, len(reader)) == (length, length, length)
+        torch.testing.assert_close(logits(model, question, cache=reader.cache())[0], expected, atol=1e-4, rtol=0)
+    with Reader(model, tmp_path / "m", "book", mode="r") as reader:
+        torch.testing.assert_close(logits(model, question, cache=reader.cache())[0], expected, atol=1e-4, rtol=0)
+        assert len(reader) == length, "a question is not stored"
+        assert reader.memory.verify() == []
+
+
+def test_what_is_asked_can_be_found_too_once_it_has_left_the_window() -> None:
+    model, text, question = small(), tokens(LENGTH)[0], tokens(4 * WINDOW)
+    expected = asked(model, text, question[0])
+    with Reader(model, "ram:") as reader:
+        reader.read(text)
+        cache = reader.cache()
+        found = logits(model, *question.split([3, 1, 2 * WINDOW, 2 * WINDOW - 4], 1), cache=cache)
+        torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
+
+
+def test_reading_goes_on_where_it_stopped_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    model, text = small(), tokens(LENGTH)[0]
+    with Reader(model, tmp_path / "m", block_size=4) as reader:
+        reader.read(text[:20])
+        assert reader.read(text).new == LENGTH - 20
+        with pytest.raises(InvalidArgument, match="another text"):
+            reader.read(tokens(LENGTH + 1)[0])
+        with pytest.raises(InvalidArgument, match="from 0 to 49"):
+            reader.append(torch.tensor([50]))
+        with pytest.raises(InvalidArgument, match="at least one row"):
+            reader.cache(0)
+    with Reader(model, tmp_path / "m", block_size=4, mode="r") as reader, pytest.raises(ReadOnlyMemory):
+        reader.append(text)
+    with pytest.raises(ForeignMemory):
+        Reader(small(retrieval_top_k=2), tmp_path / "m", block_size=4)
+    with pytest.raises(InvalidArgument, match="memory_layer is None"):
+        Reader(small(memory_layer=None), "ram:")
+    with pytest.raises(InvalidArgument, match="a MemorizingForCausalLM, not a Linear"):
+        Reader(torch.nn.Linear(1, 1), "ram:")  # type: ignore[arg-type]  # what is refused
+
+
+class Mixed:
+    """Keeps what the layer with the memory was given last, and says how much of its output each found token carries."""
+
+    def __init__(self, model: MemorizingForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer = model.model.layers[1].attention
+        assert isinstance(layer, KNNAttention)
+        self.mix = layer.mix
+
+        def mix(*given: Any) -> Tensor:
+            self.given = given
+            return self.mix(*given)
+
+        monkeypatch.setattr(layer, "mix", mix)
+
+    def parts(self, row: int, token: int, head: int, place: int) -> float:
+        """By how much the output of a head grows with the value of the token found at ``place`` of its list."""
+        q, k, v, mask, found = self.given
+        group = head * found.values.shape[1] // q.shape[1]
+        values = found.values.clone()
+        values[row, group, found.ids[row, head, token, place]] += 1.0
+        changed = self.mix(q, k, v, mask, Neighbours(found.keys, values, found.ids))
+        return float((changed - self.mix(*self.given))[row, head, token, 0])
+
+
+def only_look(reader: Reader) -> Look:
+    trace = reader.memory.traces.last()
+    assert trace is not None
+    *_, step = trace.steps()
+    (look,) = step.looks
+    return look
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("joint", [False, True])
+def test_weights_are_the_parts_that_tokens_have_in_the_output(joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = small(joint=joint), tokens(LENGTH)[0]
+    mixed = Mixed(model, monkeypatch)
+    with Reader(model, "ram:", block_size=4) as reader:
+        reader.read(text)
+        with reader.record([1]) as recorder:
+            cache = reader.cache(trace=recorder)
+            for piece in tokens(WINDOW + 3).split([5, 1, WINDOW - 3], 1):
+                model(piece, past_key_values=cache)
+        look = only_look(reader)
+        ids = mixed.given[-1].ids
+        expected = [[mixed.parts(0, ids.shape[2] - 1, head, place) for place in range(3)] for head in range(4)]
+        np.testing.assert_allclose(look.weights, expected, atol=1e-3)
+        assert look.offsets is not None
+        there = look.document == 0
+        assert there.any()
+        for block, offset in zip(look.blocks[there].tolist(), look.offsets[there].tolist(), strict=True):
+            assert int(reader.document.tokens(block)[offset]) == int(text[4 * block + offset])
+        assert look.layer == 1
+        assert (np.diff(look.scores) <= 0).all(), "best first"
+        assert look.search_us > 0
+        assert look.gather_us > 0
+
+
+@torch.no_grad()
+def test_tokens_of_the_call_itself_belong_to_no_document() -> None:
+    model, ids = small(), tokens(3 * WINDOW, rows=2)
+    with Reader(model, "ram:", block_size=4) as reader:
+        reader.read(tokens(6)[0])
+        with reader.record(ids[0]) as recorder:
+            model(ids, past_key_values=reader.cache(2, trace=recorder))
+        trace = reader.memory.traces.last()
+        assert trace is not None
+        looks = trace.steps()[0].looks
+    assert [look.row for look in looks] == [0, 1]
+    for look in looks:
+        assert look.offsets is not None
+        own = look.blocks * 4 + look.offsets >= 6
+        assert own.any()
+        assert (look.document == np.where(own, -1, 0)).all()
+        assert (look.tiers == TIERS.index("own"))[own].all()
+        assert (look.tiers != TIERS.index("own"))[~own].all()
+
+
+def test_generate_records_what_it_chose() -> None:
+    model, ids = small(), tokens(7)
+    with Reader(model, "ram:") as reader:
+        reader.read(tokens(LENGTH)[0])
+        plain = reader.generate(ids, max_new_tokens=WINDOW, do_sample=False)
+        out = reader.generate(ids, max_new_tokens=WINDOW, do_sample=False, trace=True)
+        assert torch.equal(out, plain), "who is watched answers as ever"
+        (trace,) = reader.memory.traces.list()
+        assert trace.tokens() == out[0, 7:].tolist()
+        assert trace.info["mechanism"] == "knn"
+        assert len(trace.steps()[0].looks) == 1
+
+
+def test_a_memory_of_another_kind_is_refused() -> None:
+    model = small()
+    with memstore.open("ram:", spec=memstore.models.memorizing.reader.memory_spec(model, block_size=8)) as memory:
+        with Reader(model, memory) as reader:
+            assert reader.memory.spec.block_size == 8
+        with pytest.raises(ForeignMemory):
+            Reader(model, memory, block_size=16)
