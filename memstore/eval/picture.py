@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,19 +24,18 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidArgument(f"the picture {path} must end in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise NotFound(f"no folder {path.parent} for the picture. Make it first, or choose another with --picture.")
-    _figure_class()
+        raise NotFound(f"no folder {path.parent} for the picture. Make it first, or choose another.")
+    figure_class()
 
 
 def draw_picture(rows: Sequence[Row], path: Path, *, title: str, caption: str) -> None:
     """Write the heat map of ``rows`` to ``path``, as its ending says. Needs matplotlib."""
-    figure_class = _figure_class()
-    import matplotlib
-
     lengths = sorted({row.length for row in rows})
     labels, cells = _cells(rows, lengths)
     # 1.2 by 0.55 inches a cell, and room for labels.
-    figure = figure_class(figsize=(max(5.0, 2.2 + 1.2 * len(lengths)), 2.2 + 0.55 * len(labels)), layout="constrained")
+    figure = figure_class()(
+        figsize=(max(5.0, 2.2 + 1.2 * len(lengths)), 2.2 + 0.55 * len(labels)), layout="constrained"
+    )
     axes = figure.subplots()
     _draw_cells(axes, cells)
     axes.set_xticks(range(len(lengths)), [tokens_label(length) for length in lengths])
@@ -44,11 +44,24 @@ def draw_picture(rows: Sequence[Row], path: Path, *, title: str, caption: str) -
     axes.set_ylabel("depth of the needle [%]")
     axes.set_title(title, fontsize="medium")
     figure.supxlabel(caption, fontsize="x-small")
+    save_picture(figure, path)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure of greys to ``path``, as its ending says. Raises ``ReadOnlyMemory`` where that is not allowed."""
+    import matplotlib
+    from PIL import Image
+
+    kind, drawn = path.suffix[1:].lower(), io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
-        try:
-            figure.savefig(path, dpi=150, format=path.suffix[1:].lower())
-        except PermissionError:
-            raise ReadOnlyMemory(f"the picture {path} cannot be written: permission denied.") from None
+        figure.savefig(drawn, dpi=150, format=kind)
+    try:
+        if kind == "png":
+            Image.open(drawn).convert("L").save(path, format=kind, optimize=True)  # half the bytes of colours
+        else:
+            path.write_bytes(drawn.getvalue())
+    except PermissionError:
+        raise ReadOnlyMemory(f"the picture {path} cannot be written: permission denied.") from None
 
 
 def tokens_label(tokens: int) -> str:
@@ -93,7 +106,8 @@ def _draw_cells(axes: Any, cells: list[list[Cell]]) -> None:
         axes.axvline(edge - 0.5, color="0.6", linewidth=0.8)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """``matplotlib.figure.Figure``, or an error that says how to get it."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -1,0 +1,283 @@
+"""What should have been retrieved, against what was: the outcome of an audit, and what all kinds of audits share.
+
+For each step (the last token of a question, and the tokens generated after it), layer and query head, the attention
+that *every* block would get is computed exactly, a run of blocks at a time, from what the store has. Then
+
+- ``memory``: the share of all attention (to blocks and to the local tokens) that falls on blocks at all,
+- ``captured``: of that, the share on the blocks that were retrieved: the captured mass,
+- ``recall``: the share of the true best ``k`` blocks that were retrieved, ``k`` being how many were.
+
+A mechanism may choose well and still miss: one list for many heads serves all of them a little. So an approximate index
+has a number of its own, ``index_recall``, against exact search for the very same queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, LayerView
+
+PIECE = 4096
+"""Blocks whose landmarks are read at once."""
+ALIKE = 1e-5
+"""Scores that differ by less, of the larger one, are taken for equal: sums in another order differ so much."""
+WORST = 5
+"""Blocks that are named as missed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerAudit:
+    """What one layer retrieved, against what it should have; over all steps."""
+
+    layer: int
+    """Its number; for a DRT the number of the group of upper layers."""
+    captured: Tensor
+    """``[H]``: of the attention on blocks, the share on those that were retrieved; NaN where none falls on blocks."""
+    recall: Tensor
+    """``[H]``: share of the true best blocks that were retrieved."""
+    memory: Tensor | None
+    """``[H]``: share of all attention that falls on blocks; None where the mechanism has no such thing (GCA)."""
+    margin: float | None
+    """By how much the worst block that was retrieved scored better than the best that was not, in the median over steps
+    and heads; below 0 where a better one was left out. None where all were retrieved."""
+    index_recall: float | None
+    """Share of the best blocks by exact search that the index found; None for a layer without landmarks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missed:
+    """A block that was not retrieved and would have been attended to."""
+
+    document: str
+    block: int
+    weight: float
+    """Share of all attention that it would have had, in the mean over steps, layers and heads; 0 for those that had
+    it."""
+    layer: int
+    """The layer that would have attended to it most,"""
+    head: int
+    """and its head."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Audit:
+    """The outcome of an audit."""
+
+    mechanism: str
+    """``"attach"``, ``"landmark"`` or ``"drt"``."""
+    positions: str
+    """Where blocks stand that were not retrieved, and so what the true attention is; a sentence."""
+    documents: list[str]
+    blocks: int
+    """Blocks that could have been retrieved, at the last step."""
+    top_k: int
+    """Blocks of a list, at most."""
+    steps: int
+    tokens: list[int]
+    """What was generated, from the first token on."""
+    layers: list[LayerAudit]
+    """Those that retrieve."""
+    missed: list[Missed]
+    """The blocks that were missed most, most first."""
+
+    @property
+    def captured(self) -> float | None:
+        """Captured mass of all layers and heads together: heads that look at blocks more count more."""
+        if any(layer.memory is None for layer in self.layers):
+            return _mean([float(layer.captured.nanmean()) for layer in self.layers])
+        memory = torch.stack([layer.memory for layer in self.layers if layer.memory is not None])
+        held = memory * torch.stack([layer.captured for layer in self.layers]).nan_to_num()
+        return float(held.sum() / memory.sum()) if bool(memory.sum() > 0) else None
+
+    @property
+    def recall(self) -> float | None:
+        """Mean recall over layers and heads."""
+        return _mean([float(layer.recall.mean()) for layer in self.layers])
+
+    @property
+    def memory(self) -> float | None:
+        """Mean share of attention that falls on blocks."""
+        return _mean([float(layer.memory.mean()) for layer in self.layers if layer.memory is not None])
+
+    @property
+    def chance(self) -> float:
+        """What blocks chosen at random would capture, and recall: the share of the blocks that they are."""
+        return min(1.0, self.top_k / self.blocks)
+
+    @property
+    def index_recall(self) -> float | None:
+        """Mean recall of the index over the layers that have one."""
+        return _mean([layer.index_recall for layer in self.layers if layer.index_recall is not None])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            "mechanism": self.mechanism,
+            "positions": self.positions,
+            "documents": self.documents,
+            "blocks": self.blocks,
+            "top_k": self.top_k,
+            "steps": self.steps,
+            "captured": _rounded(self.captured),
+            "recall": _rounded(self.recall),
+            "memory": _rounded(self.memory),
+            "chance": _rounded(self.chance),
+            "index_recall": _rounded(self.index_recall),
+            "layers": [_layer(each) for each in self.layers],
+            "missed": [{**vars(each), "weight": _rounded(each.weight)} for each in self.missed],
+        }
+
+
+class Tally:
+    """Adds up what the steps of one audit say, layer by layer."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, list[_StepFigures]] = {}
+        self._index: dict[int, list[float]] = {}
+        self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
+        self._most = torch.zeros(0)
+        self._where = torch.zeros(0, 2, dtype=torch.int64)
+        self._lists = 0
+
+    def add(self, layer: int, weights: Tensor, chosen: Tensor, scores: Tensor | None = None) -> None:
+        """One step of ``layer``: ``weights [H, N]`` of all blocks, shares of all attention, and the ``chosen [H, N]``.
+
+        ``scores [H, N]`` are what the margin is of; by default the logarithms of the weights.
+        """
+        held = (weights * chosen).sum(-1)
+        scores = weights.log() if scores is None else scores
+        best, taken = scores.masked_fill(chosen, -torch.inf), scores.masked_fill(~chosen, torch.inf)
+        margin = taken.amin(-1) - best.amax(-1)
+        recall = best_chosen(weights, chosen)
+        self._layers.setdefault(layer, []).append(_StepFigures(weights.sum(-1), held, recall, margin))
+        self._note_missed(layer, weights.masked_fill(chosen, 0.0))
+
+    def add_index_recall(self, layer: int, recall: float | None) -> None:
+        """What was measured of the layer's index for one step; None is nothing."""
+        self._index.setdefault(layer, []).extend([] if recall is None else [recall])
+
+    def _note_missed(self, layer: int, lost: Tensor) -> None:
+        count = lost.shape[1]
+        missing = count - len(self._lost)
+        if missing > 0:  # blocks that were made since
+            self._lost, self._most = (torch.cat([x, x.new_zeros(missing)]) for x in (self._lost, self._most))
+            self._where = torch.cat([self._where, self._where.new_zeros(missing, 2)])
+        self._lost[:count] += lost.sum(0).float()
+        self._lists += len(lost)
+        most, head = lost.max(0)
+        more = (most > self._most[:count]).nonzero().flatten()
+        self._most[more] = most[more].float()
+        self._where[more] = torch.stack([torch.full_like(head[more], layer), head[more]], -1)
+
+    def layers(self, *, memory: bool = True) -> list[LayerAudit]:
+        """The outcome of each layer, in order; ``memory`` whether weights are shares of attention."""
+        return [self._layer(layer, steps, memory=memory) for layer, steps in sorted(self._layers.items())]
+
+    def _layer(self, layer: int, steps: list[_StepFigures], *, memory: bool) -> LayerAudit:
+        mass, held, recall, margins = (torch.stack(parts) for parts in zip(*steps, strict=True))
+        finite = margins[margins.isfinite()]
+        return LayerAudit(
+            layer=layer,
+            captured=held.sum(0) / mass.sum(0),  # 0 / 0: nothing was to be had, which is NaN
+            recall=recall.mean(0),
+            memory=mass.mean(0) if memory else None,
+            margin=float(finite.median()) if len(finite) else None,
+            index_recall=_mean(self._index.get(layer, [])),
+        )
+
+    def missed(self, locate: Callable[[int], tuple[Document, int]], count: int = WORST) -> list[Missed]:
+        """The ``count`` blocks missed most; ``locate`` says which document and block a number ``0..N-1`` is."""
+        best = self._lost.topk(min(count, len(self._lost)))
+        found = []
+        for lost, number in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            if lost > 0:
+                document, block = locate(number)
+                layer, head = self._where[number].tolist()
+                weight = lost / self._lists
+                found.append(Missed(document=document.name, block=block, weight=weight, layer=layer, head=head))
+        return found
+
+
+class _StepFigures(NamedTuple):
+    """One step of one layer, each ``[H]``."""
+
+    mass: Tensor
+    held: Tensor
+    recall: Tensor
+    margin: Tensor
+
+
+def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Share of the best ``k`` of ``scores [..., N]`` that are ``chosen [..., N]``, ``k`` being how many are: ``[...]``.
+
+    Any of several equal ones is as good as another. A list of nothing has found all of it.
+    """
+    count = chosen.sum(-1, keepdim=True)
+    ordered = scores.sort(-1, descending=True).values
+    last = ordered.gather(-1, (count - 1).clamp(min=0))
+    good = chosen & (scores >= last - ALIKE * last.abs())
+    return torch.where(count > 0, good.sum(-1, keepdim=True) / count.clamp(min=1), 1.0).squeeze(-1)
+
+
+def exact_scores(view: LayerView, queries: Tensor, blocks: range) -> Tensor:
+    """Best inner product of ``queries [H, T, D]`` with the landmarks of each of ``blocks``: ``[H, T, n]`` float32.
+
+    From the store itself, whatever the index of the layer is.
+    """
+    parts = [queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32)]
+    for piece in pieces(blocks):
+        keys = view.landmarks(piece)  # [n, G, P, D]
+        heads = keys.repeat_interleave(len(queries) // keys.shape[1], 1)
+        parts.append(torch.einsum("htd,nhpd->htnp", queries.float().cpu(), heads).amax(3))
+    return torch.cat(parts, 2)
+
+
+def index_recall(view: LayerView, queries: Tensor, top_k: int, parts: Sequence[range]) -> float | None:
+    """Share of the true best ``top_k`` blocks that the layer's index finds for ``queries [H, T, D]``.
+
+    Among ``parts``, which are ranges of blocks. None where there is nothing to find.
+    """
+    hits = there = 0
+    for blocks in parts:
+        if not blocks or not queries.numel():
+            continue
+        truth = exact_scores(view, queries, blocks)
+        found = view.search(queries.float().cpu(), min(top_k, len(blocks)), allowed=blocks).blocks
+        chosen = torch.zeros(*truth.shape[:2], len(blocks) + 1, dtype=torch.bool)
+        chosen.scatter_(2, torch.where(found >= 0, found - blocks.start, len(blocks)), value=True)
+        last = truth.topk(min(top_k, len(blocks)), -1).values[..., -1:]
+        hits += int((chosen[..., :-1] & (truth >= last - ALIKE * last.abs())).sum())
+        there += found.numel()
+    return hits / there if there else None
+
+
+def pieces(blocks: range, size: int = PIECE) -> Iterator[range]:
+    """``blocks`` in runs of ``size``."""
+    for start in range(blocks.start, blocks.stop, size):
+        yield range(start, min(start + size, blocks.stop))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or value != value else round(value, 6)
+
+
+def _layer(layer: LayerAudit) -> dict[str, Any]:
+    memory = None if layer.memory is None else [_rounded(each) for each in layer.memory.tolist()]
+    return {
+        "layer": layer.layer,
+        "captured": [_rounded(each) for each in layer.captured.tolist()],
+        "recall": [_rounded(each) for each in layer.recall.tolist()],
+        "memory": memory,
+        "margin": _rounded(layer.margin),
+        "index_recall": _rounded(layer.index_recall),
+    }

@@ -1,0 +1,269 @@
+"""Auditing an attached stock model: the true attention of each layer and query head over every block of its documents.
+
+The keys come from the store and are exact. A block that was retrieved stands where it was attended to. One that was not
+is placed where it would have been: with true and clamped positions in its own place; with stingy positions in any of
+the slots, so it gets the mean of what it would get in each. (Attention falls with the distance: one slot for all would
+count for or against what was missed, whatever is in it. As it is, lists chosen at random capture ``K / N``.)
+Queries are those of the model as it ran, with what was retrieved. So with everything retrieved the audit is of the
+model's own attention, and with true positions the first layer's is full attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memstore.attach.attached import Attached
+from memstore.attach.call import Call
+from memstore.attach.layer import LayerStates
+from memstore.attach.visible import Candidates
+from memstore.attention import place
+from memstore.errors import InvalidArgument
+from memstore.eval.audit import Audit, Tally, index_recall, pieces
+from memstore.memory.ingest import progress_bar
+
+READ = 256
+"""Blocks whose states are read at once."""
+ASKED = 8
+"""Query tokens that the index is measured with, at most."""
+POSITIONS = {
+    "stingy": "retrieved blocks stand in their slots, each of the others has the mean of what it would get in any slot",
+    "true": "all blocks stand where they are in the document",
+    "clamped": "all blocks stand where they are in the document, moved down into the trained range",
+}
+
+
+class _Seen(NamedTuple):
+    """One layer at one step: its last token."""
+
+    states: LayerStates
+    query: Tensor
+    """``[H, D]`` without position."""
+    position: int
+    numbers: Tensor
+    """``[H, K]``: the candidates that each head's list has."""
+    chosen: Tensor
+    """``[H, K]``: log-sum-exp of their scores, as the model attended to them."""
+    rest: Tensor
+    """``[H]``: that of everything else it attended to."""
+    options: dict[str, Any]
+    asked: Tensor | None
+    """What an index of its own was asked by: position-free queries ``[H, t, D]``."""
+
+
+@torch.no_grad()
+def audit_attached(
+    attached: Attached, token_ids: Sequence[int] | Tensor, *, tokens: int = 8, progress: bool = False
+) -> Audit:
+    """Let the attached model read ``token_ids [n]``, a question, and generate; audit each step.
+
+    Args:
+        attached: inside its ``with`` block.
+        token_ids: the question.
+        tokens: steps, at most: the question's last token chooses the first one, and so on.
+        progress: show a progress bar.
+
+    Raises:
+        InvalidArgument: no question, nothing stored that could be retrieved, or ``on_error="miss"``.
+        DamagedError: a block cannot be read.
+    """
+    ids = torch.as_tensor(token_ids).flatten()
+    if not len(ids) or tokens < 1:
+        raise InvalidArgument("an audit needs a question of at least one token, and at least one step")
+    if attached.retrieval.on_error == "miss":
+        raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
+    seen = _Watching()
+    attached.watch = seen
+    try:
+        out = attached.model.generate(  # type: ignore[operator]  # every causal LM has it, their base class has not
+            ids[None].to(attached.model.device), max_new_tokens=tokens, do_sample=False
+        )
+    finally:
+        attached.watch = None
+    steps = seen.steps
+    if not steps:
+        raise InvalidArgument(
+            f"nothing could be retrieved: what is stored fits into sink and window ({attached.sink} and "
+            f"{attached.window} tokens), or no layer looks further; read a longer text"
+        )
+    call = next(iter(steps.values()))[0].states.call
+    whole = len(steps) * len(call.candidates) * attached.block_size
+    with progress_bar("every block", 0, whole, progress, "auditing") as advance:
+        return _audited(attached, call, steps, out[0, len(ids) :].tolist(), advance)
+
+
+class _Watching:
+    """Notes what each layer attends to at the last token of each forward pass."""
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+
+    def __call__(self, states: LayerStates, queries: Tensor, options: dict[str, Any]) -> None:
+        """See ``Attached.watch``."""
+        if states.chosen is None or not states.chosen.numbers.numel():
+            return
+        seen = _seen(states, queries, options)
+        if self._seen and self._seen[-1].states.call is not states.call:
+            self._seen.clear()  # that was a first pass, which only chose
+        self._seen.append(seen)
+
+    @property
+    def steps(self) -> dict[int, list[_Seen]]:
+        """What each layer did, step by step."""
+        by_layer: dict[int, list[_Seen]] = {}
+        for each in self._seen:
+            by_layer.setdefault(each.states.plan.index, []).append(each)
+        return by_layer
+
+
+def _seen(states: LayerStates, queries: Tensor, options: dict[str, Any]) -> _Seen:
+    call, plan = states.call, states.plan
+    assert states.chosen is not None
+    count = states.prefix + call.length + call.tokens
+    cos_sin = call.local_cos_sin(plan.rotary)
+    last = None if cos_sin is None else (cos_sin[0][:1, -1:], cos_sin[1][:1, -1:])
+    query = plan.rotary.rotate(queries[:1, :, -1:], last)[0, :, 0]
+    position = int(call.positions[0, -1])
+    keys = states.keys[0, :, :count]
+    scores = _scores(query[:, None], keys, options)[:, 0]  # [H, M]
+    if plan.sliding is not None:
+        local = call.positions[0].new_tensor(range(position - call.length - call.tokens + 1, position + 1))
+        prefix = states.prefix_positions[0].to(local)
+        places = torch.cat([prefix, local.expand(len(prefix), -1)], -1)
+        far = position - places >= plan.sliding
+        scores = scores.masked_fill(far.repeat_interleave(len(scores) // len(far), 0), -torch.inf)
+    sink, size = len(call.seen.sink), call.selection.block_size
+    numbers = states.chosen.numbers[0]
+    kept = numbers.shape[-1] * size
+    chosen = scores[:, sink : sink + kept].unflatten(-1, (-1, size)).logsumexp(-1)
+    rest = torch.cat([scores[:, :sink], scores[:, sink + kept :]], -1)
+    if options["sinks"] is not None:
+        rest = torch.cat([rest, options["sinks"].to(rest)[:, None]], -1)
+    heads = len(scores)
+    asked = queries[0, :, -ASKED:].float() if call.selection.by_layer else None
+    return _Seen(
+        states,
+        queries[0, :, -1],
+        position,
+        numbers.repeat_interleave(heads // len(numbers), 0),
+        chosen.cpu(),
+        rest.logsumexp(-1).cpu(),
+        options,
+        asked,
+    )
+
+
+def _scores(queries: Tensor, keys: Tensor, options: dict[str, Any]) -> Tensor:
+    """Scores ``[H, T, M]`` of ``queries [H, T, D]`` and ``keys [heads, M, D]``, in float32 at least."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    keys = keys.to(dtype).repeat_interleave(len(queries) // len(keys), 0)
+    scale = queries.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    scores: Tensor = (queries.to(dtype) @ keys.transpose(-1, -2)) * scale
+    cap = options["softcap"]
+    return scores if cap is None else cap * torch.tanh(scores / cap)
+
+
+def _audited(
+    attached: Attached,
+    call: Call,
+    steps: dict[int, list[_Seen]],
+    generated: list[int],
+    advance: Callable[[int], None],
+) -> Audit:
+    tally, candidates = Tally(), call.candidates
+    for layer, seen in steps.items():
+        missed = _block_scores(call, seen, advance)  # [H, T, N]
+        for step, each in enumerate(seen):
+            scores = missed[:, step].scatter(1, each.numbers, each.chosen)
+            whole = torch.logaddexp(scores.logsumexp(-1), each.rest)
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, each.numbers, value=True)
+            tally.add(layer, (scores - whole[:, None]).exp(), chosen, scores)
+        tally.add_index_recall(layer, _index_recall(attached, call, layer, seen[0]))
+    return Audit(
+        mechanism="attach",
+        positions=POSITIONS[attached.retrieval.positions],
+        documents=list(dict.fromkeys(source.document.name for source, _ in candidates.parts)),
+        blocks=len(candidates),
+        top_k=call.slots,
+        steps=max(map(len, steps.values())),
+        tokens=generated,
+        layers=tally.layers(),
+        missed=tally.missed(candidates.locate),
+    )
+
+
+def _block_scores(call: Call, seen: list[_Seen], advance: Callable[[int], None]) -> Tensor:
+    """Log-sum-exp ``[H, T, N]`` of the scores of each candidate's tokens, where it would stand, for the T steps."""
+    plan, options, candidates = seen[0].states.plan, seen[0].options, call.candidates
+    queries, now = _from_every_slot(call, seen)  # [H, T * V, D], [T * V]
+    found = []
+    for piece in pieces(range(len(candidates)), READ):
+        places = _places(call, candidates, piece).to(queries.device)  # [n * S]
+        keys = _keys(candidates, piece, plan.index).to(queries)  # [G, n * S, D]
+        keys = plan.rotary.rotate(keys[None], plan.rotary.cos_sin(places[None]))[0]
+        scores = _scores(queries, keys, options)
+        if plan.sliding is not None:
+            scores = scores.masked_fill(now[:, None] - places >= plan.sliding, -torch.inf)
+        by_slot = scores.unflatten(-1, (len(piece), -1)).logsumexp(-1).unflatten(1, (len(seen), -1))
+        found.append((by_slot.logsumexp(2) - math.log(by_slot.shape[2])).cpu())
+        advance(len(places))
+    return torch.cat(found, -1)
+
+
+def _from_every_slot(call: Call, seen: list[_Seen]) -> tuple[Tensor, Tensor]:
+    """Queries ``[H, T * V, D]`` at ``V`` positions each, and these positions ``[T * V]``.
+
+    Keys are all in the first slot; a query that is moved down by whole slots sees them as if they were in the others,
+    since rotary positions are relative. Where positions are not stingy there is one.
+    """
+    plan, selection = seen[0].states.plan, call.selection
+    slots = call.slots if selection.retrieval.positions == "stingy" else 1
+    free = torch.stack([each.query for each in seen], 1)  # [H, T, D]
+    now = torch.tensor([each.position for each in seen], device=free.device)[:, None]
+    now = (now - selection.block_size * torch.arange(slots, device=free.device)).flatten()
+    queries = free.repeat_interleave(slots, 1)
+    return plan.rotary.rotate(queries[None], plan.rotary.cos_sin(now[None]))[0], now
+
+
+def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:
+    """Positions ``[n * S]`` of candidates that were not retrieved: stingy ones all in the first slot."""
+    blocks = candidates.blocks()[numbers.start : numbers.stop][None, None]
+    selection = call.selection
+    placement = place(
+        selection.retrieval.positions,
+        sink=call.seen.sink,
+        direct=call.seen.direct,
+        blocks=blocks,
+        slots=torch.zeros_like(blocks),
+        block_size=selection.block_size,
+        limit=selection.position_limit,
+    )
+    return placement.retrieved[0, 0]
+
+
+def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
+    """Keys ``[G, n * S, D]`` without positions."""
+    located = candidates.located(torch.arange(numbers.start, numbers.stop))
+    keys = torch.cat([document.layer(layer).gather(blocks)["k"] for document, blocks in located])
+    return keys.transpose(0, 1).flatten(1, 2)
+
+
+def _index_recall(attached: Attached, call: Call, layer: int, seen: _Seen) -> float | None:
+    """Mean over the documents of the recall of the index that chose for ``layer``."""
+    top_k = seen.numbers.shape[-1]
+    recalls = []
+    for source, blocks in call.candidates.parts:
+        if seen.asked is not None:
+            queries, index_layer = seen.asked, layer
+        else:
+            index_layer = attached.selection.index_layers[-1]
+            if index_layer not in call.codes:
+                return None  # nobody had to choose
+            queries = call.codes[index_layer][0, -ASKED:, source.memory][None]
+        recalls.append(index_recall(source.document.layer(index_layer), queries, top_k, [blocks]))
+    known = [each for each in recalls if each is not None]
+    return sum(known) / len(known) if known else None
