@@ -15,7 +15,7 @@ PYTEST_FLAGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test lint types format pytest bench faults docs wheel-smoke clean
+.PHONY: help demo test lint types format pytest bench faults gpu docs pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -51,6 +51,20 @@ gpu: $(READY) ## On a GPU: test the kernels there, and measure them
 
 docs: $(READY) ## Write docs/cli.md anew
 	$(BIN)/python -m memstore.tools.reference > docs/cli.md
+
+PICTURES := build/pictures
+pictures: $(READY) ## Draw docs/pictures anew, from the demo's memory and (the audit) the README read by a stock model
+	rm -rf $(PICTURES) && mkdir -p $(PICTURES) docs/pictures
+	$(BIN)/memstore demo --keep $(PICTURES)/demo.mem
+	for kind in heat tiers margins similarity; do \
+	    $(BIN)/memstore plot $$kind $(PICTURES)/demo.mem --out docs/pictures/$$kind.png \
+	        $$(if [ $$kind = similarity ]; then echo --document volume-1; fi); \
+	done
+	$(BIN)/memstore read README.md $(PICTURES)/readme.mem
+	$(BIN)/memstore plot audit $(PICTURES)/readme.mem --question "The index that is the default is" --out docs/pictures/audit.png
+
+screenshots: $(READY) ## Write the pictures of the inspector page in docs/pictures anew (a minute)
+	$(BIN)/python -m tests.tools.inspector.screenshots
 
 wheel-smoke: $(READY) ## Build the wheel and try it with its declared dependencies alone
 	$(BIN)/python tests/tools/wheel_smoke.py

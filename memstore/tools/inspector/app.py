@@ -1,0 +1,203 @@
+"""Routes of the inspector page: its static files, and JSON for what ``data.py``, ``find.py`` and ``traced.py`` say."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import (
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+    UnsupportedModel,
+)
+from memstore.tools.inspector import data, find, traced, writes
+from memstore.tools.inspector.guard import Guard
+from memstore.tools.inspector.words import Words
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from memstore.memory import Memory
+
+STATIC = Path(__file__).parent / "static"
+Answer = Callable[["Asked"], Mapping[str, Any]]
+
+
+class Inspector:
+    """The page of one memory, as an ASGI application; made for ``memstore view``.
+
+    ``token`` is what requests must have. With ``allow_write``, ``writes.ACTIONS`` can be asked for.
+    """
+
+    def __init__(self, memory: Memory, *, allow_write: bool = False, hosts: tuple[str, ...] = ()) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._memory = memory
+        self._words = Words(memory)
+        self._write_token = secrets.token_urlsafe(24) if allow_write else None
+        self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts)
+
+    def warm(self) -> None:
+        """Load the tokenizer in a thread, so that it is there when the first text is asked for."""
+        threading.Thread(target=lambda: self._words.missing, daemon=True).start()
+
+    def _routes(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.responses import FileResponse
+        from starlette.routing import Mount, Route
+        from starlette.staticfiles import StaticFiles
+
+        def page(_: Request) -> Response:
+            return FileResponse(STATIC / "index.html")
+
+        answers = [Route(f"/api/{path}", _endpoint(answer)) for path, answer in self._answers().items()]
+        return Starlette(
+            routes=[
+                Route("/", page),
+                *answers,
+                Route("/api/do/{action}", self._change, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=STATIC)),
+            ]
+        )
+
+    def _answers(self) -> dict[str, Answer]:
+        memory, words = self._memory, self._words
+        return {
+            "memory": lambda _: data.overview(memory) | {"write_token": self._write_token},
+            "text": lambda _: {"missing": words.missing},
+            "live": lambda asked: traced.live(memory, words, asked.number("trace", -1)),
+            "documents": lambda asked: data.documents(memory, asked.text("part")),
+            "documents/{document:int}/blocks": lambda asked: data.blocks(
+                memory, words, asked.document, asked.number("start"), asked.number("stop")
+            ),
+            "documents/{document:int}/blocks/{block:int}": lambda asked: data.block(
+                memory, words, asked.document, asked.block, asked.number("layer", 0)
+            ),
+            "documents/{document:int}/blocks/{block:int}/neighbours": lambda asked: data.neighbours(
+                memory, words, asked.document, asked.block, asked.number("layer")
+            ),
+            "documents/{document:int}/blocks/{block:int}/traces": lambda asked: traced.using(
+                memory, asked.document, asked.block
+            ),
+            "documents/{document:int}/find": lambda asked: find.find(
+                memory, words, asked.document, asked.text("text"), asked.number("start", 0)
+            ),
+            "documents/{document:int}/ask": lambda asked: data.ask(memory, words, asked.document, asked.text("text")),
+            "traces/{trace:int}": lambda asked: traced.trace(
+                memory, words, asked.trace, asked.number("start", 0), asked.number("stop", traced.MOST_STEPS)
+            ),
+            "traces/{trace:int}/steps/{step:int}": lambda asked: traced.step(
+                memory, words, asked.trace, asked.step, asked.choice("layer"), asked.choice("head")
+            ),
+            "traces/{trace:int}/used": lambda asked: traced.used(
+                memory, words, asked.trace, asked.choice("layer"), asked.choice("head")
+            ),
+        }
+
+    async def _change(self, request: Request) -> Response:
+        from starlette.concurrency import run_in_threadpool
+
+        try:
+            asked = await request.json()
+            if not isinstance(asked, dict):
+                raise ValueError
+        except ValueError:
+            return _failed(InvalidArgument("what to change is a JSON object."))
+        action = request.path_params["action"]
+
+        def change() -> Response:
+            try:
+                writes.change(self._memory.url, action, asked)
+            except MemstoreError as error:
+                return _failed(error)
+            return _json({"done": action})
+
+        return await run_in_threadpool(change)
+
+
+class Asked:
+    """What a request asks for, checked."""
+
+    def __init__(self, path: Mapping[str, Any], query: Mapping[str, str]) -> None:
+        self._path = path
+        self._query = query
+
+    @property
+    def document(self) -> int:
+        """Number of the document."""
+        return int(self._path["document"])
+
+    @property
+    def block(self) -> int:
+        """Number of the block."""
+        return int(self._path["block"])
+
+    @property
+    def trace(self) -> int:
+        """Number of the trace."""
+        return int(self._path["trace"])
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+        return int(self._path["step"])
+
+    def text(self, name: str) -> str:
+        """A parameter, empty if it is not there."""
+        return self._query.get(name, "")
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number. Raises ``InvalidArgument``."""
+        given = self._query.get(name)
+        if given is None and default is not None:
+            return default
+        with contextlib.suppress(ValueError, TypeError):
+            number = int(given or "")
+            if abs(number) < 1 << 62:
+                return number
+        raise InvalidArgument(f"{name} must be a whole number, not {given!r}.")
+
+    def choice(self, name: str) -> int | None:
+        """A whole number, or None for all."""
+        return self.number(name) if name in self._query else None
+
+
+def _endpoint(answer: Answer) -> Callable[[Request], Response]:
+    """An endpoint that starlette runs in a thread, for answers read from the disk."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            return _json(answer(Asked(request.path_params, request.query_params)))
+        except MemstoreError as error:
+            return _failed(error)
+
+    return endpoint
+
+
+def _json(answer: Mapping[str, Any], status: int = 200) -> Response:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(answer, status_code=status)
+
+
+def _failed(error: MemstoreError) -> Response:
+    match error:
+        case NotFound() | NotAMemory():
+            status = 404
+        case InvalidArgument():
+            status = 400
+        case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | UnsupportedModel():
+            status = 409
+        case _:
+            status = 500
+    return _json({"error": type(error).__name__, "message": str(error)}, status)

@@ -1,0 +1,182 @@
+"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import InvalidArgument, NotFound
+from memstore.memory.search import Match, check_layer, search_block
+from memstore.tools.inspector.words import Words, readable
+from memstore.tools.search import recorded_model, search_text
+from memstore.tools.show import filled, norm_summary
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, Memory
+
+MOST_BLOCKS = 256
+"""Blocks of one answer."""
+MOST_DOCUMENTS = 200
+MOST_VECTORS = 16
+"""Vectors of a landmark that are drawn."""
+
+
+def overview(memory: Memory) -> dict[str, Any]:
+    """What the page must know of a memory before it shows anything of it; reads no states and waits for nothing."""
+    spec = memory.spec
+    return {
+        "url": readable(memory.url),
+        "model": readable(str((memory.get_info("model") or {}).get("name") or spec.fingerprint.architecture)),
+        "layers": spec.layers,
+        "index_layers": list(spec.index_layers),
+        "block_size": spec.block_size,
+        "can_ask": bool(memory.get_info("model")),
+        "dtype": spec.dtype,
+        "fields": {name: list(shape) for name, shape in spec.fields.items()},
+    }
+
+
+def sizes(memory: Memory) -> dict[str, Any]:
+    """How much the memory holds now."""
+    stats = memory.stats()
+    return {name: stats[name] for name in ("documents", "tokens", "blocks", "disk_bytes", "used_bytes")} | {
+        "bytes": stats["bytes"],
+        "max_bytes": stats["rules"]["max_bytes"],
+    }
+
+
+def documents(memory: Memory, part: str = "") -> dict[str, Any]:
+    """The first documents whose names have ``part`` in them, in the order they were made, and how many there are."""
+    found = [each for each in memory.documents() if part.lower() in each.name.lower()]
+    shown = []
+    for each in found[:MOST_DOCUMENTS]:
+        with suppress(NotFound):  # forgotten in this moment
+            shown.append(_document(each))
+    return {"documents": shown, "found": len(found)}
+
+
+def _document(document: Document) -> dict[str, Any]:
+    live = document.blocks
+    return {
+        "id": document.id,
+        "name": readable(document.name),
+        "tokens": len(document),
+        "first": live.start,
+        "stop": live.stop,
+        "pinned": document.pinned,
+    }
+
+
+def document_of(memory: Memory, number: int) -> Document:
+    """The document with this number. Raises ``NotFound``."""
+    for document in memory.documents():
+        if document.id == number:
+            return document
+    raise NotFound(f"there is no document {number} in this memory (any more).")
+
+
+def blocks(memory: Memory, words: Words, number: int, start: int, stop: int) -> dict[str, Any]:
+    """The text of live blocks from ``start`` to before ``stop``, and which blocks are live now.
+
+    Raises ``NotFound``, ``DamagedError``, and ``InvalidArgument`` for more than ``MOST_BLOCKS``.
+    """
+    if not 0 <= start <= stop <= start + MOST_BLOCKS:
+        raise InvalidArgument(f"ask for at most {MOST_BLOCKS} blocks: start <= stop <= start + {MOST_BLOCKS}.")
+    document = document_of(memory, number)
+    live = document.blocks
+    there = rows(document, range(max(start, live.start), min(stop, live.stop)))
+    return {
+        "name": readable(document.name),
+        "first": live.start,
+        "stop": live.stop,
+        "tokens": len(document),
+        "blocks": [
+            {"block": block, "text": readable(words.of(ids)), "tokens": len(ids), "dropped": not ids}
+            for block, ids in there
+        ],
+    }
+
+
+def rows(document: Document, wanted: range) -> list[tuple[int, list[int]]]:
+    """The live blocks among ``wanted`` and their token ids; none of a block that was dropped."""
+    live, size = document.blocks, document.memory.spec.block_size
+    wanted = range(max(wanted.start, live.start), min(wanted.stop, live.stop))
+    ids: dict[int, list[int]] = {}
+    for part in document.present(wanted):
+        tokens = document.tokens(part).tolist()
+        ids |= {block: tokens[at * size : (at + 1) * size] for at, block in enumerate(part)}
+    return [(block, ids.get(block, [])) for block in wanted]
+
+
+def block(memory: Memory, words: Words, number: int, block: int, layer: int) -> dict[str, Any]:
+    """One block: tokens, norms of the states in every layer, norms of each token and landmarks in ``layer``.
+
+    Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
+    """
+    document = document_of(memory, number)
+    ids = document.tokens(block).tolist()
+    size = memory.spec.block_size
+    return {
+        "block": block,
+        "first_token": block * size,
+        "searchable": block in document.complete_blocks,
+        "ids": ids,
+        "pieces": words.pieces(ids),
+        "norms": [_norms(document, each, block, len(ids), size) for each in range(memory.spec.layers)],
+        "layer": layer,
+        "token_norms": _token_norms(document, layer, block, len(ids), size),
+        "landmarks": _landmarks(document, layer, block) if layer in memory.spec.index_layers else None,
+    }
+
+
+def _norms(document: Document, layer: int, block: int, tokens: int, size: int) -> dict[str, Any]:
+    """Least, mean and greatest norm of the vectors of each field."""
+    states = document.layer(layer).gather([block])
+    return {name: norm_summary(filled(each[0], tokens, size)) for name, each in states.items()}
+
+
+def _token_norms(document: Document, layer: int, block: int, tokens: int, size: int) -> dict[str, list[float]]:
+    """The norm of each token's states in each field that has one vector per token, the mean over its heads."""
+    norms = {}
+    for name, each in document.layer(layer).gather([block]).items():
+        states = filled(each[0], tokens, size)
+        if each.dim() >= 3 and each.shape[-2] == size:
+            norms[name] = states.float().norm(dim=-1).reshape(-1, tokens).mean(0).tolist()
+    return norms
+
+
+def _landmarks(document: Document, layer: int, block: int) -> dict[str, Any]:
+    keys = document.layer(layer).landmarks(range(block, block + 1))[0].float().flatten(0, 1)
+    return {
+        "vectors": len(keys),
+        "dim": keys.shape[-1],
+        "norms": norm_summary(keys),
+        "shown": [[round(value, 4) for value in row] for row in keys[:MOST_VECTORS].tolist()],
+    }
+
+
+def neighbours(memory: Memory, words: Words, number: int, block: int, layer: int, count: int = 8) -> dict[str, Any]:
+    """The blocks of a document whose landmarks in ``layer`` answer best to the landmark of ``block``.
+
+    Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument`` where the layer has no landmarks.
+    """
+    document = document_of(memory, number)
+    check_layer(memory, layer)
+    found = search_block(document, block, count, layer=layer, among=[document])
+    return {"layer": layer, "neighbours": _found(document, words, found)}
+
+
+def ask(memory: Memory, words: Words, number: int, text: str, count: int = 20) -> dict[str, Any]:
+    """The blocks of a document that the model which read it finds for ``text``, as ``memstore search --text`` does.
+
+    Loads the model, which takes seconds. Raises ``NotFound``, ``InvalidArgument``, ``UnsupportedModel``,
+    ``ForeignMemory`` and ``DamagedError``.
+    """
+    document = document_of(memory, number)
+    found = search_text(memory, text, [document], recorded_model(memory), top_k=count)
+    return {"matches": _found(document, words, found)}
+
+
+def _found(document: Document, words: Words, found: list[Match]) -> list[dict[str, Any]]:
+    texts = [readable(words.of(document.tokens(each.block).tolist())) for each in found]
+    return [{"block": each.block, "score": each.score, "text": text} for each, text in zip(found, texts, strict=True)]

@@ -1,0 +1,123 @@
+"""Who may ask, and what a browser may do with the answer: around every request of the page's server.
+
+- A request needs the token of this run: in the link that ``memstore view`` prints, from then on in a cookie that no
+  other site can send (``SameSite=Strict``) and no script can read.
+- Its ``Host`` must be an address, this machine's name or the host that was asked for: a foreign name that was made to
+  point here (DNS rebinding) is refused.
+- A request that changes something needs another token in a header, which only our page can know, and an ``Origin`` that
+  is our own.
+- Answers may load scripts, styles, pictures and data from here alone, run nothing inline, and stand in no frame.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+WRITE_HEADER = "x-memstore-token"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """Lets those requests through to ``app`` that may come, and adds ``HEADERS`` to every answer."""
+
+    def __init__(self, app: ASGIApp, *, token: str, write_token: str | None, hosts: Iterable[str]) -> None:
+        """``hosts`` are names for this server beside addresses; without ``write_token`` nothing can be changed."""
+        self._app = app
+        self._token = token
+        self._write_token = write_token
+        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":  # no websockets here
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        refusal = self._refusal(scope["method"], headers, given or _cookie(headers, cookie_name))
+        added = dict(HEADERS)
+        if given and refusal is None:
+            added["set-cookie"] = f"{cookie_name}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+        if refusal is None:
+            await self._app(scope, receive, _adding(send, added))
+        else:
+            await _refuse(_adding(send, added), refusal)
+
+    def _refusal(self, method: str, headers: dict[str, str], token: str) -> str | None:
+        """Why a request is refused; None where it is not."""
+        host = headers.get("host", "")
+        if not self._known(host):
+            return "this server does not answer to that host name."
+        if not _same(token, self._token):
+            return "the token is missing or wrong. Open the link that memstore view has printed."
+        if method in ("GET", "HEAD"):
+            return None
+        if self._write_token is None:
+            return "nothing can be changed here: start memstore view with --allow-write."
+        if not _same(headers.get(WRITE_HEADER, ""), self._write_token):
+            return f"a change needs the header {WRITE_HEADER}."
+        if headers.get("origin", f"http://{host}") != f"http://{host}":
+            return "a change must come from this page."
+        return None
+
+    def _known(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+        name = name.strip("[]").lower()
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)  # nobody can make an address point elsewhere
+        except ValueError:
+            return False
+        return True
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())
+
+
+def _cookie(headers: dict[str, str], name: str) -> str:
+    try:
+        cookies = SimpleCookie(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    return cookies[name].value if name in cookies else ""
+
+
+def _adding(send: Send, added: dict[str, str]) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [each for each in message.get("headers", []) if each[0].decode("latin-1").lower() not in added]
+            message["headers"] = kept + [(name.encode(), value.encode()) for name, value in added.items()]
+        await send(message)
+
+    return sending
+
+
+async def _refuse(send: Send, reason: str) -> None:
+    body = f"memstore: {reason}\n".encode()
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,124 @@
+"""From a memory to a page that can be opened: binding, serving, ending at Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import sys
+import webbrowser
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from memstore.errors import InvalidArgument, MemstoreError, NotFound
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from memstore.memory import Memory
+    from memstore.tools.inspector.app import Inspector
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(
+    memory: Memory,
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    allow_write: bool = False,
+    started: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Serve the page of ``memory`` until Ctrl-C; the url that it had.
+
+    ``port`` 0 is a free one. ``started`` is given the url, which has the token that the page asks for, once it can be
+    opened. With ``allow_write`` the page can pin and forget documents and remove traces. Raises ``NotFound`` where
+    starlette or uvicorn is not installed, ``InvalidArgument`` for a host or port that cannot be had.
+    """
+    require_web()
+    from memstore.tools.inspector.app import Inspector
+
+    with listen(host, port) as listening:
+        inspector = Inspector(memory, allow_write=allow_write, hosts=(host,))
+        bound = listening.getsockname()[1]
+        url = f"http://{_in_url(host)}:{bound}/?token={inspector.token}"
+        inspector.warm()
+        started(url)
+        with suppress(KeyboardInterrupt):  # uvicorn ends in good order first
+            server_of(inspector).run([listening])
+    return url
+
+
+def server_of(inspector: Inspector) -> uvicorn.Server:
+    """The server of a page: it speaks HTTP alone, believes no proxy, and logs nothing but errors."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        inspector.app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
+
+
+def require_web() -> None:
+    """Raise ``NotFound`` unless starlette and uvicorn are there."""
+    if not all(find_spec(package) for package in ("starlette", "uvicorn")):
+        raise NotFound("this needs the packages starlette and uvicorn: pip install 'torch-memstore[web]'")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidArgument(f"--host {host} is no address of this machine: {error.strerror or error}.") from None
+    try:
+        if sys.platform != "win32":  # there it would let two programs share a port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise _unavailable(host, port, error) from None
+    return listening
+
+
+def _unavailable(host: str, port: int, error: OSError) -> MemstoreError:
+    if error.errno == errno.EADDRINUSE:
+        return InvalidArgument(f"port {port} is in use; choose another with --port, or leave it out for a free one.")
+    if error.errno == errno.EACCES:
+        return InvalidArgument(f"port {port} is not for everybody to use; choose one above 1023 with --port.")
+    return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def open_browser(url: str) -> None:
+    """Open ``url`` in the user's browser, where there is a screen to show it on."""
+    if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return  # what would open is a browser for terminals, in this terminal
+    webbrowser.open(url)
+
+
+def _in_url(host: str) -> str:
+    if ":" in host:
+        return f"[{host}]"
+    return LOOPBACK if host == "0.0.0.0" else host  # noqa: S104 - not bound to here

@@ -1,0 +1,50 @@
+// Questions to the server, which lies at the same address.
+
+let writeToken = null;
+
+/** From now on `change` may be asked for; null: nothing can be changed. */
+export function allowWrite(token) {
+  writeToken = token;
+}
+
+export const canWrite = () => writeToken !== null;
+
+/** What the server says at `path`; throws an Error whose message is for people. */
+export async function get(path, parameters = {}, signal = undefined) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value !== null && value !== undefined) query.set(name, value);
+  }
+  return answer(await reach(`/api/${path}?${query}`, { signal }));
+}
+
+export async function change(action, asked) {
+  const headers = { "content-type": "application/json", "x-memstore-token": writeToken };
+  return answer(await reach(`/api/do/${action}`, { method: "POST", headers, body: JSON.stringify(asked) }));
+}
+
+async function reach(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Gone("The server does not answer any more. Start memstore view again, and open the link it prints.");
+  }
+}
+
+async function answer(response) {
+  if (response.status === 403) {
+    throw new Gone("This page is of a server that has ended. Open the link that memstore view has printed last.");
+  }
+  const type = response.headers.get("content-type") ?? "";
+  const body = type.startsWith("application/json") ? await response.json() : { message: await response.text() };
+  if (!response.ok) {
+    const error = new Error(body.message);
+    error.status = response.status;
+    throw error;
+  }
+  return body;
+}
+
+/** The server is gone, or another one has taken its place. */
+export class Gone extends Error {}

@@ -1,0 +1,67 @@
+// Elements without templates: what a document says becomes text nodes, so it can never become anything else.
+
+/** An element with properties, attributes (`aria-*`, `role`, `for`), listeners (`onclick`) and children. */
+export function h(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (name.startsWith("--")) element.style.setProperty(name, value);
+    else if (name.includes("-") || name === "role" || name === "for") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export const at = (id) => document.getElementById(id);
+
+/** `1,234`. */
+export const count = (number) => number.toLocaleString("en");
+
+/** Three digits that matter. */
+export function short(number) {
+  if (number === null || number === undefined) return "–";
+  return Math.abs(number) >= 1000 ? count(Math.round(number)) : String(Number(number.toPrecision(3)));
+}
+
+/** A weight between 0 and 1. */
+export const weight = (number) => (number > 0 && number < 0.0005 ? "<.001" : number.toFixed(3));
+
+export function bytes(number) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (number >= 1024 && unit < units.length - 1) {
+    number /= 1024;
+    unit += 1;
+  }
+  return `${number >= 100 || unit === 0 ? Math.round(number) : number.toFixed(1)} ${units[unit]}`;
+}
+
+/**
+ * `text` as nodes, with every occurrence of `part`, whatever its case, in a <mark>; also where it begins in the text
+ * `before` or goes on in the text `after`.
+ */
+export function marked(text, part, before = "", after = "") {
+  if (!part) return [text];
+  const beyond = part.length - 1;
+  const head = beyond ? before.slice(-beyond) : "";
+  const whole = head + text + after.slice(0, beyond);
+  const lower = whole.toLowerCase();
+  if (lower.length !== whole.length) return [text]; // letters whose small form is longer: places would be wrong
+  const nodes = [];
+  let from = 0;
+  let place = lower.indexOf(part.toLowerCase());
+  while (place >= 0) {
+    const begin = Math.max(from, place - head.length);
+    const end = Math.min(text.length, place - head.length + part.length);
+    if (begin < end) {
+      nodes.push(text.slice(from, begin), h("mark", {}, text.slice(begin, end)));
+      from = end;
+    }
+    place = lower.indexOf(part.toLowerCase(), place + part.length);
+  }
+  nodes.push(text.slice(from));
+  return nodes;
+}

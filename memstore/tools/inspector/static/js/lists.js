@@ -1,0 +1,60 @@
+// The left column's lists: documents and traces.
+
+import { canWrite } from "./api.js";
+import { at, count, h } from "./dom.js";
+
+/** `choose(document)` is called with the one that is clicked, `act(action, document)` for pin, unpin and forget. */
+export function showDocuments(answer, chosen, choose, act) {
+  const items = answer.documents.map((document) =>
+    h(
+      "li",
+      { class: document.id === chosen ? "chosen" : "" },
+      h(
+        "button",
+        { type: "button", title: document.name, "aria-current": document.id === chosen, onclick: () => choose(document) },
+        h("span", { class: "name" }, document.pinned ? `${document.name} ` : document.name,
+          document.pinned && h("span", { class: "tag" }, "pinned")),
+        h("span", { class: "facts" }, `${count(document.tokens)} tokens in ${count(document.stop - document.first)} blocks`),
+      ),
+      canWrite() && document.id === chosen &&
+        h("span", { class: "acts" },
+          h("button", { type: "button", onclick: () => act(document.pinned ? "unpin" : "pin", document) },
+            document.pinned ? "unpin" : "pin"),
+          h("button", { type: "button", class: "danger", onclick: () => act("forget", document) }, "forget …")),
+    ),
+  );
+  const more = answer.found - answer.documents.length;
+  if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} more: say what their names contain`));
+  if (!answer.found) items.push(h("li", { class: "empty" }, at("part").value ? "No such name." : h("span", {},
+    "No documents yet. Add one: ", h("code", {}, "memstore read TEXT MEMORY"))));
+  at("documents").replaceChildren(...items);
+}
+
+export function showTraces(answer, chosen, choose, remove) {
+  const items = answer.traces.map((trace) =>
+    h(
+      "li",
+      { class: trace.number === chosen ? "chosen" : "" },
+      h(
+        "button",
+        { type: "button", title: trace.question, "aria-current": trace.number === chosen, onclick: () => choose(trace.number) },
+        h("span", { class: "name" }, h("span", { class: "number" }, trace.number), trace.question || "(no question)"),
+        h("span", { class: "facts" }, `${trace.documents.join(", ")} · ${count(trace.steps)} steps`,
+          trace.ended ? `, ${when(trace.started)}` : h("span", { class: "running" }, " generating")),
+      ),
+      canWrite() && trace.number === chosen &&
+        h("span", { class: "acts" }, h("button", { type: "button", class: "danger", onclick: () => remove(trace.number) }, "remove …")),
+    ),
+  );
+  const more = answer.found - answer.traces.length;
+  if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} older ones`));
+  if (answer.trouble) items.push(h("li", { class: "empty danger" }, answer.trouble));
+  else if (!answer.found) items.push(h("li", { class: "empty" }, "No traces yet. Make one: ",
+    h("code", {}, "memstore ask MEMORY QUESTION --trace")));
+  at("traces").replaceChildren(...items);
+}
+
+function when(started) {
+  const moment = new Date(started);
+  return Number.isNaN(moment.getTime()) ? "" : moment.toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+}

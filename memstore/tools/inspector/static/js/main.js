@@ -1,0 +1,334 @@
+// The page: which document, block, trace and step are chosen, and who is told of it.
+
+import { Gone, allowWrite, change, get } from "./api.js";
+import { Answer } from "./answer.js";
+import { Block } from "./block.js";
+import { at, count, h } from "./dom.js";
+import { Flow } from "./flow.js";
+import { listen } from "./keys.js";
+import { showDocuments, showTraces } from "./lists.js";
+import { Pages } from "./pages.js";
+import { Search } from "./search.js";
+import { Strip } from "./strip.js";
+import { showSizes, showTiers } from "./tiers.js";
+import { showUsed } from "./used.js";
+
+const SOON = 500; // milliseconds between two looks at a memory while a model generates
+const LATER = 2000;
+
+const state = { memory: null, document: null, documents: null, live: null, lit: [], gone: false };
+
+const flow = new Flow(at("flow"), (block) => run(selectBlock(block)), (place) => strip.update({ place }));
+const strip = new Strip(at("strip"), (block) => flow.goTo(block, 0), (part) => flow.scrollBy(part * at("flow").clientHeight));
+const answer = new Answer((number, start, stop) => get(`traces/${number}`, { start, stop }), (what) => run(traceChosen(what)));
+const block = new Block(
+  (path, parameters) => get(`documents/${state.document.id}/blocks/${block.block}${path}`, parameters),
+  (number) => run(goTo(state.document.id, number)),
+  (trace, step) => run(openTrace(trace, step)),
+);
+const search = new Search(
+  (text, start) => get(`documents/${state.document.id}/find`, { text, start }),
+  (text) => get(`documents/${state.document.id}/ask`, { text }),
+  (number) => run(goTo(state.document.id, number)),
+  (text, matches) => {
+    flow.mark(text);
+    strip.update({ matches: matches.map((each) => each.block) });
+  },
+);
+
+/** Await something that was clicked; what goes wrong is told. */
+async function run(promise) {
+  try {
+    await promise;
+    return true;
+  } catch (error) {
+    if (error.name !== "AbortError") tell(error);
+    return false;
+  }
+}
+
+function tell(error) {
+  if (!(error instanceof Gone) && error.status === undefined) console.error(error);
+  at("trouble").textContent = error.message;
+  at("trouble").hidden = false;
+  state.gone = error instanceof Gone;
+}
+
+// Documents and blocks
+
+async function openDocument(document, number = document.first) {
+  at("trouble").hidden = true;
+  state.document?.pages?.close();
+  const load = (start, stop, signal) => get(`documents/${document.id}/blocks`, { start, stop }, signal);
+  const pages = new Pages(load, (blocks) => arrived(document, blocks), (error) => gone(document, error));
+  state.document = { ...document, pages };
+  search.close();
+  block.close();
+  title();
+  strip.update({ range: document, matches: [] });
+  flow.show(pages, document.first, document.stop, number);
+  light();
+  if (state.documents) listDocuments();
+  remember();
+}
+
+function arrived(document, answer) {
+  if (state.document?.id !== document.id) return;
+  grow(answer);
+  flow.steady(() => {});
+}
+
+function grow({ first, stop, tokens }) {
+  const changed = tokens !== state.document.tokens || first !== state.document.first || stop !== state.document.stop;
+  if (!changed) return;
+  Object.assign(state.document, { first, stop, tokens });
+  strip.update({ range: { first, stop } });
+  flow.resize(first, stop);
+  title();
+}
+
+function gone(document, error) {
+  if (state.document?.id !== document.id) return;
+  if (error.status !== 404) return tell(error);
+  closeDocument("This document was forgotten.");
+}
+
+function closeDocument(words) {
+  state.document?.pages.close();
+  state.document = null;
+  flow.clear();
+  search.close();
+  block.close();
+  strip.update({ range: { first: 0, stop: 0 }, lit: new Map() });
+  at("title").replaceChildren(h("p", { class: "empty" }, words));
+}
+
+function title() {
+  const { name, tokens, first, stop } = state.document;
+  const left = first > 0 ? `, of which ${count(first)} have left` : "";
+  at("title").replaceChildren(h("h2", {}, name),
+    h("span", { class: "facts" }, `${count(tokens)} tokens in ${count(stop)} blocks of ${state.memory.block_size}${left}`));
+}
+
+async function goTo(id, number) {
+  if (id !== state.document?.id) {
+    const document = await find(id);
+    if (!document) return;
+    await openDocument(document, number);
+  }
+  flow.reveal(number);
+  await selectBlock(number);
+}
+
+async function find(id) {
+  const known = state.documents?.documents.find((each) => each.id === id);
+  if (known) return known;
+  const part = await get(`documents/${id}/blocks`, { start: 0, stop: 0 });
+  return { id, ...part };
+}
+
+async function selectBlock(number) {
+  if (number < state.document.first || number >= state.document.stop) return;
+  flow.select(number);
+  remember();
+  await block.show(number, state.memory);
+}
+
+async function loadDocuments() {
+  const part = at("part").value;
+  state.documents = await get("documents", { part });
+  at("part").hidden = state.documents.found < 12 && !part;
+  listDocuments();
+}
+
+function listDocuments() {
+  showDocuments(state.documents, state.document?.id ?? null, (each) => run(openDocument(each)), (action, each) => run(act(action, each)));
+}
+
+// Traces
+
+async function openTrace(number, step = null) {
+  at("trouble").hidden = true;
+  await answer.open(number, step);
+  listTraces();
+  showTiers(answer);
+  if (answer.step === null) await showTraceUse();
+  remember();
+}
+
+async function traceChosen(what) {
+  if (what === "close") return closeTrace();
+  await (answer.step === null ? showTraceUse() : showStep());
+  remember();
+}
+
+function closeTrace() {
+  answer.close();
+  at("used").hidden = true;
+  state.lit = [];
+  light();
+  showTiers(answer);
+  listTraces();
+  remember();
+}
+
+async function showStep() {
+  const { step, layer, head } = answer;
+  const used = await get(`traces/${answer.trace.number}/steps/${step}`, { layer, head });
+  if (step !== answer.step) return;
+  await lightUp(used, `Used for “${answer.piece().trim() || "…"}”, step ${count(step)}`);
+}
+
+async function showTraceUse() {
+  const { layer, head } = answer;
+  const used = await get(`traces/${answer.trace.number}/used`, { layer, head });
+  if (answer.step === null) await lightUp(used, "Used by the whole trace");
+}
+
+async function lightUp(used, words) {
+  showUsed(words, used, (id, number) => run(goTo(id, number)));
+  state.lit = used.blocks;
+  const best = used.blocks.find((each) => each.document !== null && each.text !== null);
+  if (best && !used.blocks.some((each) => each.document === state.document?.id)) {
+    const document = await find(best.document);
+    if (document) await openDocument(document, best.block);
+  }
+  light();
+  const here = used.blocks.find((each) => each.document === state.document?.id && each.weight > 0);
+  if (here) flow.reveal(here.block);
+}
+
+/** Light what the chosen token used of the document on the page. */
+function light() {
+  const lit = new Map();
+  for (const each of state.lit) if (each.document === state.document?.id) lit.set(each.block, each.weight);
+  flow.light(lit);
+  strip.update({ lit });
+}
+
+function listTraces() {
+  showTraces(state.live, answer.trace?.number ?? null, (number) => run(openTrace(number)), (number) => run(removeTrace(number)));
+}
+
+// Changes
+
+function confirmed(words, action) {
+  const dialog = at("confirm");
+  at("confirm-words").textContent = words;
+  const [no, yes] = dialog.querySelectorAll("button");
+  yes.textContent = action;
+  return new Promise((resolve) => {
+    const close = (answered) => () => {
+      dialog.close();
+      resolve(answered);
+    };
+    no.onclick = close(false);
+    yes.onclick = close(true);
+    dialog.oncancel = close(false); // Esc
+    dialog.showModal();
+  });
+}
+
+async function act(action, document) {
+  const words = `Forget “${document.name}”, all ${count(document.tokens)} tokens of it? This cannot be undone.`;
+  if (action === "forget" && !(await confirmed(words, "Forget it"))) return;
+  await change(action, { document: document.id });
+  if (action === "forget" && state.document?.id === document.id) closeDocument("This document was forgotten.");
+  await loadDocuments();
+}
+
+async function removeTrace(number) {
+  if (!(await confirmed(`Remove trace ${number}? This cannot be undone.`, "Remove it"))) return;
+  await change("remove-trace", { trace: number });
+  closeTrace();
+  await look();
+}
+
+// What others write meanwhile
+
+async function look() {
+  const trace = answer.trace?.number ?? -1;
+  const live = await get("live", { trace });
+  const before = state.live;
+  state.live = live;
+  if (state.gone) at("trouble").hidden = true; // the server is back
+  showSizes(live.sizes);
+  listTraces();
+  if (before && (before.sizes.tokens !== live.sizes.tokens || before.sizes.documents !== live.sizes.documents)) {
+    await loadDocuments();
+    const now = state.documents.documents.find((each) => each.id === state.document?.id);
+    if (now) grow(now);
+    else if (state.document) await find(state.document.id).then(grow, (error) => gone(state.document, error));
+  }
+  const mine = live.traces.find((each) => each.number === trace);
+  if (mine && answer.trace?.number === trace) {
+    await answer.update(mine.steps, mine.ended);
+    showTiers(answer);
+  }
+}
+
+async function keepLooking() {
+  for (;;) {
+    const begun = performance.now();
+    const well = document.hidden || (await run(look()));
+    const taken = performance.now() - begun;
+    const running = state.live?.traces.some((each) => !each.ended);
+    if (!well && at("trouble").textContent.startsWith("This page is of")) return;
+    await new Promise((later) => setTimeout(later, Math.max(running ? SOON : LATER, 5 * taken)));
+  }
+}
+
+// Where the page is, in its address: a reload comes back to it
+
+function remember() {
+  const where = { document: state.document?.id, block: flow.selected, trace: answer.trace?.number, step: answer.step };
+  const said = Object.entries(where).filter(([, value]) => value !== null && value !== undefined);
+  history.replaceState(null, "", `/#${new URLSearchParams(said)}`);
+}
+
+function remembered() {
+  const where = new URLSearchParams(location.hash.slice(1));
+  return (name) => (where.has(name) && Number.isInteger(Number(where.get(name))) ? Number(where.get(name)) : null);
+}
+
+function submit(event) {
+  event.preventDefault();
+  const query = at("query").value;
+  const place = /^#\s*([\d,]+)$/.exec(query);
+  if (!state.document || !query) return search.close();
+  if (place) return run(goTo(state.document.id, Number(place[1].replaceAll(",", ""))));
+  return run(at("mode").value === "model" ? search.model(query) : search.text(query));
+}
+
+async function start() {
+  const where = remembered();
+  history.replaceState(null, "", `/${location.hash}`); // without the token
+  listen({ flow, answer, search, select: (number) => run(goTo(state.document.id, number)), closeTrace });
+  at("search").addEventListener("submit", submit);
+  at("part").addEventListener("input", () => run(loadDocuments()));
+  state.memory = await get("memory");
+  at("mode").replaceChildren(...[["text", "as text"], ["model", "by the model"]]
+    .slice(0, state.memory.can_ask ? 2 : 1).map(([value, words]) => h("option", { value }, words)));
+  allowWrite(state.memory.write_token);
+  document.title = `${state.memory.url} · memstore`;
+  at("memory").textContent = state.memory.url;
+  await Promise.all([loadDocuments(), look()]);
+  const [first] = state.documents.documents;
+  const chosen = where("document") === null ? first : await find(where("document")).catch(() => first);
+  if (chosen) await openDocument(chosen, where("block") ?? chosen.first);
+  else at("title").replaceChildren(h("p", { class: "empty" }, "Nothing to read yet."));
+  const known = (number) => state.live.traces.some((each) => each.number === number);
+  if (known(where("trace"))) await openTrace(where("trace"), where("step"));
+  else if (where("document") === null && state.live.traces.length) await openTrace(state.live.traces[0].number);
+  if (chosen && where("block") !== null) await goTo(chosen.id, where("block"));
+  run(sayWhatIsMissing());
+}
+
+async function sayWhatIsMissing() {
+  const { missing } = await get("text");
+  if (missing) at("memory").append(h("span", { class: "tag", title: missing }, "token ids: no tokenizer"));
+}
+
+await run(start());
+document.body.removeAttribute("aria-busy");
+keepLooking();

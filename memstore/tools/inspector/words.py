@@ -1,0 +1,88 @@
+"""The text of tokens, as a page may show it: what would be obeyed instead of read is spelled out."""
+
+from __future__ import annotations
+
+import threading
+import unicodedata
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import MemstoreError
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory
+
+
+def readable(text: str) -> str:
+    """``text`` with control, format and other invisible characters spelled out as Python would.
+
+    Spaces, newlines and tabs stay. What is left never reverses, hides or breaks the text around it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if _shows(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _shows(character: str) -> bool:
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+class Words:
+    """Decodes the tokens of a memory with the tokenizer of its model; the ids themselves where there is none.
+
+    Safe to use from several threads. The tokenizer is loaded once, which takes seconds: call ``missing`` early, in a
+    thread of its own.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._loaded = False
+        self._tokenizer: Any = None
+        self._missing: str | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """Why there is no text; None where there is."""
+        with self._lock:
+            if not self._loaded:
+                self._load()
+            return self._missing
+
+    @property
+    def between(self) -> str:
+        """What stands between two tokens."""
+        return "" if self.missing is None else " "
+
+    def of(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, not yet ``readable``: to be searched."""
+        if self.missing is not None:
+            return " ".join(map(str, ids))
+        with self._lock:
+            return str(self._tokenizer.decode(list(ids)))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each of ``ids`` adds; one that ends within a character adds nothing, the next adds it."""
+        pieces: list[str] = []
+        begin = read = 0
+        for end in range(1, len(ids) + 1):
+            known, now = self.of(ids[begin:read]), self.of(ids[begin:end])
+            if now.endswith("\ufffd") and end < len(ids):
+                pieces.append("")
+                continue
+            pieces.append(readable(now[len(known) :]))
+            begin, read = read, end
+        return pieces
+
+    def _load(self) -> None:
+        from memstore.tools.models import load_tokenizer
+
+        self._loaded = True
+        info = self._memory.get_info("model")
+        if not info:
+            self._missing = "the memory does not say which model it belongs to"
+            return
+        try:
+            self._tokenizer = load_tokenizer(info["name"])
+        except MemstoreError as error:
+            self._missing = str(error)

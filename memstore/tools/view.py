@@ -1,0 +1,53 @@
+"""``memstore view``: a page in the browser that shows a memory, and what was retrieved from it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import memstore
+from memstore.tools.options import MemoryUrl
+from memstore.tools.output import Report
+
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
+Host = Annotated[str, typer.Option(help="Address to listen at. Other machines can reach all but the default.")]
+NoOpen = Annotated[bool, typer.Option("--no-open", help="Print the link only; do not open a browser.")]
+AllowWrite = Annotated[
+    bool, typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, and remove traces.")
+]
+
+
+def view(
+    memory: MemoryUrl,
+    *,
+    port: Port = 0,
+    host: Host = "127.0.0.1",
+    no_open: NoOpen = False,
+    allow_write: AllowWrite = False,
+) -> Report:
+    """Look into a memory in the browser.
+
+    The page shows documents by blocks, each block down to its tokens, norms, landmark and neighbours, and for each
+    token of a trace the blocks that it used; also while another process is generating. It ends with Ctrl-C. Needs pip
+    install 'torch-memstore[web]'.
+
+    Example:
+
+        memstore view notes.mem
+
+    In Python: memstore.tools.inspector.serve.
+    """
+    from memstore.tools.inspector.server import is_loopback, open_browser, require_web, serve
+
+    def started(url: str) -> None:
+        typer.echo(f"{url}\nCtrl-C ends it.", err=True)
+        if not is_loopback(host):
+            typer.echo(f"memstore: everybody who can reach {host} and has this link can see the memory.", err=True)
+        if not no_open:
+            open_browser(url)
+
+    require_web()
+    with memstore.open(memory, mode="r") as opened:
+        url = serve(opened, host=host, port=port, allow_write=allow_write, started=started)
+    return Report(data={"memory": memory, "url": url.partition("?")[0]}, text=lambda _: None)

@@ -1,0 +1,91 @@
+"""Pictures of the inspector page for the docs, of the memory that ``memstore demo`` makes: ``make screenshots``.
+
+With a path, of the demo's memory that is there: ``python -m tests.tools.inspector.screenshots demo.mem``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import memstore
+from memstore.errors import NotFound
+from memstore.tools import demo_drt
+from tests.tools.inspector.pages import CHROMEDRIVER, CHROMIUM, chromium, served
+from tests.tools.inspector.test_page import Seen
+
+PICTURES = Path(__file__).parents[3] / "docs" / "pictures"
+MOST_BYTES = 200_000
+
+
+@contextmanager
+def page(memory: memstore.Memory, *, width: int = 1400, dark: bool = False) -> Iterator[Seen]:
+    """The page in a browser, when everything that it shows at first is there."""
+    with (
+        tempfile.TemporaryDirectory() as profile,
+        served(memory) as link,
+        chromium(Path(profile), width=width, height=880, dark=dark) as driver,
+    ):
+        driver.get(link)
+        seen = Seen(driver)
+        seen.until("!document.body.hasAttribute('aria-busy') && !document.querySelector('.row .waiting')")
+        yield seen
+        driver.get("about:blank")
+
+
+def answer(seen: Seen) -> None:
+    """The third digit of a passkey, the block that it came from, and what is in that block."""
+    seen.click("#answer .token:nth-child(3)")
+    seen.until("document.querySelector('.row.lit')")
+    seen.click("#used li:nth-child(1) button")
+    seen.wait_for("#block", "most in step")
+
+
+def search(seen: Seen) -> None:
+    """Every place of a document that has a word."""
+    seen.click("#answer .close")
+    seen.run("document.querySelector('#query').value = 'generator'; document.querySelector('#search').requestSubmit()")
+    seen.until("!document.querySelector('#found [role=status]')?.textContent.includes('so far')")
+    seen.click("#found li:nth-child(4) button")
+    seen.wait_for("#block", "of the traces.")
+    seen.until("document.querySelector('.row mark')")
+
+
+def save(seen: Seen, name: str) -> None:
+    """Write ``inspector-NAME.png``."""
+    path = PICTURES / f"inspector-{name}.png"
+    seen.run("document.activeElement?.blur()")
+    seen.driver.save_screenshot(str(path))
+    size = path.stat().st_size
+    assert size < MOST_BYTES, f"{path} has {size:,} bytes: more than a page of the docs should fetch"
+
+
+def main(made: Path | None = None) -> None:
+    """Make the memory and the pictures."""
+    if CHROMIUM is None or CHROMEDRIVER is None:
+        raise NotFound("the programs chromium and chromedriver are not here: apt-get install chromium chromium-driver")
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder if made is None else made.parent)  # so that the page names the memory as a user would
+        path = Path("demo.mem" if made is None else made.name)
+        if made is None:
+            from memstore.eval.models import PASSKEY, shipped_model
+
+            demo_drt.run(shipped_model(PASSKEY), json=True, keep=path)
+        with memstore.open(path, mode="r") as memory:
+            with page(memory) as seen:
+                answer(seen)
+                save(seen, "answer")
+                search(seen)
+                save(seen, "search")
+            with page(memory, width=1000, dark=True) as seen:
+                answer(seen)
+                save(seen, "dark")
+
+
+if __name__ == "__main__":
+    main(*(Path(argument).absolute() for argument in sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""Who gets an answer from the page's server, and who does not."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.testclient import TestClient
+
+import memstore
+from memstore.tools.inspector.app import Inspector
+from memstore.tools.inspector.guard import HEADERS, WRITE_HEADER
+from tests.tools.inspector.conftest import client_of
+
+PATHS = ["/", "/static/js/main.js", "/api/memory", "/api/live", "/nowhere"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query", ["", "?token=", "?token=wrong", "?token=%FF"])
+def test_without_the_token_nothing_is_shown(inspector: Inspector, path: str, query: str) -> None:
+    answer = client_of(inspector, token=False).get(path + query)
+    assert answer.status_code == 403
+    assert "token is missing or wrong" in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+def test_the_link_sets_a_cookie_that_only_this_site_sends(inspector: Inspector) -> None:
+    client = client_of(inspector, token=False)
+    answer = client.get("/", params={"token": inspector.token})
+    assert answer.status_code == 200
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert client.get("/api/memory").status_code == 200
+
+
+def test_cookies_of_other_pages_on_this_machine_are_no_trouble(inspector: Inspector) -> None:
+    client = client_of(inspector)
+    client.cookies.set("memstore-1234", "another")
+    client.cookies.set("theme", "dark")
+    assert client.get("/api/memory").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1"])
+def test_a_foreign_host_name_is_refused(client: TestClient, host: str) -> None:
+    answer = client.get("/api/memory", headers={"host": host})
+    assert answer.status_code == 403
+    assert "host name" in answer.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "[::1]:8000", "10.1.2.3:80", "LOCALHOST"])
+def test_addresses_and_this_machine_are_answered(client: TestClient, host: str) -> None:
+    assert client.get("/api/memory", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("allowed", [True, False])
+def test_every_answer_says_what_a_browser_may_do(inspector: Inspector, path: str, allowed: bool) -> None:
+    answer = client_of(inspector, token=allowed).get(path)
+    assert HEADERS.items() <= dict(answer.headers).items()
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2f..%2fapp.py",
+        "/static/%2e%2e%2f%2e%2e%2f%2e%2e%2f%2e%2e%2f%2e%2e%2fetc/passwd",
+        "/static//etc/passwd",
+        "/static/js",
+        "/static/",
+    ],
+)
+def test_only_files_of_the_page_are_served(client: TestClient, path: str) -> None:
+    assert client.get(path, follow_redirects=False).status_code == 404
+
+
+def test_the_page_has_nothing_inline() -> None:
+    from memstore.tools.inspector.app import STATIC
+
+    page = (STATIC / "index.html").read_text()
+    assert "style=" not in page
+    assert "<style" not in page
+    assert all("src=" in line for line in page.splitlines() if "<script" in line)
+    for file in STATIC.rglob("*.*"):
+        text = file.read_text()
+        assert "innerHTML" not in text, file
+        assert "http://" not in text.replace("http://www.w3.org/2000/svg", ""), file
+        assert "https://" not in text, file
+
+
+def test_nothing_can_be_changed_unless_it_is_allowed(client: TestClient, opened: memstore.Memory) -> None:
+    for header in ({}, {WRITE_HEADER: "guessed"}):
+        answer = client.post("/api/do/forget", json={"document": opened.document("book").id}, headers=header)
+        assert answer.status_code == 403
+        assert "--allow-write" in answer.text
+    assert client.get("/api/memory").json()["write_token"] is None
+    assert len(opened.documents()) == 2
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_other_methods_are_refused(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/memory").status_code == 403
+
+
+def test_a_change_needs_its_own_token_and_this_page(opened: memstore.Memory) -> None:
+    client = client_of(Inspector(opened, allow_write=True))
+    token = client.get("/api/memory").json()["write_token"]
+    origin = {"origin": "http://127.0.0.1:8000"}
+    for headers, words in [
+        (origin, WRITE_HEADER),
+        (origin | {WRITE_HEADER: "wrong"}, WRITE_HEADER),
+        ({WRITE_HEADER: token, "origin": "http://evil.example"}, "this page"),
+        ({WRITE_HEADER: token, "origin": "null"}, "this page"),
+    ]:
+        answer = client.post("/api/do/nothing", json={}, headers=headers)
+        assert answer.status_code == 403
+        assert words in answer.text
+    assert client.post("/api/do/nothing", json={}, headers=origin | {WRITE_HEADER: token}).status_code == 400
