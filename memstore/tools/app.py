@@ -16,28 +16,37 @@ import typer
 from memstore._version import __version__
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.tools.ask import ask
+from memstore.tools.audit import audit
 from memstore.tools.compact import compact
+from memstore.tools.completion import answer, completion
 from memstore.tools.copy import copy
+from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
 from memstore.tools.expire import expire
+from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.forget import forget
 from memstore.tools.index import index
+from memstore.tools.interrupts import pressed
 from memstore.tools.limit import limit
 from memstore.tools.ls import ls
 from memstore.tools.models import DRT, is_drt
 from memstore.tools.options import Dtype, Threads, on_disk, use_threads
 from memstore.tools.output import Json, Report, verb
 from memstore.tools.pin import pin, unpin
+from memstore.tools.plot import plot
 from memstore.tools.read import read
 from memstore.tools.repair import repair
+from memstore.tools.search import search
 from memstore.tools.show import show
 from memstore.tools.stats import stats
+from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
 from memstore.tools.verify import ONLY_A_COPY, verify
+from memstore.tools.view import view
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
@@ -63,7 +72,8 @@ def demo(
     """See it work: read a million tokens, reopen, answer.
 
     A DRT of 0.2 million parameters reads five volumes of 200,000 tokens into a memory on disk. A new process opens it
-    and finds the passkey that is hidden in each. Takes half a minute on two cores.
+    and finds the passkey that is hidden in each. Takes half a minute on two cores. With --keep you can see why
+    afterwards: what was retrieved for each answer is recorded, for memstore trace and memstore view.
 
     With --model smollm2, a stock model without training reads four times its training length and answers from the
     memory in a new process: about five minutes. Its first run fetches 93 MB.
@@ -71,6 +81,8 @@ def demo(
     Example:
 
         memstore demo
+
+    In Python: memstore.models.drt.Reader, or memstore.attach for a stock model.
     """
     use_threads(threads)
     if model == DRT or is_drt(model):
@@ -90,6 +102,7 @@ def demo(
 
 app = typer.Typer(
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -99,9 +112,16 @@ for function in (
     ask,
     ls,
     show,
+    search,
+    audit,
+    plot,
+    trace,
     verify,
     stats,
     copy,
+    diff,
+    export,
+    import_,
     forget,
     pin,
     unpin,
@@ -110,9 +130,11 @@ for function in (
     index,
     compact,
     repair,
+    view,
     demo,
+    completion,
 ):
-    app.command()(verb(function))
+    app.command(function.__name__.rstrip("_"))(verb(function))  # `import` is a word of Python
 
 
 def _help_alone(context: typer.Context) -> None:
@@ -149,7 +171,7 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     if sys.stdout is None or sys.stderr is None:  # closed by who started us; a file opened now could take its place
         return FAILED if sys.stderr is None else _lost_output("it is closed")
     try:
@@ -166,12 +188,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     command: Any = typer.main.get_command(app)
+    if (answered := answer(command)) is not None:
+        return answered
     json = "--json" in arguments
     try:
+        if arguments[:1] == ["help"]:
+            arguments = [*arguments[1:], "--help"]
         _check_text(arguments)
         code: int = command.main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
-        return report_failure(_with_way_out(error, arguments), json=json)
+        if not pressed() or isinstance(error, Interrupted):
+            return report_failure(_with_way_out(error, arguments), json=json)
+        code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode
         raise BrokenPipeError from None
     except (KeyboardInterrupt, typer.Abort):
@@ -181,7 +209,9 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exception(error)
-        return report_failure(_explained(error), json=json)
+        if not pressed():
+            return report_failure(_explained(error), json=json)
+        code = INTERRUPTED
     # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interrupted itself.
     return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
 

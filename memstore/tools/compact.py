@@ -22,6 +22,8 @@ def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
     Example:
 
         memstore compact notes.mem
+
+    In Python: memstore.Memory.compact.
     """
     with memstore.open(memory) as opened, _bar(not json) as progress:
         done = opened.compact(progress)

@@ -16,11 +16,12 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.eval.models import load_drt
-from memstore.tools.models import quiet_transformers
+from memstore.tools.models import lasting_name, quiet_transformers
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
@@ -60,6 +61,7 @@ def run(
         )
     if not json:
         _print(result)
+        print("", *what_to_type(keep), sep="\n")
     return result
 
 
@@ -78,6 +80,7 @@ def _read(
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
     with PeakMemory() as peak, open_memory(folder, spec=memory_spec(model, tokenizer), mode="x") as memory:
+        memory.put_info("model", {"name": lasting_name(str(weights)), "dtype": "float32"})
         for name, sample in samples.items():
             with Reader(model, memory, name, tokenizer=tokenizer) as reader:
                 seconds += reader.read(sample.haystack(filler), progress=say).seconds
@@ -156,7 +159,9 @@ def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, value
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
     with Reader(model, memory, name, tokenizer=tokenizer) as reader:
-        reply = ask(model, reader.cache(), sample)
+        with reader.record(sample.prompt, question=_question(tokenizer, sample)) as recorder:
+            reply = ask(model, reader.cache(trace=recorder), sample)
+            recorder.close(reply.tokens)
         blocks = needle_blocks(sample.hops[0], model.config.tokens_per_block)
         stored = [reader.document.tokens(number) for number in blocks]
         count = len(reader.document.blocks)
@@ -168,11 +173,18 @@ def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, value
         "answer": said,
         "found": reply.tokens == sample.answer,
         "block": blocks.start,
+        "needle": [sample.hops[0].start, sample.hops[0].stop],
         "blocks": count,
         "weight": round(reply.found[0].weight, 3) if reply.found else None,
         "margin": None if not reply.found or reply.found[0].margin is None else round(reply.found[0].margin, 2),
         "text": text,
+        "trace": recorder.number,
     }
+
+
+def _question(tokenizer: Any, sample: Sample) -> str:
+    """What is asked, without the filler that puts it at its place in a block."""
+    return "|" + str(tokenizer.decode(sample.prompt)).rpartition("|")[2]
 
 
 # What people see
@@ -191,6 +203,18 @@ def _print(result: dict[str, Any]) -> None:
         page.line(f"        block {answer['block']:,} of {answer['blocks']:,}: …{shown}…")
     page.line()
     page.facts(_facts(result))
+
+
+def what_to_type(keep: Path | None, command: str = "memstore demo") -> list[str]:
+    """The last lines after ``command``: how to go on from here to the reasons."""
+    if keep is None:
+        return [f"To keep the memory and see why the model found its passkeys: {command} --keep demo.mem"]
+    memory = quote(str(keep))
+    return [
+        "See why it found them:",
+        f"  memstore trace {memory}  the blocks that each token of the last answer was written with",
+        f"  memstore view {memory}   the memory and all answers, in a browser",
+    ]
 
 
 def _facts(result: dict[str, Any]) -> dict[str, object]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from memstore.errors import InvalidArgument, MemstoreError
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import PeakMemory, disk_bytes
+from memstore.tools.demo_drt import what_to_type
 from memstore.tools.models import Loaded, load_model
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ def run(
         }
     if not json:
         _print(result)
+        print("", *what_to_type(keep, f"memstore demo --model {quote(model)}"), sep="\n")
     return result
 
 
@@ -171,7 +174,8 @@ def _answer(
     with memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval
     ) as attached:
-        text = answer(loaded, prompt, ANSWER_TOKENS)["answer"]
+        with attached.record(question=prompt.strip()) as recorder:
+            text = answer(loaded, prompt, ANSWER_TOKENS, recorder)["answer"]
         blocks = used_blocks(attached, memory, loaded)
     found = Needle(kind, "", "", expected).found_in(text)
     keep = ("block", "text")
@@ -183,6 +187,7 @@ def _answer(
         "answer": text.strip(),
         "found": found,
         "blocks": [{name: block[name] for name in keep} for block in blocks],
+        "trace": recorder.number,
     }
 
 

@@ -150,6 +150,8 @@ def passkey(setting: Setting) -> Report:
     Example:
 
         memstore eval passkey --lengths 64K,1M --depths 0,0.25,0.5,0.75,1 --samples 4 --picture passkey.png
+
+    In Python: memstore.eval.run.evaluate.
     """
     return setting.measure("passkey")
 
@@ -164,6 +166,8 @@ def two_hop(setting: Setting, *, chains: Chains = 2) -> Report:
     Example:
 
         memstore eval two-hop --lengths 64K --samples 20
+
+    In Python: memstore.eval.run.evaluate.
     """
     return setting.measure("two-hop", chains=chains)
 
@@ -177,6 +181,8 @@ def multi_needle(setting: Setting, *, needles: Needles = 4) -> Report:
     Example:
 
         memstore eval multi-needle --needles 8 --lengths 64K
+
+    In Python: memstore.eval.run.evaluate.
     """
     return setting.measure("multi-needle", needles=needles)
 
@@ -217,6 +223,8 @@ def perplexity(
     Example:
 
         memstore eval perplexity --text moby-dick.txt --lengths 2K,8K,32K
+
+    In Python: memstore.eval.perplexity, memstore.eval.landmark and memstore.eval.memorizing.
     """
     content = read_text(text)
     require_transformers()
@@ -291,6 +299,8 @@ def generate(
     Example:
 
         memstore eval generate --pairs questions.jsonl --model my-model --answer-field summary
+
+    In Python: memstore.eval.generation.generate_answers.
     """
     require_transformers()
     from memstore.eval.generation import generate_answers, judged, means, rouge_scorer

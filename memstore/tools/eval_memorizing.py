@@ -52,6 +52,8 @@ def lookup(
     Example:
 
         memstore eval lookup --model remembers --text book3.txt
+
+    In Python: memstore.eval.lookup.lookup.
     """
     from memstore.eval.lookup import lookup as look_up
     from memstore.eval.models import load_memorizing, model_folder

@@ -34,6 +34,8 @@ def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Re
     Example:
 
         memstore expire notes.mem moby-dick --after 30d
+
+    In Python: memstore.Document.expire.
     """
     seconds = parse_duration(after)
     with memstore.open(memory) as opened:

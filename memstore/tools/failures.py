@@ -64,7 +64,7 @@ def exit_code(error: Exception) -> int:
 def report_failure(error: Exception, *, json: bool) -> int:
     """Tell the error, as text on standard error or as JSON on standard output; the exit code."""
     usage = isinstance(error, typer.TyperException)
-    message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+    message = " ".join(error.format_message().split()) if isinstance(error, typer.TyperException) else str(error)
     if json:
         kind = "UsageError" if usage else error.kind if isinstance(error, Mistake) else type(error).__name__
         print(jsonlib.dumps({"error": kind, "message": message}))

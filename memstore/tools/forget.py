@@ -17,6 +17,8 @@ def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
     Example:
 
         memstore forget notes.mem moby-dick
+
+    In Python: memstore.Memory.forget.
     """
     with memstore.open(memory) as opened:
         tokens = len(existing(opened, document))

@@ -20,11 +20,11 @@ def index(memory: MemoryUrl, *, index: Index = "exact", json: Json = False) -> R
     Whoever opens the memory with the same --index then searches at once. The recall of an approximate index is measured
     against every stored landmark. It can be interrupted and run again: an index that is not kept is built when needed.
 
-    In Python: Memory.build_indexes().
-
     Example:
 
         memstore index notes.mem --index auto
+
+    In Python: memstore.Memory.build_indexes.
     """
     with memstore.open(memory, index=index) as opened:
         with _bar(not json) as progress:

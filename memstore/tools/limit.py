@@ -39,6 +39,8 @@ def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullO
     Example:
 
         memstore limit notes.mem --max-bytes 10GB --when-full evict-least-read
+
+    In Python: memstore.Memory.limit.
     """
     change = max_bytes is not None or when_full is not None
     with memstore.open(memory, mode="a" if change else "r") as opened:

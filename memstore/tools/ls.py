@@ -19,6 +19,8 @@ def ls(memory: MemoryUrl) -> Report:
     Example:
 
         memstore ls notes.mem
+
+    In Python: memstore.Memory.documents.
     """
     with memstore.open(memory, mode="r") as opened:
         rules = opened.stats()["rules"]
@@ -35,10 +37,8 @@ def ls(memory: MemoryUrl) -> Report:
         ]
 
     def text(page: Page) -> None:
-        if documents:
-            columns = [*COLUMNS, *(rule for rule in RULES if any(document[rule] for document in documents))]
-            page.table(columns, [[document[column] for column in columns] for document in documents])
-        else:
-            page.line("no documents yet. Add one with: memstore read TEXT MEMORY")
+        columns = [*COLUMNS, *(rule for rule in RULES if any(document[rule] for document in documents))]
+        rows = [[document[column] for column in columns] for document in documents]
+        page.table(columns, rows, empty="no documents yet. Add one with: memstore read TEXT MEMORY")
 
     return Report(data={"memory": memory, "documents": documents}, text=text)

@@ -1,4 +1,4 @@
-"""Finding and loading a stock model by its name: ``smollm2``, a directory, or a hub id."""
+"""Finding and loading a model by its name: ``smollm2``, a directory, a hub id, or one that comes with the package."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 
 SMOLLM2 = "smollm2"
 DRT = "drt"
-"""The DRT that comes with the package; of the demo alone."""
+"""The DRT of the demo, which comes with the package; like the other models there it has a name of its own too."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OWN_KINDS = {
+    "memstore-drt": "DRT",
+    "memstore-landmark": "landmark model",
+    "memstore-memorizing": "Memorizing Transformer",
+}
+"""Models that bring their own way to a memory, by what their configurations call them."""
 
 
 class Loaded(NamedTuple):
@@ -40,17 +46,43 @@ def resolve_model(name: str) -> str:
         if not (path / "config.json").exists():
             raise InvalidArgument(f"{name} is not a model directory: it has no config.json.")
         return str(path.resolve())
+    if (shipped := shipped_folder(name)) is not None:
+        return str(shipped)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise NotFound(f"no model directory {name}. Name a directory, a hub id such as owner/name, or {SMOLLM2}.")
     return name
 
 
-def is_drt(name: str) -> bool:
-    """Whether ``name`` is the folder of a DRT, a model that brings its own way to a memory."""
+def shipped_folder(name: str) -> Path | None:
+    """The folder of the model of this name that comes with the package, or None."""
+    from memstore.eval.models import PASSKEY, model_folder
+
+    given = Path(PASSKEY if name == DRT else name)
+    folder = model_folder(given)
+    return folder if folder != given.expanduser() else None
+
+
+def lasting_name(name: str) -> str:
+    """What a memory calls its model, so that others find it: a shipped one by name, a directory by its whole path."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return name
+    path = path.resolve()
+    return path.name if shipped_folder(path.name) == path else str(path)
+
+
+def own_kind(source: str) -> str | None:
+    """What the model in a folder is if it brings its own way to a memory, such as "memstore-drt"; None for others."""
     try:
-        return bool(json.loads((Path(name) / "config.json").read_text("utf-8")).get("model_type") == "memstore-drt")
+        kind = json.loads((Path(source) / "config.json").read_text("utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
+    return kind if kind in OWN_KINDS else None
+
+
+def is_drt(name: str) -> bool:
+    """Whether ``name`` is the folder of a DRT."""
+    return own_kind(name) == "memstore-drt"
 
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
@@ -59,10 +91,10 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
     source = resolve_model(name)
-    if is_drt(source):
+    if kind := own_kind(source):
         raise UnsupportedModel(
-            f"{name} is a DRT, which brings its own way to a memory: memstore.models.drt.Reader reads into one, and "
-            "memstore demo --model shows it"
+            f"{name} is a {OWN_KINDS[kind]}, which brings its own way to a memory: memstore read and ask use it, and "
+            "in Python its Reader does"
         )
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)
@@ -86,13 +118,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load only the tokenizer of the model called ``name``."""
     transformers = require_transformers()
     source = resolve_model(name)
-    if is_drt(source):
-        raise UnsupportedModel(
-            f"{name} is a DRT, which brings its own way to a memory: memstore.models.drt.Reader reads into one, and "
-            "memstore demo --model shows it"
-        )
+    # Configurations of our own kinds may not be registered yet, and their tokenizers are all of one class.
+    loader = transformers.PreTrainedTokenizerFast if own_kind(source) else transformers.AutoTokenizer
     with _loading(name), quiet_transformers():
-        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source)
     return tokenizer
 
 

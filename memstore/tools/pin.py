@@ -15,6 +15,8 @@ def pin(memory: MemoryUrl, document: DocumentArgument) -> Report:
     Example:
 
         memstore pin notes.mem moby-dick
+
+    In Python: memstore.Document.pin.
     """
     return _set(memory, document, pinned=True)
 
@@ -25,6 +27,8 @@ def unpin(memory: MemoryUrl, document: DocumentArgument) -> Report:
     Example:
 
         memstore unpin notes.mem moby-dick
+
+    In Python: memstore.Document.unpin.
     """
     return _set(memory, document, pinned=False)
 

@@ -10,9 +10,22 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.spec import CODECS
+from memstore.tools import ask_models
 from memstore.tools.failures import Interrupted
-from memstore.tools.models import SMOLLM2, Loaded, encode, load_model
-from memstore.tools.options import BlockSize, Codec, Device, Dtype, Index, MemoryUrl, Model, Threads, TopK, use_threads
+from memstore.tools.models import SMOLLM2, Loaded, encode, lasting_name, load_model
+from memstore.tools.options import (
+    TOP_K,
+    BlockSize,
+    Codec,
+    Device,
+    Dtype,
+    Index,
+    MemoryUrl,
+    Model,
+    Threads,
+    TopK,
+    use_threads,
+)
 from memstore.tools.output import Page, Report
 from memstore.tools.texts import STDIN, read_text
 
@@ -35,11 +48,11 @@ def read(
     memory: MemoryUrl,
     *,
     document: DocumentName = None,
-    model: Model = SMOLLM2,
+    model: Model = None,
     dtype: Dtype = "auto",
     block_size: BlockSize = None,
     codec: Codec = None,
-    top_k: TopK = 8,
+    top_k: TopK = None,
     threads: Threads = None,
     device: Device = "cpu",
     index: Index = "exact",
@@ -53,16 +66,37 @@ def read(
     Example:
 
         memstore read moby-dick.txt notes.mem --document moby-dick
+
+    In Python: memstore.attach.attached.Attached.read, of what memstore.attach gives.
     """
     document = default_name(text) if document is None else document
     if not document:
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     content = read_text(text, encoding=encoding)
-    there = _existing_spec(memory)
+    there, recorded = _existing(memory)
+    model = model or recorded or SMOLLM2
+    if ask_models.is_own(model):
+        if codec is not None:
+            _codec(codec, memory, there)
+        use_threads(threads)
+        own = ask_models.read(
+            content,
+            memory,
+            model,
+            document=document,
+            spec=there,
+            top_k=top_k,
+            block_size=block_size,
+            codec=codec,
+            dtype=dtype,
+            device=device,
+            index=index,
+        )
+        return Report(data=own, text=lambda page: page.facts(own))
     block_size, codec = _block_size(block_size, memory, there), _codec(codec, memory, there)
     use_threads(threads)
     loaded = load_model(model, dtype, device=device)
-    retrieval = memstore.Retrieval(top_k=top_k)
+    retrieval = memstore.Retrieval(top_k=top_k or TOP_K)
     attach = memstore.attach(
         loaded.model,
         memory,
@@ -106,13 +140,16 @@ def _codec(wanted: str | None, memory: str, spec: MemorySpec | None) -> str:
     return "none" if wanted is None else wanted
 
 
-def _existing_spec(url: str) -> MemorySpec | None:
-    """The spec of the memory at ``url``, or None if there is none yet. What is no memory is an error."""
+def _existing(url: str) -> tuple[MemorySpec | None, str | None]:
+    """The spec of the memory at ``url`` and the name of its model, or None if there is none yet.
+
+    What is no memory is an error.
+    """
     try:
         with memstore.open(url, mode="r") as memory:
-            return memory.spec
+            return memory.spec, (memory.get_info("model") or {}).get("name")
     except NotFound:
-        return None
+        return None, None
 
 
 def default_name(text: str) -> str:
@@ -122,11 +159,7 @@ def default_name(text: str) -> str:
 
 def model_info(name: str, loaded: Loaded) -> dict[str, str]:
     """What a memory keeps of its model, so that other verbs need not be told."""
-    path = Path(name).expanduser()
-    return {
-        "name": str(path.resolve()) if path.is_dir() else name,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-    }
+    return {"name": lasting_name(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
 
 
 def _read(attached: Attached, ids: list[int], document: str) -> dict[str, Any]:

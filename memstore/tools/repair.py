@@ -45,6 +45,8 @@ def repair(
 
         memstore repair notes.mem --yes
         memstore repair notes.mem --to saved.mem
+
+    In Python: memstore.Memory.repair and memstore.memory.salvage.salvage.
     """
     if to is not None:
         if dry_run or yes or drop_blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from memstore.tools.output import Page, Report
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from memstore.memory import Document, Memory
 
@@ -31,6 +33,8 @@ def show(memory: MemoryUrl, document: DocumentName, block: Block) -> Report:
     Example:
 
         memstore show notes.mem moby-dick 17
+
+    In Python: memstore.Document.tokens, memstore.memory.LayerView.gather and memstore.memory.LayerView.landmarks.
     """
     with memstore.open(memory, mode="r") as opened:
         data = describe(opened, document, block)
@@ -71,16 +75,22 @@ def describe(memory: Memory, name: str, block: int) -> dict[str, Any]:
 
 def decode(memory: Memory, ids: Sequence[int]) -> tuple[str | None, str | None]:
     """The text of ``ids``, or None and the reason why there is none."""
-    from memstore.tools.models import load_tokenizer
-
     info = memory.get_info("model")
     if not info:
         return None, "the memory does not say which model it belongs to"
     try:
-        text = load_tokenizer(info["name"]).decode(list(ids))
+        text = _tokenizer(info["name"]).decode(list(ids))
     except MemstoreError as error:
         return None, str(error)
     return str(text), None
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; a verb may decode thousands of blocks with it."""
+    from memstore.tools.models import load_tokenizer
+
+    return load_tokenizer(name)
 
 
 def _layer(memory: Memory, document: Document, layer: int, block: int, tokens: int) -> dict[str, Any]:

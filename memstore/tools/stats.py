@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import memstore
 from memstore.tools.options import Index, MemoryUrl
-from memstore.tools.output import Page, Report
+from memstore.tools.output import Page, Report, flattened
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
@@ -16,6 +13,8 @@ def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
     Example:
 
         memstore stats notes.mem
+
+    In Python: memstore.Memory.stats.
     """
     with memstore.open(memory, mode="r", index=index) as opened:
         numbers = opened.stats()
@@ -35,13 +34,3 @@ def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
         page.facts(facts)
 
     return Report(data=numbers, text=text)
-
-
-def flattened(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as one: ``{"bytes": {"blocks": 1}}`` gives ``"bytes blocks", 1``."""
-    for name, value in numbers.items():
-        label = f"{prefix}{name}".replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{label} ")
-        else:
-            yield label, value

@@ -101,6 +101,8 @@ def drt(
     Example:
 
         memstore train drt --recipe passkey-cpu --out passkey
+
+    In Python: memstore.train.train_recipe, memstore.train.train_on_texts and memstore.train.train_on_pairs.
     """
     given = chosen(
         init=init,

@@ -79,6 +79,8 @@ def landmark(
     Example:
 
         memstore train landmark book1.txt book2.txt --recipe landmark-prose-cpu --out prose
+
+    In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
     given = train.chosen(
         init=init,

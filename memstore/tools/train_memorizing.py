@@ -65,6 +65,8 @@ def memorizing(
     Example:
 
         memstore train memorizing books/ --memory-size 8192 --out memorizing
+
+    In Python: memstore.train.train_on_documents.
     """
     given = train.chosen(
         init=init,

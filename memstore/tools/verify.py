@@ -26,18 +26,19 @@ def verify(memory: MemoryUrl) -> Report:
     Example:
 
         memstore verify notes.mem
+
+    In Python: memstore.Memory.verify.
     """
     opens, findings, documents, tokens, dropped = _checked(memory)
 
     def text(page: Page) -> None:
+        clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"
+        page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings], empty=clean)
         if findings:
-            page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings])
             if opens and all(finding["kind"] != "crash" for finding in findings):
                 page.line(f"to see what can be put right: memstore repair {quote(memory)}")
             elif not any(ONLY_A_COPY in finding["message"] for finding in findings):
                 page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
-        else:
-            page.line(f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}")
         for name, blocks in dropped.items():
             page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
 

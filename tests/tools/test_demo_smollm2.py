@@ -33,3 +33,4 @@ def test_the_demo_answers_from_a_memory_that_another_process_wrote() -> None:
     assert result["ppl_window"] > 1
     assert result["disk_bytes"] > 2 * 2_048 * 20_000
     assert all(answer["blocks"] for answer in result["answers"])
+    assert [answer["trace"] for answer in result["answers"]] == list(range(1, 11))

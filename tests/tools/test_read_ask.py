@@ -44,6 +44,12 @@ def test_reading_again_reads_nothing_new(cli: Cli, notes: Path, text: Path, mode
     assert again["tokens"] == len(TEXT)
 
 
+def test_the_model_that_read_a_memory_need_not_be_named_again(cli: Cli, notes: Path, text: Path) -> None:
+    again = cli("read", text, notes, "--dtype", "float32", "--document", "copy", "--json")
+    assert again.code == 0, again.err
+    assert again.json["tokens"] == len(TEXT)
+
+
 def test_a_second_text_becomes_a_second_document(cli: Cli, notes: Path, text: Path, model_folder: Path) -> None:
     cli("read", text, notes, "--model", model_folder, "--dtype", "float32", "--document", "copy")
     assert [each["document"] for each in cli("ls", notes, "--json").json["documents"]] == ["log", "copy"]

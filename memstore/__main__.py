@@ -1,0 +1,30 @@
+"""The command ``memstore``, also as ``python -m memstore``: where it starts, before anything of it is loaded."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from memstore.tools.interrupts import listen
+
+
+def main() -> int:
+    """Run the command line; the exit code.
+
+    Loading it takes a moment, in which Ctrl-C is to end it in one line as at any other time. It owns the process: once
+    all is said, Ctrl-C ends it without a word.
+    """
+    listen()
+    try:
+        from memstore.tools.app import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        sys.stderr.write("memstore: interrupted; run the same command again\n")
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""``memstore audit``: what should have been retrieved for a question, against what was."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.tools.ask import Dtype, Question, document_name, load_recorded
+from memstore.tools.models import Loaded, check_device, encode, quiet_transformers
+from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
+from memstore.tools.output import Page, Report
+
+if TYPE_CHECKING:
+    from memstore.eval.audit import Audit, LayerAudit
+    from memstore.memory import Memory
+
+STEPS = 8
+"""Tokens that are generated, unless the user says otherwise."""
+
+DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens to generate, a step each. Without it: 8; for a DRT a block, as it chooses once a block."
+    ),
+]
+Model = Annotated[str | None, typer.Option(help="The model that answers. Without it: the one that read.")]
+TopK = Annotated[
+    int | None, typer.Option(min=1, help="Blocks retrieved at a time. Without it: 8, or what the model was made for.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question to a memory, and how it is to be asked."""
+
+    question: str
+    document: str | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    model: str | None = None
+    dtype: str | None = None
+    device: str = "cpu"
+
+
+def audit(
+    memory: MemoryUrl,
+    question: Question,
+    *,
+    document: DocumentName = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    index: Index = "exact",
+) -> Report:
+    """What should have been retrieved, against what was.
+
+    The model that read goes on from your question. At each step, the attention that every block would get is computed
+    exactly, and compared with what was retrieved: the captured mass (how much of the attention on blocks went to those
+    that were retrieved), the recall of the true best blocks, and the blocks that were missed most, with their text.
+
+    Example:
+
+        memstore audit notes.mem "The name of the white whale is" --document moby-dick
+
+    In Python: memstore.eval.audit_attached, audit_landmark and audit_drt.
+    """
+    use_threads(threads)
+    asked = Asked(
+        question=question,
+        document=document,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        model=model,
+        dtype=dtype,
+        device=device,
+    )
+    with memstore.open(memory, mode="r", index=index) as opened:
+        audited, loaded = run_audit(opened, asked, progress=sys.stderr.isatty())
+        data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
+        for missed in data["missed"]:
+            missed["text"] = _text(opened, loaded, missed["document"], missed["block"])
+    return Report(data=data, text=lambda page: _show(page, data, audited))
+
+
+def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[Audit, Loaded]:
+    """Load the model of a memory and audit it, whichever kind it is. Raises what loading it does."""
+    if not asked.question.strip():
+        raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
+    name = document_name(opened, asked.document)
+    loaded, kind = _load(opened, asked)
+    ids = encode(loaded.tokenizer, asked.question)
+    if kind is None:
+        return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
+    return _audit_own(opened, loaded, kind, name, ids, asked), loaded
+
+
+def _load(opened: Memory, asked: Asked) -> tuple[Loaded, str | None]:
+    """The model, and its kind if it brings its own way to a memory."""
+    from memstore.eval.models import DRT as DRT_KIND
+    from memstore.eval.models import LANDMARK, MEMORIZING, kind_of, load_model, model_folder
+
+    name = asked.model or (opened.get_info("model") or {}).get("name")
+    folder = model_folder(Path(name)) if name else Path()
+    kind = kind_of(folder) if name and (folder / "config.json").exists() else None
+    if kind == MEMORIZING:
+        raise UnsupportedModel(
+            f"{name} is a Memorizing Transformer, whose memory of single tokens no audit knows; memstore trace shows "
+            "what it retrieved"
+        )
+    if kind not in (DRT_KIND, LANDMARK):
+        return load_recorded(opened, asked.model, asked.dtype, device=asked.device), None
+    check_device(asked.device)
+    with quiet_transformers():
+        return Loaded(*load_model(folder, asked.device)), kind
+
+
+def _audit_attached(
+    opened: Memory, loaded: Loaded, name: str, ids: list[int], asked: Asked, *, progress: bool
+) -> Audit:
+    from memstore.eval.audit_attached import audit_attached
+
+    attach = memstore.attach(
+        loaded.model,
+        opened,
+        document=name,
+        tokenizer=loaded.tokenizer,
+        retrieval=memstore.Retrieval(top_k=asked.top_k or memstore.Retrieval().top_k),
+        block_size=opened.spec.block_size,
+    )
+    with attach as attached:
+        return audit_attached(attached, ids, tokens=asked.max_tokens or STEPS, progress=progress)
+
+
+def _audit_own(opened: Memory, loaded: Loaded, kind: str, name: str, ids: list[int], asked: Asked) -> Audit:
+    from memstore.eval.models import LANDMARK
+
+    model: Any = loaded.model
+    if kind == LANDMARK:
+        from memstore.eval.audit_landmark import audit_landmark
+        from memstore.models.landmark import Reader
+
+        with Reader(model, opened, name, tokenizer=loaded.tokenizer) as reader:
+            taken = replace(reader.retrieval, top_k=asked.top_k or reader.retrieval.top_k)
+            return audit_landmark(reader, ids, tokens=asked.max_tokens or STEPS, retrieval=taken)
+    from memstore.eval.audit_drt import audit_drt
+    from memstore.models.drt import Reader as DRTReader
+
+    model.config.retrieval_top_k = asked.top_k or model.config.retrieval_top_k
+    with DRTReader(model, opened, name, tokenizer=loaded.tokenizer) as drt_reader:
+        return audit_drt(drt_reader, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
+
+
+def _text(opened: Memory, loaded: Loaded, name: str, block: int) -> str | None:
+    """The text of a block; None for one that came after the document, such as the question's own."""
+    document = opened.document(name)
+    return str(loaded.tokenizer.decode(document.tokens(block).tolist())) if block in document.blocks else None
+
+
+def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
+    page.facts(
+        {
+            "answer": data["answer"],
+            "documents": ", ".join(audited.documents),
+            "blocks": f"{audited.blocks:,}, of which {audited.top_k:,} are retrieved at a time",
+            "steps": audited.steps,
+            "captured mass": _share(audited.captured),
+            "recall of the best": _share(audited.recall),
+            "both by chance": _share(audited.chance),
+            "attention on blocks": _share(audited.memory),
+            "recall of the index": _share(audited.index_recall),
+        }
+    )
+    page.line()
+    place, what = ("group", "weights") if audited.mechanism == "drt" else ("layer", "attention")
+    columns = (place, "captured", "least head", "recall", "on blocks", "margin")
+    page.table(columns, [_row(layer) for layer in audited.layers])
+    page.line()
+    page.line(f"{audited.positions[0].upper()}{audited.positions[1:]}.")
+    if not data["missed"]:
+        page.line("Nothing was missed.")
+    for missed in data["missed"]:
+        page.line()
+        page.line(
+            f"[missed: {missed['document']} block {missed['block']:,}, {100 * missed['weight']:.2g}% of all {what}, "
+            f"most in {place} {missed['layer']}, head {missed['head']}]"
+        )
+        page.line(missed["text"] or "(a block of the question itself)")
+
+
+def _row(layer: LayerAudit) -> tuple[object, ...]:
+    """Shares from 0 to 1, as means over heads."""
+    captured = layer.captured[~layer.captured.isnan()]
+    return (
+        layer.layer,
+        float(captured.mean()) if len(captured) else None,
+        float(captured.min()) if len(captured) else None,
+        float(layer.recall.mean()),
+        None if layer.memory is None else float(layer.memory.mean()),
+        layer.margin,
+    )
+
+
+def _share(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.1f}%"

@@ -1,0 +1,140 @@
+"""``memstore diff``: what differs between two memories, or between two documents."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.tools.options import MemoryUrl, lasting
+from memstore.tools.output import Page, Report
+from memstore.tools.show import decode
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, Memory
+    from memstore.memory.diff import DocumentDifference, MemoryDifference
+
+Other = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[OTHER]",
+        help="Path of the memory that it is compared with. Without it: itself.",
+        show_default=False,
+        callback=lambda url: None if url is None else lasting(url),
+    ),
+]
+Documents = Annotated[
+    tuple[str, str] | None,
+    typer.Option(metavar="X Y", help="Compare these two alone: X of the first memory with Y of the other."),
+]
+COLUMNS = ("document", "tokens", "other tokens", "common tokens", "common blocks", "states")
+
+
+def diff(memory: MemoryUrl, other: Other = None, *, documents: Documents = None) -> Report:
+    """Tell what differs between two memories, or between two documents.
+
+    Of memories: model and layout, and documents that only one of them has. Of documents with the same name, or of the
+    two that you name: how far their texts are the same, the first block that differs, and whether the states of the
+    common blocks are the same, bit for bit. States are compared by the checksums that are stored with them, so that
+    large memories need not be read; whether a state still fits its checksum is what memstore verify tells.
+
+    Example:
+
+        memstore diff notes.mem archive.mem
+        memstore diff notes.mem --documents draft final
+
+    In Python: memstore.memory.diff.compare_memories and memstore.memory.diff.compare_documents.
+    """
+    from memstore.memory.diff import MemoryDifference, compare_documents, compare_memories
+    from memstore.memory.ingest import progress_bar
+
+    if other is None and documents is None:
+        raise InvalidArgument("name another memory to compare with, or two documents with --documents X Y.")
+    with ExitStack() as stack:
+        ours = stack.enter_context(memstore.open(memory, mode="r"))
+        theirs = ours if other is None else stack.enter_context(memstore.open(other, mode="r"))
+        pair = documents and (ours.document(documents[0]), theirs.document(documents[1]))
+        total = min(map(len, pair)) if pair else sum(map(len, ours.documents()))
+        with progress_bar(memory, 0, total, show=True, verb="comparing") as advance:
+            if pair:
+                each = compare_documents(*pair, advance)
+                found = MemoryDifference(spec=(), only_a=(), only_b=(), documents=(each,))
+            else:
+                found = compare_memories(ours, theirs, advance)
+        data = {"memory": memory, "other": other, **_described(found, ours, theirs)}
+    return Report(data=data, text=lambda page: _show(page, data))
+
+
+def _described(found: MemoryDifference, ours: Memory, theirs: Memory) -> dict[str, Any]:
+    return {
+        "same": found.same,
+        "spec": [{"name": name, "memory": a, "other": b} for name, a, b in found.spec],
+        "only_here": list(found.only_a),
+        "only_there": list(found.only_b),
+        "documents": [_document(each, ours, theirs) for each in found.documents],
+    }
+
+
+def _document(each: DocumentDifference, ours: Memory, theirs: Memory) -> dict[str, Any]:
+    sides = None
+    if not each.tokens_a == each.tokens_b == each.common_tokens:
+        pairs = (ours.document(each.name_a), theirs.document(each.name_b))
+        sides = [_side(document, each.common_tokens) for document in pairs]
+    return asdict(each) | {"same": each.same, "first_difference": sides}
+
+
+def _side(document: Document, token: int) -> dict[str, Any] | None:
+    """The block in which two texts begin to differ, as one of them has it; None where it has ended before."""
+    block = token // document.memory.spec.block_size
+    if token >= len(document) or not document.present(range(block, block + 1)):
+        return None
+    ids = document.tokens(block).tolist()
+    text, missing = decode(document.memory, ids)
+    return {"block": block, "token": token, "token_ids": ids, "text": text, "text_missing": missing}
+
+
+def _show(page: Page, data: dict[str, Any]) -> None:
+    rows = [
+        (
+            each["name_a"] if each["name_a"] == each["name_b"] else f"{each['name_a']} - {each['name_b']}",
+            *(each[name] for name in ("tokens_a", "tokens_b", "common_tokens", "common_blocks")),
+            _states(each),
+        )
+        for each in data["documents"]
+    ]
+    page.table(COLUMNS, rows, empty="no document is in both")
+    for name in data["only_here"]:
+        page.line(f"only in {data['memory']}: {name}")
+    for name in data["only_there"]:
+        page.line(f"only in {data['other']}: {name}")
+    if data["spec"]:
+        page.line()
+        page.table(
+            ("differs", "memory", "other"), [(each["name"], each["memory"], each["other"]) for each in data["spec"]]
+        )
+    for each in data["documents"]:
+        if each["first_difference"]:
+            _show_sides(page, each)
+    if data["same"]:
+        page.line("they are the same")
+
+
+def _states(each: dict[str, Any]) -> str:
+    if each["states"] != "different":
+        return str(each["states"])
+    block, layer = each["first_different"]
+    return f"differ from block {block:,}, layer {layer} on"
+
+
+def _show_sides(page: Page, each: dict[str, Any]) -> None:
+    for name, side in zip((each["name_a"], each["name_b"]), each["first_difference"], strict=True):
+        page.line()
+        if side is None:
+            page.line(f"{name} has ended at token {each['common_tokens']:,}")
+            continue
+        page.line(f"[{name} block {side['block']:,}, from token {side['token']:,} on]")
+        page.line(side["text"] if side["text"] is not None else "token ids: " + " ".join(map(str, side["token_ids"])))

@@ -1,0 +1,125 @@
+"""``memstore export`` and ``memstore import``: a memory as files that anything can read, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.tools.failures import Interrupted
+from memstore.tools.options import MemoryUrl, lasting
+from memstore.tools.output import Page, Report, counted
+from memstore.tools.show import decode
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory
+    from memstore.memory.block_table import Decode
+
+FORMATS = ("safetensors", "parquet")
+
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="The folder, or the .parquet file, that is made.", show_default=False)
+]
+Documents = Annotated[list[str] | None, typer.Option("--document", help="Export this document alone; may be repeated.")]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format", help="safetensors: a folder with everything. parquet: a table with a row for each block, no states."
+    ),
+]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="What memstore export has made.", show_default=False)]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="MEMORY", help="Where to; made if there is none.", show_default=False, callback=lasting),
+]
+
+
+def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: Format = "safetensors") -> Report:  # noqa: A002 - the option's name
+    """Write a memory to files that need no memstore to be read.
+
+    States, tokens and landmarks go to files in the safetensors format, of at most 64 MiB each if a block is not larger,
+    and everything else to manifest.json, with the SHA-256 of every file. Every value is verified on the way. The folder
+    is there when it is complete, and not before.
+
+    With --format parquet, one table is written, with the text, the tokens and the norms of each block.
+
+    Example:
+
+        memstore export notes.mem notes-export
+        memstore export notes.mem notes.parquet --format parquet
+
+    In Python: memstore.memory.exporting.export_memory and memstore.memory.block_table.export_table.
+    """
+    if format not in FORMATS:
+        raise InvalidArgument(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
+    try:
+        with memstore.open(memory, mode="r") as opened:
+            return _table(opened, out, document) if format == "parquet" else _files(opened, out, document)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; nothing is left of {out}, run the same command again") from None
+
+
+def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
+    from memstore.memory.exporting import export_memory
+
+    result = export_memory(memory, out, documents=documents or None, progress=True)
+    told = (
+        f"exported {counted(result.documents, 'document')}, {counted(result.tokens, 'token')}, to "
+        f"{counted(result.files, 'file')} of {result.nbytes:,} bytes"
+    )
+
+    def text(page: Page) -> None:
+        page.line(told)
+        page.line(f"a memory again: memstore import {quote(str(out))} MEMORY")
+
+    return Report(data={"memory": memory.url, "out": str(out), **asdict(result)}, text=text)
+
+
+def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
+    from memstore.memory.block_table import export_table
+
+    to_text, why = _decoder(memory)
+    rows = export_table(memory, out, documents=documents or None, decode=to_text, progress=True)
+
+    def text(page: Page) -> None:
+        page.line(f"wrote {counted(rows, 'row')}, one for each block, to {out}")
+        if why:
+            page.line(f"(no text: {why})")
+
+    return Report(data={"memory": memory.url, "out": str(out), "rows": rows, "text_missing": why}, text=text)
+
+
+def _decoder(memory: Memory) -> tuple[Decode | None, str | None]:
+    """What makes text of token ids, or None and why there is no text."""
+    _, why = decode(memory, [])
+    return (None, why) if why else (lambda ids: decode(memory, ids)[0] or "", None)
+
+
+def import_(folder: Folder, memory: Target) -> Report:
+    """Make a memory of an export again, with the same bits.
+
+    Every file is compared with its SHA-256 first. A document is seen when all of it is there. Documents that the memory
+    has already are left as they are, so after an interruption the same command goes on where it stopped.
+
+    Example:
+
+        memstore import notes-export again.mem
+
+    In Python: memstore.memory.importing.import_memory.
+    """
+    from memstore.memory.importing import import_memory
+
+    try:
+        result = import_memory(folder, memory, progress=True)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; what was imported is sound, run the same command again to go on") from None
+    told = (
+        f"imported {counted(result.imported_tokens, 'token')}; {memory} has all "
+        f"{counted(result.documents, 'document')} of {folder} now"
+    )
+    return Report(data={"folder": str(folder), "memory": memory, **asdict(result)}, text=lambda page: page.line(told))

@@ -1,0 +1,171 @@
+"""``memstore plot``: pictures of what is in a memory, and of what was retrieved from it."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.tools.ask import Dtype, document_name
+from memstore.tools.audit import Asked, DocumentName, MaxTokens, Model, TopK, run_audit
+from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
+from memstore.tools.output import Report
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory
+    from memstore.memory.traces import Trace
+
+
+class Kind(StrEnum):
+    """The pictures there are."""
+
+    HEAT = "heat"
+    SIMILARITY = "similarity"
+    AUDIT = "audit"
+    TIERS = "tiers"
+    MARGINS = "margins"
+
+
+KindArgument = Annotated[
+    Kind,
+    typer.Argument(
+        metavar="KIND",
+        help="heat, tiers or margins of a trace; similarity or margins of a document; or audit, with --question.",
+        show_default=False,
+    ),
+]
+Out = Annotated[Path, typer.Option(help="The .png or .svg file to write.", show_default=False)]
+Number = Annotated[int | None, typer.Option(help="Number of the trace. Without it: the last one.")]
+Layer = Annotated[
+    int | None, typer.Option(help="One layer. Without it: the mean of all, or the last that has landmarks.")
+]
+Head = Annotated[int | None, typer.Option(help="One query head (heat). Without it: the mean of all.")]
+Question = Annotated[str | None, typer.Option(help="What the model reads after the document (audit).")]
+
+
+def plot(
+    kind: KindArgument,
+    memory: MemoryUrl,
+    *,
+    out: Out,
+    trace: Number = None,
+    document: DocumentName = None,
+    layer: Layer = None,
+    head: Head = None,
+    question: Question = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    index: Index = "exact",
+) -> Report:
+    """Draw what is in a memory, and what was retrieved from it.
+
+    heat: the blocks that each generated token used, weight as ink. tiers: where these blocks came from. margins: how
+    clearly the best blocks stood out, in a trace or (with --document) in a document. similarity: how alike the
+    landmarks of a document are. audit: captured mass and recall of each layer and head.
+
+    Traces are what memstore ask --trace records. All pictures can be read in black and white.
+
+    Example:
+
+        memstore plot similarity notes.mem --document moby-dick --out likeness.png
+
+    In Python: memstore.eval.pictures.
+    """
+    from memstore.eval.pictures import check_picture, save_picture
+
+    use_threads(threads)
+    check_picture(out)
+    with memstore.open(memory, mode="r", index=index) as opened:
+        match kind:
+            case Kind.AUDIT:
+                if question is None:
+                    raise InvalidArgument("an audit needs a question: name it with --question")
+                asked = Asked(
+                    question=question,
+                    document=document,
+                    top_k=top_k,
+                    max_tokens=max_tokens,
+                    model=model,
+                    dtype=dtype,
+                    device=device,
+                )
+                figure, of = _audit(opened, asked)
+            case Kind.SIMILARITY:
+                figure, of = _document(opened, kind, document, layer, top_k)
+            case Kind.MARGINS if document is not None:
+                figure, of = _document(opened, kind, document, layer, top_k)
+            case _:
+                figure, of = _trace(opened, kind, trace, layer, head)
+        save_picture(figure, out)
+    data = {"kind": kind.value, **of, "out": str(out), "bytes": out.stat().st_size}
+    what = ", ".join(f"{name} {value}" for name, value in of.items())
+    return Report(data=data, text=lambda page: page.line(f"{kind.value} of {what}: {out}, {data['bytes']:,} bytes"))
+
+
+def _audit(opened: Memory, asked: Asked) -> tuple[Any, dict[str, Any]]:
+    from memstore.eval.pictures import audit_picture
+
+    audited, _ = run_audit(opened, asked, progress=sys.stderr.isatty())
+    return audit_picture(audited), {"document": ", ".join(audited.documents)}
+
+
+def _document(
+    opened: Memory, kind: Kind, document: str | None, layer: int | None, top_k: int | None
+) -> tuple[Any, dict[str, Any]]:
+    from memstore.eval.pictures import document_margins, similarity
+
+    name = document_name(opened, document)
+    chosen = opened.document(name)
+    if kind is Kind.SIMILARITY:
+        return similarity(chosen, layer=layer), {"document": name}
+    return document_margins(chosen, layer=layer, top_k=top_k or 8), {"document": name}
+
+
+def _trace(
+    opened: Memory, kind: Kind, number: int | None, layer: int | None, head: int | None
+) -> tuple[Any, dict[str, Any]]:
+    from memstore.eval.pictures import heat, margins, tiers
+
+    trace = opened.traces.last() if number is None else opened.traces.get(number)
+    if trace is None:
+        raise NotFound(f"memory {opened.url} has no traces yet. Record one with: memstore ask MEMORY QUESTION --trace")
+    _check_trace(trace, layer, head)
+    match kind:
+        case Kind.HEAT:
+            figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
+        case Kind.TIERS:
+            figure = tiers(trace)
+        case _:
+            figure = margins(trace, layer=layer)
+    return figure, {"trace": trace.number}
+
+
+def _check_trace(trace: Trace, layer: int | None, head: int | None) -> None:
+    layers, heads = trace.info.get("layers"), trace.info.get("heads")
+    if layer is not None and layers and layer not in layers:
+        raise InvalidArgument(f"trace {trace.number} has no layer {layer}; it has {', '.join(map(str, layers))}")
+    if head is not None and isinstance(heads, int) and not 0 <= head < heads:
+        raise InvalidArgument(f"trace {trace.number} has no head {head}; it has {heads}, from 0 on")
+
+
+def _words(opened: Memory, trace: Trace) -> list[str] | None:
+    """The text of the token that each step chose; None where the tokenizer cannot be had."""
+    from memstore.tools.models import load_tokenizer
+
+    name = (opened.get_info("model") or {}).get("name") or trace.info.get("model")
+    if not name:
+        return None
+    try:
+        tokenizer = load_tokenizer(name)
+    except MemstoreError:
+        return None
+    return ["" if token is None else str(tokenizer.decode([token])) for token in trace.tokens()]

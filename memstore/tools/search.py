@@ -1,0 +1,226 @@
+"""``memstore search``: the blocks of a memory that a text, another block or a vector finds."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.tools.models import encode, load_model, quiet_transformers
+from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
+from memstore.tools.output import Page, Report
+from memstore.tools.show import decode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from memstore.memory import Document, Memory
+    from memstore.memory.search import Match
+
+STDIN = "-"
+
+Text = Annotated[str | None, typer.Option(help="Words, which the model that read the memory searches with.")]
+Block = Annotated[
+    str | None, typer.Option(metavar="DOCUMENT:N", help="A block, whose landmark is compared with all others.")
+]
+Vector = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.npy", help="A file of NumPy with queries [D], [H, D] or [H, T, D]; - is stdin."),
+]
+DocumentName = Annotated[str | None, typer.Option(help="Search this document alone.")]
+Layer = Annotated[
+    int | None,
+    typer.Option(min=0, help="The layer whose landmarks or queries are used. Without it: one that the model suggests."),
+]
+TopK = Annotated[int, typer.Option(min=1, help="Blocks to find.")]
+Model = Annotated[str | None, typer.Option(help="The model that searches. Without it: the one that read.")]
+Dtype = Annotated[str | None, typer.Option(help="Precision of the model. Without it: the one that read.")]
+
+
+def search(
+    memory: MemoryUrl,
+    *,
+    text: Text = None,
+    block: Block = None,
+    vector: Vector = None,
+    document: DocumentName = None,
+    layer: Layer = None,
+    top_k: TopK = 8,
+    model: Model = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+) -> Report:
+    """Find blocks by a text, by another block, or by a vector.
+
+    A text is searched as a question would be: the model reads it after the document, and what it would retrieve then
+    is listed. A stock model tells by how many standard deviations a block stands out, summed over the words; a DRT the
+    score of its retriever; a landmark model the part of a head's attention to landmarks that the block gets.
+
+    With --block and --vector the score is the mean inner product with the landmarks; no model is needed.
+
+    Example:
+
+        memstore search notes.mem --text "the name of the white whale"
+        memstore search notes.mem --block moby-dick:17 --top-k 3
+
+    In Python: memstore.attach.attached.Attached.search, memstore.models.drt.Reader.search and
+    memstore.models.landmark.Reader.search; memstore.memory.search.search_block and search_vectors.
+    """
+    given = [name for name, value in (("--text", text), ("--block", block), ("--vector", vector)) if value is not None]
+    if len(given) != 1:
+        raise InvalidArgument(
+            f"search by one of --text, --block and --vector, not by {' and '.join(given) or 'none of them'}."
+        )
+    use_threads(threads)
+    with memstore.open(memory, mode="r") as opened:
+        documents = _documents(opened, document)
+        if text is not None:
+            name = model or recorded_model(opened)
+            found = search_text(opened, text, documents, name, layer=layer, top_k=top_k, dtype=dtype, device=device)
+        elif block is not None:
+            found = _by_block(opened, block, documents, layer, top_k)
+        else:
+            found = _by_vector(opened, str(vector), documents, layer, top_k)
+        matches = [described(opened, match) for match in found]
+
+    def show(page: Page) -> None:
+        columns = ("document", "block", "score", "text")
+        rows = [[*(each[name] for name in columns[:3]), page.excerpt(each["text"] or "")] for each in matches]
+        page.table(columns, rows, empty="nothing was found: no complete block is there to be searched")
+        if matches and matches[0]["text_missing"]:
+            page.line(f"(no text: {matches[0]['text_missing']})")
+
+    asked = {"text": text, "block": block, "vector": vector, "layer": layer}
+    return Report(data={"memory": memory, **asked, "matches": matches}, text=show)
+
+
+def described(memory: Memory, match: Match) -> dict[str, Any]:
+    """A block that was found, with its text, ready for JSON."""
+    text, missing = decode(memory, memory.document(match.document).tokens(match.block).tolist())
+    where = {"document": match.document, "block": match.block, "score": match.score}
+    return where | {"first_token": match.block * memory.spec.block_size, "text": text, "text_missing": missing}
+
+
+def recorded_model(memory: Memory) -> str:
+    """The name of the model that read the memory. Raises ``InvalidArgument`` where the memory does not say."""
+    name = (memory.get_info("model") or {}).get("name")
+    if name is None:
+        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
+    return str(name)
+
+
+def search_text(
+    memory: Memory,
+    text: str,
+    documents: list[Document],
+    model: str,
+    *,
+    layer: int | None = None,
+    top_k: int = 8,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> list[Match]:
+    """The ``top_k`` blocks that the model called ``model`` finds for ``text``, best first.
+
+    Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
+    """
+    if not text.strip():
+        raise InvalidArgument("--text is empty. Give the words to search with.")
+    from memstore.eval.models import DRT, LANDMARK, MEMORIZING, kind_of
+
+    folder = _own_model(model)
+    kind = None if folder is None else kind_of(folder)
+    if kind == MEMORIZING:
+        raise UnsupportedModel(
+            "a Memorizing Transformer looks up single tokens; search its memory with --block or --vector"
+        )
+    if folder is not None and kind in (DRT, LANDMARK):
+        return _by_reader(memory, text, documents, folder, layer, top_k, device)
+    info = memory.get_info("model") or {}
+    loaded = load_model(model, dtype or info.get("dtype", "auto"), device=device)
+    attach = memstore.attach(
+        loaded.model,
+        memory,
+        document=[each.name for each in documents],
+        tokenizer=loaded.tokenizer,
+        retrieval=memstore.Retrieval(share="model" if memory.spec.key_dtype == "bit" else "group"),
+    )
+    with attach as attached:
+        return attached.search(encode(loaded.tokenizer, text), top_k, layer=layer)
+
+
+def _own_model(name: str) -> Path | None:
+    """The folder of a model of memstore's own kinds; None for a stock model."""
+    from memstore.eval.models import PASSKEY, kind_of, model_folder, shipped_model
+
+    folder = shipped_model(PASSKEY) if name == "drt" else model_folder(Path(name))
+    is_one = (folder / "config.json").exists() and str(kind_of(folder)).startswith("memstore-")
+    return folder if is_one else None
+
+
+def _by_reader(
+    memory: Memory, text: str, documents: list[Document], folder: Path, layer: int | None, top_k: int, device: str
+) -> list[Match]:
+    from memstore.eval.models import load_model as load
+    from memstore.models.drt import DRTForCausalLM
+    from memstore.models.drt import Reader as DRTReader
+    from memstore.models.landmark import Reader as LandmarkReader
+
+    with quiet_transformers():
+        model, tokenizer = load(folder, device)
+    ids = encode(tokenizer, text)
+    known = tokenizer if memory.spec.fingerprint.tokenizer is not None else None
+    reader: Any = DRTReader if isinstance(model, DRTForCausalLM) else LandmarkReader
+    found = [
+        match
+        for document in documents
+        for match in reader(model, memory, document.name, tokenizer=known).search(ids, top_k, layer=layer)
+    ]
+    return sorted(found, key=lambda match: -match.score)[:top_k]
+
+
+def _by_block(memory: Memory, block: str, documents: list[Document], layer: int | None, top_k: int) -> list[Match]:
+    from memstore.memory.search import check_layer, search_block
+
+    name, colon, number = block.rpartition(":")
+    if not colon or not number.isdecimal():
+        raise InvalidArgument(f"--block must be DOCUMENT:N, such as moby-dick:17, not {block!r}.")
+    source = memory.document(name)
+    return search_block(source, int(number), top_k, layer=check_layer(memory, layer), among=documents)
+
+
+def _by_vector(memory: Memory, file: str, documents: list[Document], layer: int | None, top_k: int) -> list[Match]:
+    from memstore.memory.search import check_layer, search_vectors
+
+    queries = _queries(file)
+    if queries.dim() == 1:
+        queries = queries.expand(memory.spec.key_heads, -1)
+    if queries.dim() == 2:
+        queries = queries[:, None]
+    return search_vectors(documents, queries, top_k, layer=check_layer(memory, layer))
+
+
+def _queries(file: str) -> Tensor:
+    import numpy as np
+    import torch
+
+    try:
+        raw = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+    except FileNotFoundError:
+        raise NotFound(f"no file {file}. Name a .npy file, or - for standard input.") from None
+    except IsADirectoryError:
+        raise InvalidArgument(f"{file} is a folder; a .npy file was expected.") from None
+    try:
+        return torch.from_numpy(np.load(io.BytesIO(raw), allow_pickle=False).astype(np.float32))
+    except (ValueError, TypeError, EOFError, AttributeError):
+        raise InvalidArgument(f"{file} is not a .npy file of numbers; write one with numpy.save.") from None
+
+
+def _documents(memory: Memory, wanted: str | None) -> list[Document]:
+    return memory.documents() if wanted is None else [memory.document(wanted)]

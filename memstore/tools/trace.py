@@ -1,0 +1,237 @@
+"""``memstore trace``: the blocks that each token of an answer was written with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.tools.options import MemoryUrl
+from memstore.tools.output import Page, Report
+from memstore.tools.show import decode
+
+if TYPE_CHECKING:
+    from memstore.memory import Look, Memory, Step, Trace
+
+Number = Annotated[
+    int | None,
+    typer.Argument(metavar="[NUMBER]", help="Number of the trace. Without it: the latest.", show_default=False),
+]
+List = Annotated[bool, typer.Option("--list", help="List the traces of the memory.")]
+Layer = Annotated[int | None, typer.Option(help="Weights of this layer alone. Without it: the mean of all.")]
+Head = Annotated[int | None, typer.Option(help="Weights of this query head alone. Without it: the mean of all.")]
+Top = Annotated[int, typer.Option(min=1, help="Blocks shown for a token.")]
+OneStep = Annotated[int | None, typer.Option("--step", help="This step alone; 0 chose the first token.")]
+Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
+
+Piece = Callable[[str, int], str | None]
+"""Text of a block of a document, None where there is none."""
+WIDTH = 60
+"""Characters of a block's text in the table."""
+LONGEST_MATCH = 24
+"""Characters, and tokens, at the end of what was said that are looked for in a block."""
+NOTHING = "nothing was retrieved: the model saw all of the document directly, or had no list for these steps."
+
+
+def trace(
+    memory: MemoryUrl,
+    number: Number = None,
+    *,
+    every: List = False,
+    layer: Layer = None,
+    head: Head = None,
+    top: Top = 2,
+    step: OneStep = None,
+    remove: Remove = False,
+) -> Report:
+    """Show which blocks each token of an answer was written with.
+
+    For every token the blocks that carried most weight, with the piece of their text that fits what was said, or their
+    beginning. The weight is the part of the model's attention that went to the block, mean of all layers and heads that
+    retrieve. With --json also everything that was recorded: lists, scores, tiers and times of every layer.
+
+    An answer is recorded with: memstore ask MEMORY QUESTION --trace.
+
+    Example:
+
+        memstore trace notes.mem --top 3
+
+    In Python: memstore.Memory.traces.
+    """
+    if remove and (every or number is None):
+        raise InvalidArgument("--remove deletes one trace: name its number. The numbers are told by --list.")
+    with memstore.open(memory, mode="r") as opened:
+        if every:
+            return _listed(opened, memory)
+        if number is None:
+            latest = opened.traces.last()
+            if latest is None:
+                raise NotFound(f"no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
+            number = latest.number
+        if remove:
+            opened.traces.remove(number)
+            data = {"memory": memory, "removed": number}
+            return Report(data=data, text=lambda page: page.line(f"trace {number} is gone"))
+        data = describe(opened, opened.traces.get(number), layer=layer, head=head, step=step)
+    return Report(data={"memory": memory, **data}, text=lambda page: _show(page, data, top))
+
+
+def describe(
+    memory: Memory, recorded: Trace, *, layer: int | None = None, head: int | None = None, step: int | None = None
+) -> dict[str, Any]:
+    """Everything about a trace, with the texts of its blocks, ready for JSON.
+
+    Weights are means of ``layer`` and ``head``, or of all. Raises ``InvalidArgument`` where these retrieved nothing.
+    """
+    from memstore.memory.traces import most_weight
+
+    steps = recorded.steps() if step is None else recorded.steps(step, step + 1)
+    _check(recorded, steps, layer=layer, head=head, step=step)
+    ids = recorded.tokens()
+    answer, missing = decode(memory, [each for each in ids if each is not None])
+
+    @cache
+    def piece(document: str, block: int) -> str | None:
+        try:
+            return decode(memory, memory.document(document).tokens(block).tolist())[0]
+        except (NotFound, DamagedError):  # forgotten since, or it cannot be read any more
+            return None
+
+    def blocks(of: Sequence[Step]) -> list[dict[str, Any]]:
+        return [
+            {"document": document, "block": block, "weight": weight, "text": piece(document, block)}
+            for document, block, weight in most_weight(of, layer=layer, head=head)
+        ]
+
+    return {
+        "trace": recorded.number,
+        **recorded.info,
+        "layer": layer,
+        "head": head,
+        "answer": answer,
+        "text_missing": missing,
+        "blocks": blocks(steps),
+        "steps": [
+            {
+                "step": each.number,
+                "token": each.token,
+                "text": None if each.token is None else decode(memory, [each.token])[0],
+                "said": decode(
+                    memory, [token for token in ids[: each.number + 1][-LONGEST_MATCH:] if token is not None]
+                )[0],
+                "seconds": each.seconds,
+                "blocks": blocks([each]),
+                "looks": [_look(look) for look in each.looks if layer in (None, look.layer)],
+            }
+            for each in steps
+        ],
+    }
+
+
+def _check(recorded: Trace, steps: Sequence[Step], *, layer: int | None, head: int | None, step: int | None) -> None:
+    looks = [look for each in steps for look in each.looks]
+    layers = sorted({look.layer for look in looks})
+    heads = max((len(look.weights) for look in looks), default=0)
+    if step is not None and not steps:
+        raise InvalidArgument(f"--step {step}: trace {recorded.number} has the steps 0 to {len(recorded) - 1}.")
+    if layer is not None and layers and layer not in layers:
+        raise InvalidArgument(
+            f"--layer {layer} retrieved nothing here; layers that did: {', '.join(map(str, layers))}."
+        )
+    if head is not None and heads and not 0 <= head < heads:
+        raise InvalidArgument(f"--head {head}: the layers of this trace have the query heads 0 to {heads - 1}.")
+
+
+def _look(look: Look) -> dict[str, Any]:
+    """A look as JSON has it, which knows no NaN."""
+    from memstore.memory.traces import TIERS
+
+    names = [None, *TIERS]
+    return {
+        "layer": look.layer,
+        "row": look.row,
+        "documents": list(look.documents),
+        "document": look.document.tolist(),
+        "blocks": look.blocks.tolist(),
+        "offsets": None if look.offsets is None else look.offsets.tolist(),
+        "scores": _numbers(look.scores),
+        "weights": _numbers(look.weights),
+        "tiers": [[names[tier + 1] for tier in row] for row in look.tiers.tolist()],
+        "search_us": round(look.search_us, 1),
+        "gather_us": round(look.gather_us, 1),
+    }
+
+
+def _numbers(array: Any) -> list[list[float | None]]:
+    return [[None if value != value else value for value in row] for row in array.tolist()]
+
+
+def _listed(opened: Memory, memory: str) -> Report:
+    columns = ("trace", "started", "mechanism", "steps", "ended", "documents", "question")
+    traces = [{"trace": each.number, "steps": len(each), **each.info} for each in opened.traces.list()]
+
+    def text(page: Page) -> None:
+        if traces:
+            shown = [{**each, "documents": ", ".join(each.get("documents") or [])} for each in traces]
+            page.table(columns, [[each.get(column) for column in columns] for each in shown])
+        else:
+            page.line(f"no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
+
+    return Report(data={"memory": memory, "traces": traces}, text=text)
+
+
+def _show(page: Page, data: dict[str, Any], top: int) -> None:
+    page.facts(dict(_facts(data)))
+    page.line()
+    if not data["blocks"]:
+        page.line(NOTHING)
+        return
+    several = len({used["document"] for used in data["blocks"]}) > 1
+    columns = ["step", "token", *(["document"] if several else []), "block", "weight", "text"]
+    page.table(columns, [row for step in data["steps"] for row in _rows(step, top, several=several)])
+
+
+def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    names = list(dict.fromkeys(used["document"] for used in data["blocks"])) or data.get("documents") or []
+    yield "trace", str(data["trace"]) + ("" if data["ended"] else " (not ended: still being written, or broken off)")
+    yield "started", data["started"]
+    yield "model", data.get("model")
+    yield "question", data.get("question")
+    yield "answer", data["answer"] if data["answer"] is not None else f"(no text: {data['text_missing']})"
+    yield "documents" if len(names) > 1 else "document", ", ".join(names)
+    fetched = Counter(
+        tier
+        for step in data["steps"]
+        for look in step["looks"]
+        if look["gather_us"]
+        for row in look["tiers"]
+        for tier in row
+        if tier is not None
+    )
+    if fetched:
+        yield "fetched from", ", ".join(f"{tier} {count:,}" for tier, count in fetched.most_common())
+
+
+def _rows(step: dict[str, Any], top: int, *, several: bool) -> Iterator[list[object]]:
+    for place, used in enumerate(step["blocks"][:top]):
+        token = "" if place else step["text"] if step["text"] is not None else step["token"]
+        document = [used["document"]] if several else []
+        text = None if used["text"] is None else excerpt(used["text"], step["said"] or "")
+        yield [step["step"] if not place else "", token, *document, used["block"], used["weight"], text]
+
+
+def excerpt(text: str, said: str) -> str:
+    """The piece of ``text`` where the longest end of what was ``said`` stands, or its beginning."""
+    text, said = " ".join(text.split()), " ".join(said.split())
+    ends = (said[-length:] for length in range(min(LONGEST_MATCH, len(said)), 0, -1))
+    found = next(((text.find(end), len(end)) for end in ends if end in text), (0, 0))
+    middle = found[0] + found[1] // 2
+    start = max(0, min(middle - WIDTH // 2, len(text) - WIDTH))
+    stop = start + WIDTH
+    return ("…" if start else "") + text[start:stop] + ("…" if stop < len(text) else "")
