@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 PLACE = NEEDLE // BLOCK
 PATIENCE = 20.0  # seconds, on a machine that does other things too
 RECORD = """
-import sys, time, memstore
+import sys, memstore
+from memstore.memory import recorder as recording
 from tests.tools.inspector.pages import look
+recording.INTERVAL = 0.0  # every step is written when the next begins
 with memstore.open(sys.argv[1], mode="r") as memory:
     facts = {"mechanism": "attach", "layers": [1], "heads": 2, "documents": ["leaflet"]}
     with memory.traces.record(**facts, question="What now?") as recorder:
         for number, line in enumerate(sys.stdin):
-            time.sleep(0.3)  # a slow model: every step is written when the next begins
             recorder.begin()
             recorder.look(look([number + 10, 2], [0.5, 0.25], document="leaflet"))
             recorder.token(int(line))
@@ -316,6 +318,35 @@ def test_the_page_follows_a_model_that_generates_in_another_process(
         seen.wait_for("#answer .tokens", "one two")
         seen.until("!document.querySelector('#traces .running')")
         seen.wait_for("#row-16 .gutter i", "0.500")
+
+
+def test_a_memory_that_was_empty_shows_its_first_document(tmp_path: Path, chrome: Chrome) -> None:
+    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as writer:
+        with memstore.open(tmp_path / "notes.mem", mode="r") as memory, shown(chrome, memory) as seen:
+            assert seen.text("#title") == "Nothing to read yet."
+            fill(writer.document("diary"), ids_from(0, 40))
+            seen.wait_for("#row-1 .text", "31 32 33")
+
+
+def test_a_trace_that_is_removed_and_one_that_was_broken_off(tmp_path: Path, chrome: Chrome) -> None:
+    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as memory:
+        fill(memory.document("book"), ids_from(0, 40))
+        for question in ("First?", "Second?"):
+            with memory.traces.record(question=question, documents=["book"]) as recorder:
+                recorder.begin()
+        with closing(sqlite3.connect(tmp_path / "notes.mem" / "traces.sqlite")) as file, file:
+            file.execute('UPDATE traces SET ended = 0, info = replace(info, \'"started": "20\', \'"started": "19\')')
+        with shown(chrome, memory) as seen:
+            seen.wait_for("#traces", "broken off")
+            assert seen.run("return document.querySelector('#traces .running')") is None
+            seen.run("document.querySelector('#traces li:nth-child(2) button').focus()")
+            memory.traces.remove(2)
+            seen.wait_for("#trouble", "Trace 2 was removed.")
+            assert seen.run("return document.querySelector('#answer').hidden")
+            assert "First?" in seen.run("return document.activeElement.textContent")  # though the list was made anew
+            seen.click("#traces button")
+            seen.wait_for("#answer .question", "First?")
+            assert seen.run("return document.querySelector('#trouble').hidden")
 
 
 def generate(child: subprocess.Popen[str], tokens: list[int]) -> None:
