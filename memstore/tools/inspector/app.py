@@ -186,6 +186,8 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
             return _json(answer(Asked(request.path_params, request.query_params)))
         except MemstoreError as error:
             return _failed(error)
+        except FileNotFoundError:
+            return _failed(NotFound("the memory was removed. Start memstore view again when there is one."))
 
     return endpoint
 

@@ -62,7 +62,7 @@ class Words:
         if self.missing is not None:
             return " ".join(map(str, ids))
         with self._lock:
-            return str(self._tokenizer.decode([id for id in ids if 0 <= id <= _LARGEST]))
+            return str(self._tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each of ``ids`` adds; one that ends within a character adds nothing, the next adds it."""

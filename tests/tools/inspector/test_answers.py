@@ -293,6 +293,15 @@ def test_traces_that_are_damaged_hide_no_documents(writable: Path) -> None:
         assert "traces.sqlite" in client.get("/api/traces/1").json()["message"]
 
 
+def test_a_memory_that_is_removed_meanwhile_is_told(writable: Path) -> None:
+    with memstore.open(writable, mode="r") as memory:
+        client = client_of(Inspector(memory))
+        shutil.rmtree(writable)
+        answer = client.get("/api/live")
+        assert answer.status_code == 404
+        assert "the memory was removed" in answer.json()["message"]
+
+
 def test_a_zarr_memory_is_shown_too(tmp_path: Path) -> None:
     url = f"zarr:{tmp_path / 'notes.zarr'}"
     with memstore.open(url, spec=tiny_spec()) as memory:

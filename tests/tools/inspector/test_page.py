@@ -321,11 +321,15 @@ def test_the_page_follows_a_model_that_generates_in_another_process(
 
 
 def test_a_memory_that_was_empty_shows_its_first_document(tmp_path: Path, chrome: Chrome) -> None:
-    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as writer:
-        with memstore.open(tmp_path / "notes.mem", mode="r") as memory, shown(chrome, memory) as seen:
-            assert seen.text("#title") == "Nothing to read yet."
-            fill(writer.document("diary"), ids_from(0, 40))
-            seen.wait_for("#row-1 .text", "31 32 33")
+    path = tmp_path / "notes.mem"
+    with (
+        memstore.open(path, spec=small_spec()) as writer,
+        memstore.open(path, mode="r") as memory,
+        shown(chrome, memory) as seen,
+    ):
+        assert seen.text("#title") == "Nothing to read yet."
+        fill(writer.document("diary"), ids_from(0, 40))
+        seen.wait_for("#row-1 .text", "31 32 33")
 
 
 def test_a_trace_that_is_removed_and_one_that_was_broken_off(tmp_path: Path, chrome: Chrome) -> None:
