@@ -153,6 +153,26 @@ def test_layers_and_heads_can_be_chosen(page: Seen) -> None:
     page.wait_for("#used li:nth-child(1)", "book · 101")
 
 
+def test_of_choices_made_quickly_the_last_one_counts(page: Seen) -> None:
+    page.run(
+        """const get = window.fetch; let asked = 0;
+        window.fetch = async (...given) => {
+          const answer = await get(...given);
+          if (/steps/.test(given[0])) await new Promise((later) => setTimeout(later, asked++ ? 0 : 500));
+          return answer;
+        };
+        document.querySelector('#answer .token:nth-child(5)').click();
+        for (const value of ['1', '0']) {
+          const layer = document.querySelector('#layer');
+          layer.value = value;
+          layer.dispatchEvent(new Event('change'));
+        }"""
+    )
+    page.wait_for("#used li:nth-child(1)", "book · 104")
+    time.sleep(0.7)  # until the first answer, of all layers, has come
+    assert "book · 104" in page.text("#used li:nth-child(1)")
+
+
 def test_a_block_shows_tokens_norms_landmark_neighbours_and_traces(page: Seen) -> None:
     page.click("#documents li:nth-child(1) button")
     page.click("#row-0")
@@ -215,6 +235,18 @@ def test_a_place_can_be_typed(page: Seen) -> None:
     page.wait_for("#block h2", "Block 12,345")
     page.wait_for("#row-12345 .text", " ")
     assert 12_345 in page.rows()
+    page.press("/", *[Keys.BACKSPACE] * 9, *"#99999", Keys.ENTER)
+    page.wait_for("#trouble", "There is no block 99,999 here: this document has blocks 0 to 32,258.")
+    page.press("/", *[Keys.BACKSPACE] * 9, *"#0", Keys.ENTER)
+    page.until("document.querySelector('#trouble').hidden")
+
+
+def test_a_model_that_cannot_be_asked_leaves_no_search_open(opened: memstore.Memory, chrome: Chrome) -> None:
+    with shown(chrome, opened, expected="400 (Bad Request)") as seen:
+        seen.run("document.querySelector('#mode').value = 'model'; document.querySelector('#query').value = 'night'")
+        seen.run("document.querySelector('#search').requestSubmit()")
+        seen.wait_for("#trouble", "window must be a multiple of the block size")
+        assert seen.run("return document.querySelector('#found').hidden")
 
 
 def test_scrolling_through_a_million_tokens_keeps_only_what_is_in_view(page: Seen) -> None:

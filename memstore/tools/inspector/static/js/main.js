@@ -165,6 +165,7 @@ function listDocuments() {
 async function openTrace(number, step = null) {
   sayNothing();
   await answer.open(number, step);
+  if (answer.trace?.number !== number) return;
   listTraces();
   showTiers(answer);
   if (answer.step === null) await showTraceUse();
@@ -187,17 +188,23 @@ function closeTrace() {
   remember();
 }
 
+/** What the chosen token, or the whole trace, used; undefined if another choice was made meanwhile. */
+async function loadUsed(path) {
+  const { trace, step, layer, head } = answer;
+  const used = await get(`traces/${trace.number}/${path}`, { layer, head });
+  const now = [answer.trace?.number, answer.step, answer.layer, answer.head];
+  return [trace.number, step, layer, head].every((each, place) => each === now[place]) ? used : undefined;
+}
+
 async function showStep() {
-  const { step, layer, head } = answer;
-  const used = await get(`traces/${answer.trace.number}/steps/${step}`, { layer, head });
-  if (step !== answer.step) return;
-  await lightUp(used, `Used for “${answer.piece().trim() || "…"}”, step ${count(step)}`);
+  const { step } = answer;
+  const used = await loadUsed(`steps/${step}`);
+  if (used) await lightUp(used, `Used for “${answer.piece().trim() || "…"}”, step ${count(step)}`);
 }
 
 async function showTraceUse() {
-  const { layer, head } = answer;
-  const used = await get(`traces/${answer.trace.number}/used`, { layer, head });
-  if (answer.step === null) await lightUp(used, "Used by the whole trace");
+  const used = await loadUsed("used");
+  if (used) await lightUp(used, "Used by the whole trace");
 }
 
 async function lightUp(used, words) {
@@ -314,12 +321,18 @@ function remembered() {
   return (name) => (where.has(name) && Number.isInteger(Number(where.get(name))) ? Number(where.get(name)) : null);
 }
 
+function goToTyped(number) {
+  const { id, first, stop } = state.document;
+  if (number >= first && number < stop) return run(goTo(id, number));
+  return say(`There is no block ${count(number)} here: this document has blocks ${count(first)} to ${count(stop - 1)}.`);
+}
+
 function submit(event) {
   event.preventDefault();
   const query = at("query").value;
   const place = /^#\s*([\d,]+)$/.exec(query);
-  if (!state.document || !query) return search.close();
-  if (place) return run(goTo(state.document.id, Number(place[1].replaceAll(",", ""))));
+  if (!state.document || !query.trim()) return search.close();
+  if (place) return goToTyped(Number(place[1].replaceAll(",", "")));
   return run(at("mode").value === "model" ? search.model(query) : search.text(query));
 }
 
