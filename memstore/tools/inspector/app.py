@@ -77,29 +77,29 @@ class Inspector:
             "text": lambda _: {"missing": words.missing},
             "live": lambda asked: traced.live(memory, words, asked.number("trace", -1)),
             "documents": lambda asked: data.documents(memory, asked.text("part")),
-            "documents/{document:int}/blocks": lambda asked: data.blocks(
+            "documents/{document}/blocks": lambda asked: data.blocks(
                 memory, words, asked.document, asked.number("start"), asked.number("stop")
             ),
-            "documents/{document:int}/blocks/{block:int}": lambda asked: data.block(
+            "documents/{document}/blocks/{block}": lambda asked: data.block(
                 memory, words, asked.document, asked.block, asked.number("layer", 0)
             ),
-            "documents/{document:int}/blocks/{block:int}/neighbours": lambda asked: data.neighbours(
+            "documents/{document}/blocks/{block}/neighbours": lambda asked: data.neighbours(
                 memory, words, asked.document, asked.block, asked.number("layer")
             ),
-            "documents/{document:int}/blocks/{block:int}/traces": lambda asked: traced.using(
+            "documents/{document}/blocks/{block}/traces": lambda asked: traced.using(
                 memory, asked.document, asked.block
             ),
-            "documents/{document:int}/find": lambda asked: find.find(
+            "documents/{document}/find": lambda asked: find.find(
                 memory, words, asked.document, asked.text("text"), asked.number("start", 0)
             ),
-            "documents/{document:int}/ask": lambda asked: data.ask(memory, words, asked.document, asked.text("text")),
-            "traces/{trace:int}": lambda asked: traced.trace(
+            "documents/{document}/ask": lambda asked: data.ask(memory, words, asked.document, asked.text("text")),
+            "traces/{trace}": lambda asked: traced.trace(
                 memory, words, asked.trace, asked.number("start", 0), asked.number("stop", traced.MOST_STEPS)
             ),
-            "traces/{trace:int}/steps/{step:int}": lambda asked: traced.step(
+            "traces/{trace}/steps/{step}": lambda asked: traced.step(
                 memory, words, asked.trace, asked.step, asked.choice("layer"), asked.choice("head")
             ),
-            "traces/{trace:int}/used": lambda asked: traced.used(
+            "traces/{trace}/used": lambda asked: traced.used(
                 memory, words, asked.trace, asked.choice("layer"), asked.choice("head")
             ),
         }
@@ -134,23 +134,23 @@ class Asked:
 
     @property
     def document(self) -> int:
-        """Number of the document."""
-        return int(self._path["document"])
+        """Number of the document. Raises ``InvalidArgument``, as all of these."""
+        return _whole("document", self._path["document"])
 
     @property
     def block(self) -> int:
         """Number of the block."""
-        return int(self._path["block"])
+        return _whole("block", self._path["block"])
 
     @property
     def trace(self) -> int:
         """Number of the trace."""
-        return int(self._path["trace"])
+        return _whole("trace", self._path["trace"])
 
     @property
     def step(self) -> int:
         """Number of the step."""
-        return int(self._path["step"])
+        return _whole("step", self._path["step"])
 
     def text(self, name: str) -> str:
         """A parameter, empty if it is not there."""
@@ -161,15 +161,21 @@ class Asked:
         given = self._query.get(name)
         if given is None and default is not None:
             return default
-        with contextlib.suppress(ValueError, TypeError):
-            number = int(given or "")
-            if abs(number) < 1 << 62:
-                return number
-        raise InvalidArgument(f"{name} must be a whole number, not {given!r}.")
+        return _whole(name, given)
 
     def choice(self, name: str) -> int | None:
         """A whole number, or None for all."""
         return self.number(name) if name in self._query else None
+
+
+def _whole(name: str, given: str | None) -> int:
+    """``given`` as a whole number that a page's numbers can hold. Raises ``InvalidArgument``."""
+    with contextlib.suppress(ValueError):  # also for thousands of digits
+        number = int(given or "")
+        if abs(number) < 1 << 53:
+            return number
+    shown = None if given is None else given[:40]
+    raise InvalidArgument(f"{name} must be a whole number below 2**53, not {shown!r}.")
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:
@@ -180,6 +186,8 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
             return _json(answer(Asked(request.path_params, request.query_params)))
         except MemstoreError as error:
             return _failed(error)
+        except FileNotFoundError:
+            return _failed(NotFound("the memory was removed. Start memstore view again when there is one."))
 
     return endpoint
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory.traces import TIERS, Step, Trace, most_weight
 from memstore.tools.inspector.data import sizes
+from memstore.tools.inspector.facts import Facts
 from memstore.tools.inspector.words import Words, readable
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ MOST_TRACES = 50
 MOST_BLOCKS = 100
 """Blocks of one answer, those with most weight."""
 _BEFORE = 8  # tokens before a piece of an answer that may hold the beginning of its first character
+_LISTED = 200  # characters of a question in a list
+_QUIET = 60.0  # seconds without a step after which a trace counts as broken off
 _SECONDS = 2.0  # to look through traces for a block
 
 
@@ -42,25 +46,34 @@ def live(memory: Memory, words: Words, number: int) -> dict[str, Any]:
 def _latest(traces: Sequence[Trace], words: Words, number: int) -> dict[str, Any]:
     shown = list(traces[: -MOST_TRACES - 1 : -1])
     shown += [each for each in traces[:-MOST_TRACES] if each.number == number]
+    return {"found": len(traces), "traces": [_listed(each, words) for each in shown]}
+
+
+def _listed(trace: Trace, words: Words) -> dict[str, Any]:
+    facts, steps = Facts.of(trace.info), len(trace)
     return {
-        "found": len(traces),
-        "traces": [
-            {
-                "number": each.number,
-                "documents": [readable(str(name)) for name in (each.info.get("documents") or [])[:3]],
-                "steps": len(each),
-                "ended": bool(each.info.get("ended")),
-                "started": str(each.info.get("started", "")),
-                "question": _question(each, words),
-            }
-            for each in shown
-        ],
+        "number": trace.number,
+        "documents": [readable(name) for name in facts.documents[:3]],
+        "steps": steps,
+        "ended": facts.ended,
+        "quiet": not facts.ended and _seconds_since(trace, facts, steps) > _QUIET,
+        "started": facts.started,
+        "question": _question(facts, words)[:_LISTED],
     }
 
 
-def _question(trace: Trace, words: Words) -> str:
-    question = trace.info.get("question")
-    return readable(str(question)) if question else readable(words.of((trace.info.get("prompt") or [])[-40:]))
+def _seconds_since(trace: Trace, facts: Facts, steps: int) -> float:
+    """Seconds since the latest of ``steps`` began: a model that was stopped leaves a trace that never ends."""
+    try:
+        started = datetime.fromisoformat(facts.started).timestamp()
+    except (ValueError, OverflowError):
+        return math.inf
+    return time.time() - started - sum(step.seconds for step in trace.steps(steps - 1, steps))
+
+
+def _question(facts: Facts, words: Words) -> str:
+    """What was asked, or the end of the prompt."""
+    return facts.question or readable(words.of(facts.prompt[-40:]))
 
 
 def trace(memory: Memory, words: Words, number: int, start: int, stop: int) -> dict[str, Any]:
@@ -73,21 +86,19 @@ def trace(memory: Memory, words: Words, number: int, start: int, stop: int) -> d
         raise InvalidArgument(f"ask for at most {MOST_STEPS} steps: start <= stop <= start + {MOST_STEPS}.")
     found = memory.traces.get(number)
     steps = [_first_row(step) for step in found.steps(start, stop)]
-    info = found.info
+    facts = Facts.of(found.info)
+    pieces = _pieces(found, facts, words, steps)
     return {
         "number": number,
-        "mechanism": readable(str(info.get("mechanism"))),
-        "model": readable(str(info.get("model"))),
-        "started": str(info.get("started", "")),
-        "ended": bool(info.get("ended")),
-        "question": _question(found, words),
-        "layers": list(info.get("layers") or []),
-        "heads": info.get("heads"),
-        "top_k": info.get("top_k"),
-        "documents": [_place(name, _numbers(memory)) for name in info.get("documents") or []],
+        "mechanism": facts.mechanism,
+        "ended": facts.ended,
+        "question": _question(facts, words),
+        "layers": facts.layers,
+        "heads": facts.heads,
+        "top_k": facts.top_k,
         "length": len(found),
         "tiers": list(TIERS),
-        "steps": [_step(step, piece) for step, piece in zip(steps, _pieces(found, words, steps), strict=True)],
+        "steps": [_step(step, piece) for step, piece in zip(steps, pieces, strict=True)],
     }
 
 
@@ -109,11 +120,11 @@ def _step(step: Step, piece: str | None) -> dict[str, Any]:
     }
 
 
-def _pieces(trace: Trace, words: Words, steps: Sequence[Step]) -> list[str | None]:
+def _pieces(trace: Trace, facts: Facts, words: Words, steps: Sequence[Step]) -> list[str | None]:
     """The text that the token of each step adds; None where the token is not known."""
-    before = [token for token in (trace.info.get("prompt") or []) if isinstance(token, int)]
+    before = facts.prompt
     if steps and (first := steps[0].number):
-        before += [each.token for each in trace.steps(max(0, first - _BEFORE), first) if each.token is not None]
+        before = before + [each.token for each in trace.steps(max(0, first - _BEFORE), first) if each.token is not None]
     known = [step.token for step in steps if step.token is not None]
     before = before[-_BEFORE:]
     pieces = iter(words.pieces(before + known)[len(before) :])

@@ -27,6 +27,9 @@ def _shows(character: str) -> bool:
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
 
 
+_LARGEST = (1 << 32) - 1  # what a tokenizer takes; what is larger, or negative, is no token of it
+
+
 class Words:
     """Decodes the tokens of a memory with the tokenizer of its model; the ids themselves where there is none.
 
@@ -59,7 +62,7 @@ class Words:
         if self.missing is not None:
             return " ".join(map(str, ids))
         with self._lock:
-            return str(self._tokenizer.decode(list(ids)))
+            return str(self._tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each of ``ids`` adds; one that ends within a character adds nothing, the next adds it."""
@@ -79,7 +82,7 @@ class Words:
 
         self._loaded = True
         info = self._memory.get_info("model")
-        if not info:
+        if not info or not isinstance(info.get("name"), str):
             self._missing = "the memory does not say which model it belongs to"
             return
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -82,12 +83,22 @@ def test_bad_ranges_are_refused(client: TestClient, query: dict[str, object]) ->
         "traces/99/steps/0",
         "traces/1/steps/999",
         "traces/99/used",
+        "traces/9007199254740991/steps/9007199254740991",
     ],
 )
 def test_what_is_not_there_is_not_found(client: TestClient, path: str) -> None:
     answer = client.get(f"/api/{path}")
     assert answer.status_code == 404
     assert answer.json()["message"]
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "9" * 5000, "-1e3", "a", "%00", "1.0"])
+@pytest.mark.parametrize("path", ["documents/{}/blocks?start=0&stop=1", "documents/1/blocks/{}", "traces/{}/steps/0"])
+def test_what_is_no_number_is_told(client: TestClient, path: str, number: str) -> None:
+    answer = client.get(f"/api/{path.format(number)}")
+    assert answer.status_code == 400
+    assert "must be a whole number" in answer.json()["message"]
+    assert len(answer.text) < 300
 
 
 def test_a_block_down_to_its_tokens(client: TestClient) -> None:
@@ -187,6 +198,47 @@ def test_scores_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
         assert client.get("/api/live").json()["traces"][0]["steps"] == 1
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"layers": 5, "heads": 10**9, "documents": [1, {"a": 1}, None, "book"], "prompt": "abc", "question": ["<b>"]},
+        {"layers": "abc", "heads": "x", "documents": "book", "prompt": ["a", -1, 10**30], "started": "yesterday"},
+        {"layers": [{}, "<b>"], "heads": -4, "documents": {"book": 1}, "question": "q" * 10**6, "mechanism": {}},
+    ],
+)
+def test_odd_facts_of_a_trace_harm_no_page(tmp_path: Path, model_folder: Path, facts: dict[str, object]) -> None:
+    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as memory:
+        memory.put_info("model", {"name": str(model_folder)})
+        fill(memory.document("book"), memstore_ids(3 * BLOCK))
+        with memory.traces.record(**facts) as recorder:
+            for token in (1, -5, 2**40):
+                recorder.begin()
+                recorder.look(look([1, 2], [0.5, 0.25]))
+                recorder.token(token)
+        client = client_of(Inspector(memory))
+        live, trace = client.get("/api/live"), client.get("/api/traces/1")
+        assert (live.status_code, trace.status_code) == (200, 200)
+        assert len(live.text) + len(trace.text) < 10_000
+        assert trace.json()["layers"] == []
+        assert trace.json()["heads"] <= 1024
+        assert [each["piece"] for each in trace.json()["steps"]][1:] == ["", ""]
+        assert client.get("/api/traces/1/steps/2").json()["blocks"][0]["block"] == 1
+
+
+def test_a_trace_that_was_broken_off_is_not_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as memory:
+        recorder = memory.traces.record(documents=[])
+        recorder.begin()
+        client = client_of(Inspector(memory))
+        (now,) = client.get("/api/live").json()["traces"]
+        assert (now["ended"], now["quiet"]) == (False, False)
+        later = time.time() + 61
+        monkeypatch.setattr("memstore.tools.inspector.traced.time.time", lambda: later)
+        (then,) = client.get("/api/live").json()["traces"]
+        assert (then["ended"], then["quiet"]) == (False, True)
+        recorder.close()
+
+
 def memstore_ids(count: int) -> torch.Tensor:
     return torch.arange(count)
 
@@ -239,6 +291,15 @@ def test_traces_that_are_damaged_hide_no_documents(writable: Path) -> None:
         assert (live["traces"], live["sizes"]["documents"]) == ([], 2)
         assert client.get("/api/traces/1").status_code == 500
         assert "traces.sqlite" in client.get("/api/traces/1").json()["message"]
+
+
+def test_a_memory_that_is_removed_meanwhile_is_told(writable: Path) -> None:
+    with memstore.open(writable, mode="r") as memory:
+        client = client_of(Inspector(memory))
+        shutil.rmtree(writable)
+        answer = client.get("/api/live")
+        assert answer.status_code == 404
+        assert "the memory was removed" in answer.json()["message"]
 
 
 def test_a_zarr_memory_is_shown_too(tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ def test_cookies_of_other_pages_on_this_machine_are_no_trouble(inspector: Inspec
     assert client.get("/api/memory").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "other", ['a={"x": 1}', "a=b c, d", 'a="open', "expires=1; path=/", "[a]=1", "\xe9=1", "=", "a"]
+)
+def test_cookies_that_break_the_rules_do_not_hide_ours(inspector: Inspector, other: str) -> None:
+    client = client_of(inspector, token=False)
+    cookies = f"{other}; memstore-8000={inspector.token}"
+    assert client.get("/api/memory", headers={b"cookie": cookies.encode("latin-1")}).status_code == 200
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1"])
 def test_a_foreign_host_name_is_refused(client: TestClient, host: str) -> None:
     answer = client.get("/api/memory", headers={"host": host})

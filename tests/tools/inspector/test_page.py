@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 PLACE = NEEDLE // BLOCK
 PATIENCE = 20.0  # seconds, on a machine that does other things too
 RECORD = """
-import sys, time, memstore
+import sys, memstore
+from memstore.memory import recorder as recording
 from tests.tools.inspector.pages import look
+recording.INTERVAL = 0.0  # every step is written when the next begins
 with memstore.open(sys.argv[1], mode="r") as memory:
     facts = {"mechanism": "attach", "layers": [1], "heads": 2, "documents": ["leaflet"]}
     with memory.traces.record(**facts, question="What now?") as recorder:
         for number, line in enumerate(sys.stdin):
-            time.sleep(0.3)  # a slow model: every step is written when the next begins
             recorder.begin()
             recorder.look(look([number + 10, 2], [0.5, 0.25], document="leaflet"))
             recorder.token(int(line))
@@ -151,6 +153,26 @@ def test_layers_and_heads_can_be_chosen(page: Seen) -> None:
     page.wait_for("#used li:nth-child(1)", "book · 101")
 
 
+def test_of_choices_made_quickly_the_last_one_counts(page: Seen) -> None:
+    page.run(
+        """const get = window.fetch; let asked = 0;
+        window.fetch = async (...given) => {
+          const answer = await get(...given);
+          if (/steps/.test(given[0])) await new Promise((later) => setTimeout(later, asked++ ? 0 : 500));
+          return answer;
+        };
+        document.querySelector('#answer .token:nth-child(5)').click();
+        for (const value of ['1', '0']) {
+          const layer = document.querySelector('#layer');
+          layer.value = value;
+          layer.dispatchEvent(new Event('change'));
+        }"""
+    )
+    page.wait_for("#used li:nth-child(1)", "book · 104")
+    time.sleep(0.7)  # until the first answer, of all layers, has come
+    assert "book · 104" in page.text("#used li:nth-child(1)")
+
+
 def test_a_block_shows_tokens_norms_landmark_neighbours_and_traces(page: Seen) -> None:
     page.click("#documents li:nth-child(1) button")
     page.click("#row-0")
@@ -213,6 +235,18 @@ def test_a_place_can_be_typed(page: Seen) -> None:
     page.wait_for("#block h2", "Block 12,345")
     page.wait_for("#row-12345 .text", " ")
     assert 12_345 in page.rows()
+    page.press("/", *[Keys.BACKSPACE] * 9, *"#99999", Keys.ENTER)
+    page.wait_for("#trouble", "There is no block 99,999 here: this document has blocks 0 to 32,258.")
+    page.press("/", *[Keys.BACKSPACE] * 9, *"#0", Keys.ENTER)
+    page.until("document.querySelector('#trouble').hidden")
+
+
+def test_a_model_that_cannot_be_asked_leaves_no_search_open(opened: memstore.Memory, chrome: Chrome) -> None:
+    with shown(chrome, opened, expected="400 (Bad Request)") as seen:
+        seen.run("document.querySelector('#mode').value = 'model'; document.querySelector('#query').value = 'night'")
+        seen.run("document.querySelector('#search').requestSubmit()")
+        seen.wait_for("#trouble", "window must be a multiple of the block size")
+        assert seen.run("return document.querySelector('#found').hidden")
 
 
 def test_scrolling_through_a_million_tokens_keeps_only_what_is_in_view(page: Seen) -> None:
@@ -316,6 +350,39 @@ def test_the_page_follows_a_model_that_generates_in_another_process(
         seen.wait_for("#answer .tokens", "one two")
         seen.until("!document.querySelector('#traces .running')")
         seen.wait_for("#row-16 .gutter i", "0.500")
+
+
+def test_a_memory_that_was_empty_shows_its_first_document(tmp_path: Path, chrome: Chrome) -> None:
+    path = tmp_path / "notes.mem"
+    with (
+        memstore.open(path, spec=small_spec()) as writer,
+        memstore.open(path, mode="r") as memory,
+        shown(chrome, memory) as seen,
+    ):
+        assert seen.text("#title") == "Nothing to read yet."
+        fill(writer.document("diary"), ids_from(0, 40))
+        seen.wait_for("#row-1 .text", "31 32 33")
+
+
+def test_a_trace_that_is_removed_and_one_that_was_broken_off(tmp_path: Path, chrome: Chrome) -> None:
+    with memstore.open(tmp_path / "notes.mem", spec=small_spec()) as memory:
+        fill(memory.document("book"), ids_from(0, 40))
+        for question in ("First?", "Second?"):
+            with memory.traces.record(question=question, documents=["book"]) as recorder:
+                recorder.begin()
+        with closing(sqlite3.connect(tmp_path / "notes.mem" / "traces.sqlite")) as file, file:
+            file.execute('UPDATE traces SET ended = 0, info = replace(info, \'"started": "20\', \'"started": "19\')')
+        with shown(chrome, memory) as seen:
+            seen.wait_for("#traces", "broken off")
+            assert seen.run("return document.querySelector('#traces .running')") is None
+            seen.run("document.querySelector('#traces li:nth-child(2) button').focus()")
+            memory.traces.remove(2)
+            seen.wait_for("#trouble", "Trace 2 was removed.")
+            assert seen.run("return document.querySelector('#answer').hidden")
+            assert "First?" in seen.run("return document.activeElement.textContent")  # though the list was made anew
+            seen.click("#traces button")
+            seen.wait_for("#answer .question", "First?")
+            assert seen.run("return document.querySelector('#trouble').hidden")
 
 
 def generate(child: subprocess.Popen[str], tokens: list[int]) -> None:

@@ -14,6 +14,7 @@ export class Answer {
   }
 
   close() {
+    this.turn = (this.turn ?? 0) + 1; // what was asked for before is not shown any more
     Object.assign(this, { trace: null, steps: [], start: 0, step: null, layer: null, head: null, follow: false });
     this.box.hidden = true;
     this.box.replaceChildren();
@@ -23,17 +24,20 @@ export class Answer {
   async open(number, step = null) {
     this.close();
     const start = step === null ? 0 : Math.max(0, step - WINDOW / 2);
-    await this.fetch(number, start);
+    if (!(await this.fetch(number, start))) return;
     this.follow = !this.trace.ended && step === null;
     this.build();
     if (step !== null) await this.choose(step);
     else if (this.follow) await this.choose(this.steps.at(-1)?.number ?? null, true);
   }
 
+  /** Whether the part of the trace is here: not if another was asked for meanwhile. */
   async fetch(number, start) {
-    this.trace = await this.load(number, start, start + WINDOW);
-    this.start = start;
-    this.steps = this.trace.steps;
+    const turn = (this.turn += 1);
+    const trace = await this.load(number, start, start + WINDOW);
+    if (turn !== this.turn) return false;
+    Object.assign(this, { trace, start, steps: trace.steps });
+    return true;
   }
 
   /** Steps that have come since; `length` is how many there are now. */
@@ -43,8 +47,9 @@ export class Answer {
     const start = this.follow && length > this.start + WINDOW ? length - WINDOW / 2 : this.start;
     const known = start === this.start ? this.steps.findIndex((step) => step.token === null) : 0;
     const from = start + (known >= 0 ? known : this.steps.length);
+    const turn = this.turn;
     const part = await this.load(number, from, start + WINDOW);
-    if (this.trace?.number !== number) return;
+    if (turn !== this.turn) return;
     this.steps = [...(start === this.start ? this.steps.slice(0, from - start) : []), ...part.steps];
     this.start = start;
     this.trace = part;
@@ -99,7 +104,7 @@ export class Answer {
   }
 
   async page(start) {
-    await this.fetch(this.trace.number, start);
+    if (!(await this.fetch(this.trace.number, start))) return;
     this.follow = false;
     this.words();
   }

@@ -26,8 +26,15 @@ export class Block {
     this.layer ??= memory.index_layers[0] ?? 0;
     const asked = [block, this.layer];
     const stale = () => asked[0] !== this.block || asked[1] !== this.layer;
-    const answer = await this.get("", { layer: this.layer });
+    const answer = await this.get("", { layer: this.layer }).catch((error) => {
+      if (error.status === undefined) throw error;
+      return { trouble: error.message };
+    });
     if (stale()) return;
+    if (answer.trouble) {
+      this.box.replaceChildren(h("h2", {}, `Block ${count(block)}`), h("p", { class: "empty danger" }, answer.trouble));
+      return;
+    }
     const later = { near: h("div", {}), traces: h("div", {}) };
     this.box.replaceChildren(...this.parts(answer, later));
     await new Promise((rested) => setTimeout(rested, REST));

@@ -8,11 +8,20 @@ export function h(tag, properties = {}, ...children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "class") element.className = value;
     else if (name.startsWith("--")) element.style.setProperty(name, value);
+    else if (name === "dataset") Object.assign(element.dataset, value);
     else if (name.includes("-") || name === "role" || name === "for") element.setAttribute(name, value);
     else element[name] = value;
   }
   element.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
+}
+
+/** Put `items` into a list; who had the focus within it keeps it: a list may change while its keys are used. */
+export function fillList(list, items) {
+  const name = document.activeElement?.dataset.focus;
+  const had = name !== undefined && list.contains(document.activeElement);
+  list.replaceChildren(...items);
+  if (had) [...list.querySelectorAll("button")].find((button) => button.dataset.focus === name)?.focus({ preventScroll: true });
 }
 
 export const at = (id) => document.getElementById(id);

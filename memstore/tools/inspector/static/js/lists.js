@@ -1,7 +1,7 @@
 // The left column's lists: documents and traces.
 
 import { canWrite } from "./api.js";
-import { at, count, h } from "./dom.js";
+import { at, count, fillList, h } from "./dom.js";
 
 /** `choose(document)` is called with the one that is clicked, `act(action, document)` for pin, unpin and forget. */
 export function showDocuments(answer, chosen, choose, act) {
@@ -11,7 +11,7 @@ export function showDocuments(answer, chosen, choose, act) {
       { class: document.id === chosen ? "chosen" : "" },
       h(
         "button",
-        { type: "button", title: document.name, "aria-current": document.id === chosen, onclick: () => choose(document) },
+        { type: "button", dataset: { focus: document.id }, title: document.name, "aria-current": document.id === chosen, onclick: () => choose(document) },
         h("span", { class: "name" }, document.pinned ? `${document.name} ` : document.name,
           document.pinned && h("span", { class: "tag" }, "pinned")),
         h("span", { class: "facts" }, `${count(document.tokens)} tokens in ${count(document.stop - document.first)} blocks`),
@@ -27,7 +27,7 @@ export function showDocuments(answer, chosen, choose, act) {
   if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} more: say what their names contain`));
   if (!answer.found) items.push(h("li", { class: "empty" }, at("part").value ? "No such name." : h("span", {},
     "No documents yet. Add one: ", h("code", {}, "memstore read TEXT MEMORY"))));
-  at("documents").replaceChildren(...items);
+  fillList(at("documents"), items);
 }
 
 export function showTraces(answer, chosen, choose, remove) {
@@ -37,10 +37,10 @@ export function showTraces(answer, chosen, choose, remove) {
       { class: trace.number === chosen ? "chosen" : "" },
       h(
         "button",
-        { type: "button", title: trace.question, "aria-current": trace.number === chosen, onclick: () => choose(trace.number) },
+        { type: "button", dataset: { focus: trace.number }, title: trace.question, "aria-current": trace.number === chosen, onclick: () => choose(trace.number) },
         h("span", { class: "name" }, h("span", { class: "number" }, trace.number), trace.question || "(no question)"),
-        h("span", { class: "facts" }, `${trace.documents.join(", ")} · ${count(trace.steps)} steps`,
-          trace.ended ? `, ${when(trace.started)}` : h("span", { class: "running" }, " generating")),
+        h("span", { class: "facts" }, h("bdi", {}, trace.documents.join(", ")), ` · ${count(trace.steps)} steps`,
+          running(trace) ? h("span", { class: "running" }, " generating") : `${trace.ended ? "" : ", broken off"}, ${when(trace.started)}`),
       ),
       canWrite() && trace.number === chosen &&
         h("span", { class: "acts" }, h("button", { type: "button", class: "danger", onclick: () => remove(trace.number) }, "remove …")),
@@ -51,8 +51,11 @@ export function showTraces(answer, chosen, choose, remove) {
   if (answer.trouble) items.push(h("li", { class: "empty danger" }, answer.trouble));
   else if (!answer.found) items.push(h("li", { class: "empty" }, "No traces yet. Make one: ",
     h("code", {}, "memstore ask MEMORY QUESTION --trace")));
-  at("traces").replaceChildren(...items);
+  fillList(at("traces"), items);
 }
+
+/** Whether a model is generating it now. */
+export const running = (trace) => !trace.ended && !trace.quiet;
 
 function when(started) {
   const moment = new Date(started);

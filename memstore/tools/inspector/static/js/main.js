@@ -6,7 +6,7 @@ import { Block } from "./block.js";
 import { at, count, h } from "./dom.js";
 import { Flow } from "./flow.js";
 import { listen } from "./keys.js";
-import { showDocuments, showTraces } from "./lists.js";
+import { running, showDocuments, showTraces } from "./lists.js";
 import { Pages } from "./pages.js";
 import { Search } from "./search.js";
 import { Strip } from "./strip.js";
@@ -49,15 +49,23 @@ async function run(promise) {
 
 function tell(error) {
   if (!(error instanceof Gone) && error.status === undefined) console.error(error);
-  at("trouble").textContent = error.message;
-  at("trouble").hidden = false;
+  say(error.message);
   state.gone = error instanceof Gone;
+}
+
+function say(words) {
+  at("trouble").textContent = words;
+  at("trouble").hidden = false;
+}
+
+function sayNothing() {
+  if (!state.gone) at("trouble").hidden = true;
 }
 
 // Documents and blocks
 
 async function openDocument(document, number = document.first) {
-  at("trouble").hidden = true;
+  sayNothing();
   state.document?.pages?.close();
   const load = (start, stop, signal) => get(`documents/${document.id}/blocks`, { start, stop }, signal);
   const pages = new Pages(load, (blocks) => arrived(document, blocks), (error) => gone(document, error));
@@ -110,6 +118,12 @@ function title() {
     h("span", { class: "facts" }, `${count(tokens)} tokens in ${count(stop)} blocks of ${state.memory.block_size}${left}`));
 }
 
+/** Of a memory that was empty. */
+async function openFirst() {
+  const [first] = state.documents.documents;
+  if (first) await openDocument(first);
+}
+
 async function goTo(id, number) {
   if (id !== state.document?.id) {
     const document = await find(id);
@@ -129,6 +143,7 @@ async function find(id) {
 
 async function selectBlock(number) {
   if (number < state.document.first || number >= state.document.stop) return;
+  sayNothing();
   flow.select(number);
   remember();
   await block.show(number, state.memory);
@@ -148,8 +163,9 @@ function listDocuments() {
 // Traces
 
 async function openTrace(number, step = null) {
-  at("trouble").hidden = true;
+  sayNothing();
   await answer.open(number, step);
+  if (answer.trace?.number !== number) return;
   listTraces();
   showTiers(answer);
   if (answer.step === null) await showTraceUse();
@@ -172,17 +188,23 @@ function closeTrace() {
   remember();
 }
 
+/** What the chosen token, or the whole trace, used; undefined if another choice was made meanwhile. */
+async function loadUsed(path) {
+  const { trace, step, layer, head } = answer;
+  const used = await get(`traces/${trace.number}/${path}`, { layer, head });
+  const now = [answer.trace?.number, answer.step, answer.layer, answer.head];
+  return [trace.number, step, layer, head].every((each, place) => each === now[place]) ? used : undefined;
+}
+
 async function showStep() {
-  const { step, layer, head } = answer;
-  const used = await get(`traces/${answer.trace.number}/steps/${step}`, { layer, head });
-  if (step !== answer.step) return;
-  await lightUp(used, `Used for “${answer.piece().trim() || "…"}”, step ${count(step)}`);
+  const { step } = answer;
+  const used = await loadUsed(`steps/${step}`);
+  if (used) await lightUp(used, `Used for “${answer.piece().trim() || "…"}”, step ${count(step)}`);
 }
 
 async function showTraceUse() {
-  const { layer, head } = answer;
-  const used = await get(`traces/${answer.trace.number}/used`, { layer, head });
-  if (answer.step === null) await lightUp(used, "Used by the whole trace");
+  const used = await loadUsed("used");
+  if (used) await lightUp(used, "Used by the whole trace");
 }
 
 async function lightUp(used, words) {
@@ -251,19 +273,28 @@ async function look() {
   const live = await get("live", { trace });
   const before = state.live;
   state.live = live;
-  if (state.gone) at("trouble").hidden = true; // the server is back
+  if (state.gone) {
+    state.gone = false; // the server is back
+    sayNothing();
+  }
   showSizes(live.sizes);
-  listTraces();
+  const same = (part) => JSON.stringify(before?.[part]) === JSON.stringify(live[part]);
+  if (!same("traces") || !same("trouble")) listTraces();
   if (before && (before.sizes.tokens !== live.sizes.tokens || before.sizes.documents !== live.sizes.documents)) {
     await loadDocuments();
     const now = state.documents.documents.find((each) => each.id === state.document?.id);
     if (now) grow(now);
+    else if (!state.document && !before.sizes.documents) await openFirst();
     else if (state.document) await find(state.document.id).then(grow, (error) => gone(state.document, error));
   }
   const mine = live.traces.find((each) => each.number === trace);
-  if (mine && answer.trace?.number === trace) {
+  if (answer.trace?.number !== trace) return;
+  if (mine) {
     await answer.update(mine.steps, mine.ended);
     showTiers(answer);
+  } else if (!live.trouble) {
+    closeTrace();
+    say(`Trace ${trace} was removed.`);
   }
 }
 
@@ -272,9 +303,8 @@ async function keepLooking() {
     const begun = performance.now();
     const well = document.hidden || (await run(look()));
     const taken = performance.now() - begun;
-    const running = state.live?.traces.some((each) => !each.ended);
     if (!well && at("trouble").textContent.startsWith("This page is of")) return;
-    await new Promise((later) => setTimeout(later, Math.max(running ? SOON : LATER, 5 * taken)));
+    await new Promise((later) => setTimeout(later, Math.max(state.live?.traces.some(running) ? SOON : LATER, 5 * taken)));
   }
 }
 
@@ -291,12 +321,18 @@ function remembered() {
   return (name) => (where.has(name) && Number.isInteger(Number(where.get(name))) ? Number(where.get(name)) : null);
 }
 
+function goToTyped(number) {
+  const { id, first, stop } = state.document;
+  if (number >= first && number < stop) return run(goTo(id, number));
+  return say(`There is no block ${count(number)} here: this document has blocks ${count(first)} to ${count(stop - 1)}.`);
+}
+
 function submit(event) {
   event.preventDefault();
   const query = at("query").value;
   const place = /^#\s*([\d,]+)$/.exec(query);
-  if (!state.document || !query) return search.close();
-  if (place) return run(goTo(state.document.id, Number(place[1].replaceAll(",", ""))));
+  if (!state.document || !query.trim()) return search.close();
+  if (place) return goToTyped(Number(place[1].replaceAll(",", "")));
   return run(at("mode").value === "model" ? search.model(query) : search.text(query));
 }
 

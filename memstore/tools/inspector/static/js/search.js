@@ -37,7 +37,10 @@ export class Search {
     const turn = this.turn;
     this.box.hidden = false;
     this.box.replaceChildren(h("h2", {}, "Search"), h("p", { class: "empty" }, "The model is being asked …"));
-    const answer = await this.ask(query);
+    const answer = await this.ask(query).catch((error) => {
+      if (turn === this.turn) this.close();
+      throw error;
+    });
     if (turn !== this.turn) return;
     this.matches = answer.matches;
     this.show("", null, answer, false);

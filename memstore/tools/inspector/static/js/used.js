@@ -9,7 +9,7 @@ export function showUsed(title, answer, go) {
     const row = h(
       "button",
       { type: "button", class: "hit", disabled: each.document === null, onclick: () => go(each.document, each.block) },
-      h("span", { class: "where" }, h("b", {}, `${each.name} · ${each.block.toLocaleString("en")}`),
+      h("span", { class: "where" }, h("b", {}, h("bdi", {}, each.name), ` · ${each.block.toLocaleString("en")}`),
         h("span", { class: "weight" }, weight(each.weight))),
       h("span", { class: "facts" }, facts(each)),
       h("span", { class: "text" }, each.text ?? "not in the memory any more"),
