@@ -103,7 +103,7 @@ class OwnModel:
                 f"a {self.words} retrieves as much as it was trained with ({self.model.config.retrieval_top_k}): "
                 "leave --top-k out."
             )
-        from memstore.models.landmark.cache import default_retrieval
+        from memstore.models.landmark.choosing import default_retrieval
 
         return {"retrieval": replace(default_retrieval(self.model.config), top_k=top_k)}
 
