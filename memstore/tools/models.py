@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from memstore.memory import Memory
+
 SMOLLM2 = "smollm2"
 DRT = "drt"
 """The DRT of the demo, which comes with the package; like the other models there it has a name of its own too."""
@@ -99,6 +101,26 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)
     return Loaded(model.eval().to(device), load_tokenizer(name))
+
+
+def recorded_name(memory: Memory) -> str | None:
+    """The name of the model that read the memory, None where the memory does not say."""
+    name = (memory.get_info("model") or {}).get("name")
+    return None if name is None else str(name)
+
+
+def chosen_name(memory: Memory, model: str | None = None) -> str:
+    """``model``, or the name of the one that read the memory. Raises ``InvalidArgument`` where there is neither."""
+    name = model or recorded_name(memory)
+    if name is None:
+        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
+    return name
+
+
+def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> Loaded:
+    """The model that read the memory, in the precision it read with, unless others are named."""
+    info = memory.get_info("model") or {}
+    return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)
 
 
 def check_device(name: str) -> None:
