@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,7 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
 def recorded_name(memory: Memory) -> str | None:
     """The name of the model that read the memory, None where the memory does not say."""
     name = (memory.get_info("model") or {}).get("name")
-    return None if name is None else str(name)
+    return name if isinstance(name, str) else None
 
 
 def chosen_name(memory: Memory, model: str | None = None) -> str:
@@ -145,6 +146,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     with _loading(name), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source)
     return tokenizer
+
+
+def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """The tokenizer of the model that read the memory, or None and the reason why there is none."""
+    name = recorded_name(memory)
+    return (None, "the memory does not say which model it belongs to") if name is None else _tokenizer(name)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(name: str) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """Loaded, or found missing, once: a verb may decode thousands of blocks with it."""
+    try:
+        return load_tokenizer(name), None
+    except MemstoreError as error:
+        return None, str(error)
 
 
 def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
