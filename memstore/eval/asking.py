@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memstore.eval.tasks import Sample
 from memstore.models.drt import DRTCache, DRTForCausalLM
-from memstore.models.drt.tables import BlockTable
+from memstore.models.drt.tables import BlockTable, Passing
 
 WIDE = 64
 """Best blocks among which the needle is looked for, however few the model takes."""
@@ -52,35 +52,19 @@ class Reply:
     """What each layer of a landmark model saw; none where the needle was among the local tokens."""
 
 
-class Watched(BlockTable):
-    """A table that passes everything on to ``table``, and remembers a wider search of the last query each time."""
+class Watched(Passing):
+    """Remembers a wider search of the last query each time."""
 
     def __init__(self, table: BlockTable) -> None:
-        self._table = table
+        super().__init__(table)
         self.searches: list[tuple[Tensor, Tensor]] = []
         """Scores and blocks ``[n]``, best first."""
 
-    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._table.extend(first, counts, states, landmarks)
-
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """See ``BlockTable``."""
-        scores, blocks = self._table.search(queries[:, -1:], limits[:, -1:], max(WIDE, top_k))
+        scores, blocks = super().search(queries[:, -1:], limits[:, -1:], max(WIDE, top_k))
         self.searches.append((scores[0, 0], blocks[0, 0]))
-        return self._table.search(queries, limits, top_k)
-
-    def gather(self, blocks: Tensor) -> Tensor:
-        """See ``BlockTable``."""
-        return self._table.gather(blocks)
-
-    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        return self._table.readable(scores, blocks)
-
-    def reorder(self, rows: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._table.reorder(rows)
+        return super().search(queries, limits, top_k)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from memstore.errors import InvalidArgument
 from memstore.eval.audit import Audit, Tally, exact_scores, index_recall
 from memstore.memory import Document
 from memstore.models.drt import Reader
-from memstore.models.drt.tables import BlockTable
+from memstore.models.drt.tables import BlockTable, Passing
 
 POSITIONS = "scores know no positions; GCA has no full attention, so captured is of the softmax over all scores"
 
@@ -79,38 +79,22 @@ class _Choice(NamedTuple):
     """Scores and blocks ``[n]`` of those that came after the document, which are in no index."""
 
 
-class _Watched(BlockTable):
-    """A table that passes everything on to ``table``, and remembers what was asked and chosen."""
+class _Watched(Passing):
+    """Remembers what was asked of a table, and chosen."""
 
     def __init__(self, table: BlockTable) -> None:
-        self._table = table
+        super().__init__(table)
         self.choices: list[_Choice] = []
-
-    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._table.extend(first, counts, states, landmarks)
 
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """See ``BlockTable``."""
-        scores, blocks = self._table.search(queries, limits, top_k)
+        scores, blocks = super().search(queries, limits, top_k)
         limit = int(limits[0, -1])
         if limit > 0:
-            every = self._table.search(queries[:, -1:], limits[:, -1:], limit)
+            every = super().search(queries[:, -1:], limits[:, -1:], limit)
             own = every[0][0, 0].float().cpu(), every[1][0, 0].cpu()
             self.choices.append(_Choice(queries[0, -1].float().cpu(), limit, blocks[0, -1].cpu(), own))
         return scores, blocks
-
-    def gather(self, blocks: Tensor) -> Tensor:
-        """See ``BlockTable``."""
-        return self._table.gather(blocks)
-
-    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        return self._table.readable(scores, blocks)
-
-    def reorder(self, rows: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._table.reorder(rows)
 
 
 def _add(tally: Tally, document: Document, group: int, choice: _Choice) -> None:

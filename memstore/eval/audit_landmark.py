@@ -18,7 +18,8 @@ from memstore.eval.audit import Audit, Tally, exact_scores, index_recall
 from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark import Reader
-from memstore.models.landmark.cache import LandmarkCache, Look
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.choosing import Choice
 
 POSITIONS = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
 
@@ -43,16 +44,16 @@ def audit_landmark(
     if not len(ids) or tokens < 1:
         raise InvalidArgument("an audit needs a question of at least one token, and at least one step")
     cache, tally = reader.cache(retrieval=retrieval), Tally()
-    looks: dict[int, Look] = {}
-    cache.witness = lambda look: looks.update({look.layer: look})
+    choices: dict[int, Choice] = {}
+    cache.watch = lambda choice: choices.update({choice.layer: choice})
     generated: list[int] = []
     steps = 0
     while len(generated) < tokens:
-        looks.clear()
+        choices.clear()
         logits = reader.model(ids[None], past_key_values=cache, logits_to_keep=1).logits
-        for look in looks.values():
-            _add(tally, reader.document, cache, look)
-        steps += bool(looks)
+        for choice in choices.values():
+            _add(tally, reader.document, cache, choice)
+        steps += bool(choices)
         ids = logits[0, -1:].argmax(-1)
         generated.append(int(ids))
     if not steps:
@@ -72,28 +73,28 @@ def audit_landmark(
     )
 
 
-def _add(tally: Tally, document: Document, cache: LandmarkCache, look: Look) -> None:
+def _add(tally: Tally, document: Document, cache: LandmarkCache, choice: Choice) -> None:
     """Add what one layer saw at the last token of a call."""
     # Where a block is complete, its landmark comes after its last token.
-    items = look.local.shape[2]
+    items = choice.local.shape[2]
     at = items - 2 if cache.offsets[0] == 0 else items - 1
-    questions, stored = look.questions.tokens(slice(at, at + 1)), _stored(document, cache, look)
-    scores = _scores(document, cache, look.layer, questions, stored)  # [H, N]
-    local = look.local[0, :, at].to(scores)
+    questions, stored = choice.questions.tokens(slice(at, at + 1)), _stored(document, cache, choice)
+    scores = _scores(document, cache, choice.layer, questions, stored)  # [H, N]
+    local = choice.local[0, :, at].to(scores)
     weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
-    lists = look.blocks[0, :, at if look.blocks.shape[2] > 1 else 0].cpu()  # [X, K]
+    lists = choice.blocks[0, :, at if choice.blocks.shape[2] > 1 else 0].cpu()  # [X, K]
     lists = lists.repeat_interleave(len(scores) // len(lists), 0)
     chosen = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool)
     chosen.scatter_(1, torch.where(lists >= 0, lists, scores.shape[1]), value=True)
-    tally.add(look.layer, weights, chosen[:, :-1], scores)
-    if look.layer in document.memory.spec.index_layers:
-        recall = index_recall(document.layer(look.layer), questions.older[0], max(1, lists.shape[1]), [stored])
-        tally.add_index_recall(look.layer, recall)
+    tally.add(choice.layer, weights, chosen[:, :-1], scores)
+    if choice.layer in document.memory.spec.index_layers:
+        recall = index_recall(document.layer(choice.layer), questions.older[0], max(1, lists.shape[1]), [stored])
+        tally.add_index_recall(choice.layer, recall)
 
 
-def _stored(document: Document, cache: LandmarkCache, look: Look) -> range:
+def _stored(document: Document, cache: LandmarkCache, choice: Choice) -> range:
     """Older blocks that are searched in the document; the latest ones are at hand in tensors."""
-    own, first = cache.table.own[look.layer].first, int(look.questions.first[0])
+    own, first = cache.table.own[choice.layer].first, int(choice.questions.first[0])
     start = document.complete_blocks.start
     return range(start, max(start, min(own, first)))
 

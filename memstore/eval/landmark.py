@@ -25,7 +25,8 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM
-from memstore.models.landmark.cache import Counts, LandmarkCache
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.choosing import Counts
 
 TOKENS_AT_ONCE = 1 << 13
 """Tokens of a batch."""

@@ -9,17 +9,18 @@ from memstore.attention.landmark import memory_weights
 from memstore.eval.asking import Found, LayerFound, Reply, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.models.landmark import LandmarkForCausalLM
-from memstore.models.landmark.cache import LandmarkCache, Look
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.choosing import Choice
 
 
 @torch.no_grad()
 def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Reply:
     """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
-    looks: dict[int, Look] = {}
-    cache.watch = lambda look: looks.update({look.layer: look})
+    choices: dict[int, Choice] = {}
+    cache.watch = lambda choice: choices.update({choice.layer: choice})
     ids = torch.tensor([sample.prompt], device=model.device)
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    layers = _layers(cache, looks, sample)
+    layers = _layers(cache, [each for _, each in sorted(choices.items()) if each.searched], sample)
     cache.watch = None
     tokens: list[int] = []
     while len(tokens) < len(sample.answer):
@@ -31,15 +32,15 @@ def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Rep
     return Reply(tokens, () if best is None else (Found(best.margin, best.weight),), layers)
 
 
-def _layers(cache: LandmarkCache, looks: dict[int, Look], sample: Sample) -> tuple[LayerFound, ...]:
+def _layers(cache: LandmarkCache, choices: list[Choice], sample: Sample) -> tuple[LayerFound, ...]:
     """What each layer that searches saw of the needle, at the last token of the question; none where it is local."""
     needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
     found = []
-    for layer, look in sorted(looks.items()):
-        weights, blocks = memory_weights(cache.table.layers[layer], look.questions.tokens(slice(-1, None)))
+    for choice in choices:
+        weights, blocks = memory_weights(cache.table.layers[choice.layer], choice.questions.tokens(slice(-1, None)))
         own = (blocks[0] >= needle.start) & (blocks[0] < needle.stop)
         if bool(own.any()):
-            found.append(layer_found(layer, weights[0, :, 0], own))
+            found.append(layer_found(choice.layer, weights[0, :, 0], own))
     return tuple(found)
 
 

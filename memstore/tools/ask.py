@@ -11,7 +11,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ask_models
-from memstore.tools.models import Loaded, encode, load_model
+from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
 from memstore.tools.options import TOP_K, Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report
 
@@ -59,7 +59,7 @@ def ask(
     use_threads(threads)
     with memstore.open(memory, mode="r", index=index) as opened:
         name = document_name(opened, document)
-        recorded = model or (opened.get_info("model") or {}).get("name")
+        recorded = model or recorded_name(opened)
         if ask_models.is_own(recorded):
             own = ask_models.ask(
                 opened,
@@ -96,15 +96,6 @@ def document_name(memory: Memory, wanted: str | None) -> str:
     if wanted is None and len(names) > 1:
         raise InvalidArgument(f"the memory holds several documents; choose one with --document: {', '.join(names)}")
     return memory.document(wanted).name if wanted is not None else names[0]
-
-
-def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> Loaded:
-    """The model that read the memory, unless another one is named."""
-    info = memory.get_info("model") or {}
-    name = model or info.get("name")
-    if name is None:
-        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
-    return load_model(name, dtype or info.get("dtype", "auto"), device=device)
 
 
 def _answer(attached: Attached, loaded: Loaded, question: str, max_tokens: int, trace: bool) -> dict[str, Any]:

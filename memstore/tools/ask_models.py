@@ -16,6 +16,7 @@ from memstore.errors import InvalidArgument
 from memstore.tools.failures import Interrupted
 from memstore.tools.models import (
     OWN_KINDS,
+    SMOLLM2,
     check_device,
     encode,
     lasting_name,
@@ -38,7 +39,12 @@ LEAST = 0.001
 
 def is_own(name: str | None) -> TypeGuard[str]:
     """Whether the model called ``name`` brings its own way to a memory. Nothing is fetched to find out."""
-    return name is not None and name != "smollm2" and own_kind(resolve_model(name)) is not None
+    return kind_named(name) is not None
+
+
+def kind_named(name: str | None) -> str | None:
+    """The kind of the model called ``name``, one of ``OWN_KINDS``; None for a stock model. Nothing is fetched."""
+    return None if name in (None, SMOLLM2) else own_kind(resolve_model(name))
 
 
 class OwnModel:
@@ -65,11 +71,16 @@ class OwnModel:
         return OWN_KINDS[self.kind]
 
     def reader(self, memory: Memory | str, document: str, **options: Any) -> DocumentReader:
-        """Its Reader. Raises ``ForeignMemory`` and what ``memstore.open`` raises."""
+        """Its Reader, which compares tokenizers where ``memory`` knows one.
+
+        Raises ``ForeignMemory``, and what ``memstore.open`` raises.
+        """
         from memstore.models import drt, landmark, memorizing
 
         kinds: dict[str, Any] = {DRT: drt.Reader, LANDMARK: landmark.Reader, MEMORIZING: memorizing.Reader}
-        reader: DocumentReader = kinds[self.kind](self.model, memory, document, tokenizer=self.tokenizer, **options)
+        compared = isinstance(memory, str) or memory.spec.fingerprint.tokenizer is not None
+        tokenizer = self.tokenizer if compared else None
+        reader: DocumentReader = kinds[self.kind](self.model, memory, document, tokenizer=tokenizer, **options)
         return reader
 
     def text(self, tokens: Any) -> str:
@@ -103,7 +114,7 @@ class OwnModel:
                 f"a {self.words} retrieves as much as it was trained with ({self.model.config.retrieval_top_k}): "
                 "leave --top-k out."
             )
-        from memstore.models.landmark.cache import default_retrieval
+        from memstore.models.landmark.choosing import default_retrieval
 
         return {"retrieval": replace(default_retrieval(self.model.config), top_k=top_k)}
 

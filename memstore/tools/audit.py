@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.tools.ask import Dtype, Question, document_name, load_recorded
-from memstore.tools.models import Loaded, check_device, encode, quiet_transformers
+from memstore.tools.ask import Dtype, Question, document_name
+from memstore.tools.ask_models import DRT, MEMORIZING, OwnModel, kind_named
+from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 
@@ -97,31 +97,19 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
     if not asked.question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     name = document_name(opened, asked.document)
-    loaded, kind = _load(opened, asked)
-    ids = encode(loaded.tokenizer, asked.question)
-    if kind is None:
-        return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
-    return _audit_own(opened, loaded, kind, name, ids, asked), loaded
-
-
-def _load(opened: Memory, asked: Asked) -> tuple[Loaded, str | None]:
-    """The model, and its kind if it brings its own way to a memory."""
-    from memstore.eval.models import DRT as DRT_KIND
-    from memstore.eval.models import LANDMARK, MEMORIZING, kind_of, load_model, model_folder
-
-    name = asked.model or (opened.get_info("model") or {}).get("name")
-    folder = model_folder(Path(name)) if name else Path()
-    kind = kind_of(folder) if name and (folder / "config.json").exists() else None
+    recorded = asked.model or recorded_name(opened)
+    kind = kind_named(recorded)
     if kind == MEMORIZING:
         raise UnsupportedModel(
-            f"{name} is a Memorizing Transformer, whose memory of single tokens no audit knows; memstore trace shows "
-            "what it retrieved"
+            f"{recorded} is a Memorizing Transformer, whose memory of single tokens no audit knows; memstore trace "
+            "shows what it retrieved"
         )
-    if kind not in (DRT_KIND, LANDMARK):
-        return load_recorded(opened, asked.model, asked.dtype, device=asked.device), None
-    check_device(asked.device)
-    with quiet_transformers():
-        return Loaded(*load_model(folder, asked.device)), kind
+    if recorded is None or kind is None:
+        loaded = load_recorded(opened, asked.model, asked.dtype, device=asked.device)
+        ids = encode(loaded.tokenizer, asked.question)
+        return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
+    own = OwnModel(recorded, device=asked.device, dtype=asked.dtype)
+    return _audit_own(opened, own, name, asked), Loaded(own.model, own.tokenizer)
 
 
 def _audit_attached(
@@ -141,23 +129,21 @@ def _audit_attached(
         return audit_attached(attached, ids, tokens=asked.max_tokens or STEPS, progress=progress)
 
 
-def _audit_own(opened: Memory, loaded: Loaded, kind: str, name: str, ids: list[int], asked: Asked) -> Audit:
-    from memstore.eval.models import LANDMARK
+def _audit_own(opened: Memory, own: OwnModel, name: str, asked: Asked) -> Audit:
+    ids, model = encode(own.tokenizer, asked.question), own.model
+    if own.kind == DRT:
+        from memstore.eval.audit_drt import audit_drt
 
-    model: Any = loaded.model
-    if kind == LANDMARK:
-        from memstore.eval.audit_landmark import audit_landmark
-        from memstore.models.landmark import Reader
+        model.config.retrieval_top_k = asked.top_k or model.config.retrieval_top_k
+        drt: Any
+        with own.reader(opened, name) as drt:
+            return audit_drt(drt, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
+    from memstore.eval.audit_landmark import audit_landmark
 
-        with Reader(model, opened, name, tokenizer=loaded.tokenizer) as reader:
-            taken = replace(reader.retrieval, top_k=asked.top_k or reader.retrieval.top_k)
-            return audit_landmark(reader, ids, tokens=asked.max_tokens or STEPS, retrieval=taken)
-    from memstore.eval.audit_drt import audit_drt
-    from memstore.models.drt import Reader as DRTReader
-
-    model.config.retrieval_top_k = asked.top_k or model.config.retrieval_top_k
-    with DRTReader(model, opened, name, tokenizer=loaded.tokenizer) as drt_reader:
-        return audit_drt(drt_reader, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
+    landmark: Any
+    with own.reader(opened, name) as landmark:
+        taken = replace(landmark.retrieval, top_k=asked.top_k or landmark.retrieval.top_k)
+        return audit_landmark(landmark, ids, tokens=asked.max_tokens or STEPS, retrieval=taken)
 
 
 def _text(opened: Memory, loaded: Loaded, name: str, block: int) -> str | None:

@@ -146,7 +146,7 @@ def answer_questions(folder: str, questions: list[list[str]], threads: int | Non
     """Open the memory and ask everything; what the second process does."""
     import os
 
-    from memstore.tools.ask import load_recorded
+    from memstore.tools.models import load_recorded
     from memstore.tools.options import use_threads
 
     use_threads(threads)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import memstore
+from memstore.tools.bars import bar
 from memstore.tools.options import Index, MemoryUrl
 from memstore.tools.output import Json, Page, Report
-
-if TYPE_CHECKING:
-    from memstore.store.contract import Progress
 
 
 def index(memory: MemoryUrl, *, index: Index = "exact", json: Json = False) -> Report:
@@ -27,7 +23,7 @@ def index(memory: MemoryUrl, *, index: Index = "exact", json: Json = False) -> R
     In Python: memstore.Memory.build_indexes.
     """
     with memstore.open(memory, index=index) as opened:
-        with _bar(not json) as progress:
+        with bar("layers", show=not json) as progress:
             opened.build_indexes(progress)
         kept = opened.stats()["indexes"]
     data = {"memory": memory, "index": index, "indexes": kept}
@@ -43,16 +39,3 @@ def _show(page: Page, kept: list[dict[str, Any]]) -> None:
         for each in kept
     ]
     page.table(("document", "layer", "index", "blocks", "recall"), rows)
-
-
-@contextmanager
-def _bar(show: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as bar:
-        task = bar.add_task("layers", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

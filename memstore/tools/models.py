@@ -6,15 +6,18 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memstore.memory import Memory
 
 SMOLLM2 = "smollm2"
 DRT = "drt"
@@ -101,6 +104,26 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
     return Loaded(model.eval().to(device), load_tokenizer(name))
 
 
+def recorded_name(memory: Memory) -> str | None:
+    """The name of the model that read the memory, None where the memory does not say."""
+    name = (memory.get_info("model") or {}).get("name")
+    return name if isinstance(name, str) else None
+
+
+def chosen_name(memory: Memory, model: str | None = None) -> str:
+    """``model``, or the name of the one that read the memory. Raises ``InvalidArgument`` where there is neither."""
+    name = model or recorded_name(memory)
+    if name is None:
+        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
+    return name
+
+
+def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> Loaded:
+    """The model that read the memory, in the precision it read with, unless others are named."""
+    info = memory.get_info("model") or {}
+    return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)
+
+
 def check_device(name: str) -> None:
     """Raise ``InvalidArgument`` for a device that PyTorch does not know, or that is not here."""
     import torch
@@ -123,6 +146,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     with _loading(name), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source)
     return tokenizer
+
+
+def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """The tokenizer of the model that read the memory, or None and the reason why there is none."""
+    name = recorded_name(memory)
+    return (None, "the memory does not say which model it belongs to") if name is None else _tokenizer(name)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(name: str) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """Loaded, or found missing, once: a verb may decode thousands of blocks with it."""
+    try:
+        return load_tokenizer(name), None
+    except MemstoreError as error:
+        return None, str(error)
 
 
 def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:

@@ -159,9 +159,9 @@ def _check_trace(trace: Trace, layer: int | None, head: int | None) -> None:
 
 def _words(opened: Memory, trace: Trace) -> list[str] | None:
     """The text of the token that each step chose; None where the tokenizer cannot be had."""
-    from memstore.tools.models import load_tokenizer
+    from memstore.tools.models import load_tokenizer, recorded_name
 
-    name = (opened.get_info("model") or {}).get("name") or trace.info.get("model")
+    name = recorded_name(opened) or trace.info.get("model")
     if not name:
         return None
     try:

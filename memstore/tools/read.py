@@ -12,7 +12,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.spec import CODECS
 from memstore.tools import ask_models
 from memstore.tools.failures import Interrupted
-from memstore.tools.models import SMOLLM2, Loaded, encode, lasting_name, load_model
+from memstore.tools.models import SMOLLM2, Loaded, encode, lasting_name, load_model, recorded_name
 from memstore.tools.options import (
     TOP_K,
     BlockSize,
@@ -147,7 +147,7 @@ def _existing(url: str) -> tuple[MemorySpec | None, str | None]:
     """
     try:
         with memstore.open(url, mode="r") as memory:
-            return memory.spec, (memory.get_info("model") or {}).get("name")
+            return memory.spec, recorded_name(memory)
     except NotFound:
         return None, None
 

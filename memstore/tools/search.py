@@ -11,7 +11,8 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
-from memstore.tools.models import encode, load_model, quiet_transformers
+from memstore.tools.ask_models import MEMORIZING, OwnModel, kind_named
+from memstore.tools.models import chosen_name, encode, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.show import decode
@@ -81,8 +82,7 @@ def search(
     with memstore.open(memory, mode="r") as opened:
         documents = _documents(opened, document)
         if text is not None:
-            name = model or recorded_model(opened)
-            found = search_text(opened, text, documents, name, layer=layer, top_k=top_k, dtype=dtype, device=device)
+            found = search_text(opened, text, documents, model, layer=layer, top_k=top_k, dtype=dtype, device=device)
         elif block is not None:
             found = _by_block(opened, block, documents, layer, top_k)
         else:
@@ -107,43 +107,32 @@ def described(memory: Memory, match: Match) -> dict[str, Any]:
     return where | {"first_token": match.block * memory.spec.block_size, "text": text, "text_missing": missing}
 
 
-def recorded_model(memory: Memory) -> str:
-    """The name of the model that read the memory. Raises ``InvalidArgument`` where the memory does not say."""
-    name = (memory.get_info("model") or {}).get("name")
-    if name is None:
-        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
-    return str(name)
-
-
 def search_text(
     memory: Memory,
     text: str,
     documents: list[Document],
-    model: str,
+    model: str | None = None,
     *,
     layer: int | None = None,
     top_k: int = 8,
     dtype: str | None = None,
     device: str = "cpu",
 ) -> list[Match]:
-    """The ``top_k`` blocks that the model called ``model`` finds for ``text``, best first.
+    """The ``top_k`` blocks that the model called ``model``, or the one that read, finds for ``text``, best first.
 
     Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
     """
+    name = chosen_name(memory, model)
     if not text.strip():
         raise InvalidArgument("--text is empty. Give the words to search with.")
-    from memstore.eval.models import DRT, LANDMARK, MEMORIZING, kind_of
-
-    folder = _own_model(model)
-    kind = None if folder is None else kind_of(folder)
+    kind = kind_named(name)
     if kind == MEMORIZING:
         raise UnsupportedModel(
             "a Memorizing Transformer looks up single tokens; search its memory with --block or --vector"
         )
-    if folder is not None and kind in (DRT, LANDMARK):
-        return _by_reader(memory, text, documents, folder, layer, top_k, device)
-    info = memory.get_info("model") or {}
-    loaded = load_model(model, dtype or info.get("dtype", "auto"), device=device)
+    if kind is not None:
+        return _by_reader(memory, text, documents, OwnModel(name, device=device, dtype=dtype), layer, top_k)
+    loaded = load_recorded(memory, name, dtype, device=device)
     attach = memstore.attach(
         loaded.model,
         memory,
@@ -155,33 +144,12 @@ def search_text(
         return attached.search(encode(loaded.tokenizer, text), top_k, layer=layer)
 
 
-def _own_model(name: str) -> Path | None:
-    """The folder of a model of memstore's own kinds; None for a stock model."""
-    from memstore.eval.models import PASSKEY, kind_of, model_folder, shipped_model
-
-    folder = shipped_model(PASSKEY) if name == "drt" else model_folder(Path(name))
-    is_one = (folder / "config.json").exists() and str(kind_of(folder)).startswith("memstore-")
-    return folder if is_one else None
-
-
 def _by_reader(
-    memory: Memory, text: str, documents: list[Document], folder: Path, layer: int | None, top_k: int, device: str
+    memory: Memory, text: str, documents: list[Document], own: OwnModel, layer: int | None, top_k: int
 ) -> list[Match]:
-    from memstore.eval.models import load_model as load
-    from memstore.models.drt import DRTForCausalLM
-    from memstore.models.drt import Reader as DRTReader
-    from memstore.models.landmark import Reader as LandmarkReader
-
-    with quiet_transformers():
-        model, tokenizer = load(folder, device)
-    ids = encode(tokenizer, text)
-    known = tokenizer if memory.spec.fingerprint.tokenizer is not None else None
-    reader: Any = DRTReader if isinstance(model, DRTForCausalLM) else LandmarkReader
-    found = [
-        match
-        for document in documents
-        for match in reader(model, memory, document.name, tokenizer=known).search(ids, top_k, layer=layer)
-    ]
+    ids = encode(own.tokenizer, text)
+    readers: list[Any] = [own.reader(memory, document.name) for document in documents]
+    found = [match for reader in readers for match in reader.search(ids, top_k, layer=layer)]
     return sorted(found, key=lambda match: -match.score)[:top_k]
 
 

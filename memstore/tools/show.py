@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
-from memstore.errors import MemstoreError, NotFound
+from memstore.errors import NotFound
+from memstore.tools.models import tokenizer_of
 from memstore.tools.options import MemoryUrl
 from memstore.tools.output import Page, Report
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from memstore.memory import Document, Memory
 
@@ -75,22 +74,8 @@ def describe(memory: Memory, name: str, block: int) -> dict[str, Any]:
 
 def decode(memory: Memory, ids: Sequence[int]) -> tuple[str | None, str | None]:
     """The text of ``ids``, or None and the reason why there is none."""
-    info = memory.get_info("model")
-    if not info:
-        return None, "the memory does not say which model it belongs to"
-    try:
-        text = _tokenizer(info["name"]).decode(list(ids))
-    except MemstoreError as error:
-        return None, str(error)
-    return str(text), None
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; a verb may decode thousands of blocks with it."""
-    from memstore.tools.models import load_tokenizer
-
-    return load_tokenizer(name)
+    tokenizer, missing = tokenizer_of(memory)
+    return (None, missing) if tokenizer is None else (str(tokenizer.decode(list(ids))), None)
 
 
 def _layer(memory: Memory, document: Document, layer: int, block: int, tokens: int) -> dict[str, Any]:

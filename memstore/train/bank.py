@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from memstore.models.drt import DRTForCausalLM
-from memstore.models.drt.modeling import DTYPES, Shared
+from memstore.models.drt import DRTForCausalLM, Shared
+from memstore.models.drt.modeling import DTYPES
 from memstore.train.recipes import Recipe
 
 MEMORY = 0.95

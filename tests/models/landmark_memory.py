@@ -10,7 +10,8 @@ from torch import Tensor
 
 from memstore.memory import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM
-from memstore.models.landmark.cache import LandmarkCache, Look
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.choosing import Choice
 from tests.models.landmark import Reference
 
 
@@ -194,9 +195,9 @@ def remembered(
     cache = LandmarkCache(model.config, len(ids), retrieval=retrieval, capacity=capacity)
     ties: list[Tensor] = []
 
-    def watch(look: Look) -> None:
-        if look.layer == 0:
-            ties.append(look.blocks[0])
+    def watch(choice: Choice) -> None:
+        if choice.layer == 0 and choice.searched:
+            ties.append(choice.blocks[0])
 
     cache.watch = watch
     return model(ids, past_key_values=cache, **options).logits, cache, ties

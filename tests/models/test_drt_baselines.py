@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTForCausalLM
-from memstore.models.drt.modeling import Shared
+from memstore.models.drt.at_once import Shared
 from tests.models.drt import close, embed, logits, make, tokens
 
 BASELINES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,8 @@ from memstore.eval.filler import load_filler
 from memstore.eval.models import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 from memstore.eval.readers import memory_spec, open_reader
 from memstore.eval.tasks import Phrases, Sample, make, plant
+from memstore.memory import Retrieval
+from memstore.models.landmark import Reader
 
 TOKENS = 4_000
 
@@ -93,6 +95,15 @@ def test_a_landmark_model_finds_the_passkey(landmark: Haystack) -> None:
     found = landmark.reader.search(landmark.sample.prompt, 3)
     assert found[0].block in landmark.needle
     assert all(0 < match.score <= 1 for match in found)
+
+
+def test_a_landmark_model_searches_blocks_that_all_fit_into_a_list(landmark: Haystack) -> None:
+    prompt, model = landmark.sample.prompt, landmark.reader.model
+    with memstore.open("ram:", spec=landmark.reader.memory.spec) as memory:
+        reader = Reader(model, memory, "short", retrieval=Retrieval(top_k=1000, every=1, share="none"))
+        reader.read(range(5, 5 + 2 * model.config.segment_tokens))
+        found = reader.search(prompt, 1000)
+    assert {match.block for match in found} == set(range(2 * model.config.segment_blocks))
 
 
 def test_one_layer_of_a_landmark_model_gives_no_more_than_all_of_them(landmark: Haystack) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 import memstore
+from memstore.errors import NotFound
+from memstore.tools import models
+from memstore.tools.show import decode
 from tests.tools.conftest import BLOCK, Cli
 
 
@@ -75,6 +78,21 @@ def test_show_says_why_there_is_no_text(cli: Cli, memory: Path) -> None:
     done = cli("show", memory, "whale", 0)
     assert done.code == 0
     assert "no text: no model directory /moved/away" in done.out
+
+
+def test_a_model_that_is_gone_is_looked_for_once(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def gone(name: str) -> str:
+        asked.append(name)
+        raise NotFound(f"no model {name}")
+
+    monkeypatch.setattr(models, "resolve_model", gone)
+    with memstore.open(memory) as opened:
+        opened.put_info("model", {"name": "/gone/for/good"})
+        told = {decode(opened, [token]) for token in range(100)}
+    assert [text for text, _ in told] == [None]
+    assert asked == ["/gone/for/good"]
 
 
 def test_verify_finds_a_whole_memory_clean(cli: Cli, memory: Path) -> None:

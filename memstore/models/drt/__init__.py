@@ -5,9 +5,10 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memstore.models.drt.at_once import Shared
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput, Shared
+from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
 from memstore.models.drt.reader import Reader
 
 __all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "Reader", "Shared"]

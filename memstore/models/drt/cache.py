@@ -130,7 +130,31 @@ class DRTCache(ModelCache):
         at = numbers.clamp(max=blocks.shape[1] - 1).expand(len(blocks), -1).unsqueeze(-1).expand(-1, -1, top_k)
         return Retrieved(keys, values, blocks.gather(1, at), weights.gather(1, at))
 
-    def keep(self, group: int, last: LastList) -> None:
+    def keep_last(self, group: int, packing: Packing, fresh: Retrieved) -> None:
+        """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
+        keys, values, blocks, weights = fresh
+        if blocks.shape[1] == min(packing.blocks) == 1:
+            self._keep(group, LastList(keys, values, weights[:, 0], blocks[:, 0]))
+            return
+        top_k, device = blocks.shape[-1], blocks.device
+        at = torch.tensor(packing.blocks, device=device) - 1
+        rows = torch.arange(len(at), device=device)
+        picked = at.clamp(min=0)
+        places = torch.arange(top_k, device=device)
+        columns = (picked * top_k)[:, None] + places
+        there = (at[:, None] >= 0) & (blocks[rows, picked] >= 0)
+        last = LastList(
+            keys[rows[:, None], columns],
+            values[rows[:, None], columns],
+            weights[rows, picked],
+            torch.where(there, places, -1),
+        )
+        before = self.lists[group]
+        if before is not None and min(packing.blocks) == 0:
+            last = _mixed(at >= 0, last, before)
+        self._keep(group, last)
+
+    def _keep(self, group: int, last: LastList) -> None:
         """From here on ``last`` is the group's last list."""
         self.lists[group] = last
         self.prepared[group] = None
@@ -169,3 +193,18 @@ def _last(x: Tensor, keep: int) -> Tensor:
 def _take(x: Tensor, at: Tensor, keep: int) -> Tensor:
     index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     return F.pad(x, (0, 0, keep, 0)).gather(2, index)
+
+
+def _mixed(new: Tensor, last: LastList, before: LastList) -> LastList:
+    """Row by row ``last`` where ``new [B]``, else ``before``."""
+    width = max(last.blocks.shape[1], before.blocks.shape[1])
+    one, other = _widened(last, width), _widened(before, width)
+    return LastList(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
+
+
+def _widened(last: LastList, width: int) -> LastList:
+    missing = width - last.blocks.shape[1]
+    if not missing:
+        return last
+    keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (last.keys, last.values))
+    return LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))

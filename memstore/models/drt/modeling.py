@@ -16,25 +16,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.gca import (
-    BlockEncoder,
-    BlockKeysValues,
-    CausalRetriever,
-    Chosen,
-    Retrieved,
-    choose,
-    weighed,
-)
+from memstore.attention.gca import BlockEncoder, BlockKeysValues, CausalRetriever, Chosen, Retrieved, weighed
 from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Folded, Prepared
 from memstore.models.causal import CausalLM
-from memstore.models.drt.cache import DRTCache, LastList
+from memstore.models.drt.at_once import Shared, as_one_row, retrieve
+from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
 from memstore.models.drt.packing import Packing
@@ -52,22 +44,6 @@ class DRTOutput(CausalLMOutputWithPast):
     past_key_values: DRTCache | None = None  # type: ignore[assignment]  # a cache of its own kind
     retrieval: tuple[Chosen, ...] | None = None
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Blocks beside a row's own that it may retrieve while training: distractors that cost no reading.
-
-    A block depends on a window of tokens only, so blocks of other rows, or of earlier steps, are what a row would find
-    in a longer document. Whoever trains says which of them hold no answer to another row's question.
-    """
-
-    rows: Tensor | None = None
-    """``[B, T]`` True for tokens whose blocks other rows may retrieve."""
-    states: Tensor | None = None
-    """``[P, S, hidden]``: states of further blocks, such as those of earlier steps."""
-    landmarks: Tensor | None = None
-    """``[P, hidden]``"""
 
 
 class DRTModel(nn.Module):
@@ -151,7 +127,7 @@ class DRTModel(nn.Module):
         sight = self.sight(packing, cache, x)
         x, window_states = self.read(x, sight, cache)
         blocks = self._blocks(packing, x, cache)
-        by_list = _by_list(packing, shared)
+        by_list = packing.by_list if shared is None else as_one_row(packing)
         number = self.config.lower_layers
         retrieval: list[Chosen] = []
         for group, layers in enumerate(self.upper):
@@ -237,7 +213,7 @@ class DRTModel(nn.Module):
             if blocks is None:
                 return None, None
             queries = self._queries(group, packing, x, blocks[1])
-            return self._retrieve_at_once(packing, queries, *blocks, packing.list_numbers(x.device), shared)
+            return retrieve(self.config, self.block_states, packing, queries, blocks, shared, gumbel=self._gumbel)
         if blocks is None:
             return None, self._last(group, packing, cache)
         retrieved = self._last(group, packing, cache) if packing.one_list else None
@@ -251,7 +227,7 @@ class DRTModel(nn.Module):
             else:
                 retrieved = cache.combined(group, fresh, packing.list_numbers(x.device))
         if fresh is not None:
-            self._keep_last(group, packing, cache, fresh)
+            cache.keep_last(group, packing, fresh)
         return chosen, retrieved
 
     def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | list[Prepared | Folded] | None:
@@ -308,87 +284,6 @@ class DRTModel(nn.Module):
         keys, values = self.block_states(states)
         own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
         return Retrieved(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(x.dtype))
-
-    def _keep_last(self, group: int, packing: Packing, cache: DRTCache, fresh: Retrieved) -> None:
-        """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
-        keys, values, blocks, weights = fresh
-        if blocks.shape[1] == min(packing.blocks) == 1:
-            cache.keep(group, LastList(keys, values, weights[:, 0], blocks[:, 0]))
-            return
-        top_k, device = blocks.shape[-1], blocks.device
-        at = torch.tensor(packing.blocks, device=device) - 1
-        rows = torch.arange(len(at), device=device)
-        picked = at.clamp(min=0)
-        places = torch.arange(top_k, device=device)
-        columns = (picked * top_k)[:, None] + places
-        there = (at[:, None] >= 0) & (blocks[rows, picked] >= 0)
-        last = LastList(
-            keys[rows[:, None], columns],
-            values[rows[:, None], columns],
-            weights[rows, picked],
-            torch.where(there, places, -1),
-        )
-        before = cache.lists[group]
-        if before is not None and min(packing.blocks) == 0:
-            last = _mixed(at >= 0, last, before)
-        cache.keep(group, last)
-
-    def _retrieve_at_once(
-        self,
-        packing: Packing,
-        queries: Tensor,
-        states: Tensor,
-        landmarks: Tensor,
-        numbers: Tensor,
-        shared: Shared | None,
-    ) -> tuple[Chosen, Retrieved | None]:
-        """All blocks are those of this segment, and of ``shared``: what training does."""
-        rows, count = queries.shape[:2]
-        limits = torch.arange(count, device=queries.device).expand(rows, -1)
-        if self.config.retrieval == "random":
-            chosen = random_choice(limits, self.config.retrieval_top_k)
-        elif shared is None:
-            scores = queries @ landmarks.transpose(1, 2)
-            scores = scores.masked_fill(~_earlier(count, queries.device), -torch.inf)
-            chosen = choose(scores, self.config.retrieval_top_k, gumbel=self._gumbel)
-        else:
-            return self._retrieve_shared(packing, queries, states, landmarks, numbers, shared)
-        keys, values = self.block_states(states)
-        blocks, weights = _shifted(chosen, numbers)
-        return chosen, Retrieved(keys, values, blocks, weights.to(keys.dtype))
-
-    def _retrieve_shared(
-        self,
-        packing: Packing,
-        queries: Tensor,
-        states: Tensor,
-        landmarks: Tensor,
-        numbers: Tensor,
-        shared: Shared,
-    ) -> tuple[Chosen, Retrieved]:
-        """Rows as one: every block has a number of its own, and a mask says who may have it."""
-        rows, count = queries.shape[:2]
-        earlier = _earlier(count, queries.device)
-        own = torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & earlier[None, :, None, :]
-        if shared.rows is not None:
-            free = packing.joined(None, _spread(packing, shared.rows))[0].squeeze(-1).all(-1)  # [B, n]
-            there = torch.tensor(packing.blocks, device=free.device)[:, None]
-            free = free & (torch.arange(count, device=free.device) < there)
-            others = ~torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & free[None, None]
-            own = own | others
-        scores = torch.einsum("bnd,cmd->bncm", queries, landmarks).masked_fill(~own, -torch.inf).flatten(2)
-        states = states.flatten(0, 1)
-        if shared.states is not None and shared.landmarks is not None:
-            scores = torch.cat([scores, queries @ shared.landmarks.to(queries.dtype).T], -1)
-            states = torch.cat([states, shared.states.to(states.dtype)])
-        chosen = choose(scores, self.config.retrieval_top_k, gumbel=self._gumbel)
-        needed, places = chosen.blocks.clamp(min=0).unique(return_inverse=True)
-        keys, values = self.block_states(states[needed].unsqueeze(0))
-        here = chosen._replace(blocks=torch.where(chosen.blocks >= 0, places, -1))
-        blocks, weights = _shifted(here, numbers)
-        return chosen, Retrieved(
-            keys, values, blocks.flatten(0, 1).unsqueeze(0), weights.flatten(0, 1).unsqueeze(0).to(keys.dtype)
-        )
 
     @property
     def _gumbel(self) -> float:
@@ -468,7 +363,9 @@ class DRTForCausalLM(CausalLM):
             self.check_cache(past_key_values, DRTCache, input_ids)
         keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if shared is not None:
-            self._check_shared(shared, input_ids, cached=keep_cache or past_key_values is not None)
+            if keep_cache or past_key_values is not None:
+                raise InvalidArgument("shared blocks have no place in a cache; pass use_cache=False")
+            shared.check(self.config, input_ids)
         cache = past_key_values
         if cache is None and keep_cache:
             cache = DRTCache(self.config, len(input_ids))
@@ -492,18 +389,6 @@ class DRTForCausalLM(CausalLM):
             loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval if output_retrieval else None
         )
 
-    def _check_shared(self, shared: Shared, input_ids: Tensor, *, cached: bool) -> None:
-        if cached:
-            raise InvalidArgument("shared blocks have no place in a cache; pass use_cache=False")
-        if self.config.retrieval in ("random", "none"):
-            raise InvalidArgument(f"a model with retrieval={self.config.retrieval!r} does not choose; pass no shared")
-        if (shared.states is None) != (shared.landmarks is None):
-            raise InvalidArgument("shared states come with their landmarks, and landmarks with their states")
-        if shared.rows is not None and shared.rows.shape != input_ids.shape:
-            raise InvalidArgument(
-                f"expected shared.rows for {list(input_ids.shape)} tokens, got {list(shared.rows.shape)}"
-            )
-
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as it would come back from a memory of that type; its gradient is not rounded, for it would vanish."""
@@ -523,50 +408,3 @@ def _joined(pieces: list[Tensor]) -> Tensor | None:
 def _pieces(waiting: Tensor) -> list[Tensor]:
     """What waits, free of what it was cut from."""
     return [waiting.clone()] if waiting.shape[1] else []
-
-
-def _by_list(packing: Packing, shared: Shared | None) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
-    if shared is None:
-        return packing.by_list
-
-    def as_one_row(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return packing.by_list(
-            x, lambda framed: function(framed.flatten(0, 1).unsqueeze(0)).squeeze(0).unflatten(0, framed.shape[:2])
-        )
-
-    return as_one_row
-
-
-def _earlier(count: int, device: torch.device) -> Tensor:
-    """``[n, n]``: block ``i`` may retrieve block ``j``."""
-    return torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)
-
-
-def _shifted(chosen: Chosen, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists by their numbers: 0 is empty, ``1 + j`` is what block ``j`` chose."""
-    blocks = F.pad(chosen.blocks, (0, 0, 1, 0), value=-1)
-    weights = F.pad(chosen.weights, (0, 0, 1, 0))
-    at = numbers[0].clamp(max=blocks.shape[1] - 1)
-    return blocks[:, at], weights[:, at]
-
-
-def _spread(packing: Packing, tokens: Tensor) -> Tensor:
-    """A flag of each token ``[B, T]`` as a stream ``[B, M, 1]``; True for landmarks."""
-    stream = torch.ones(packing.rows, packing.items + 1, dtype=torch.bool, device=tokens.device)
-    stream.scatter_(1, packing.slots.expand(packing.rows, -1), tokens)
-    return stream[:, : packing.items].unsqueeze(-1)
-
-
-def _mixed(new: Tensor, last: LastList, before: LastList) -> LastList:
-    """Row by row ``last`` where ``new [B]``, else ``before``."""
-    width = max(last.blocks.shape[1], before.blocks.shape[1])
-    one, other = _widened(last, width), _widened(before, width)
-    return LastList(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
-
-
-def _widened(last: LastList, width: int) -> LastList:
-    missing = width - last.blocks.shape[1]
-    if not missing:
-        return last
-    keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (last.keys, last.values))
-    return LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))

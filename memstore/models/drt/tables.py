@@ -111,13 +111,11 @@ def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
     return new
 
 
-class Listening(BlockTable):
-    """A table that passes everything on to ``table``, and keeps what was asked of it."""
+class Passing(BlockTable):
+    """A table that passes everything on to ``table``: base of those that only listen."""
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
-        self.queries: list[Tensor] = []
-        """``[B, n, e]`` of each search: one for each group of upper layers, in order."""
 
     def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
         """See ``BlockTable``."""
@@ -125,7 +123,6 @@ class Listening(BlockTable):
 
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """See ``BlockTable``."""
-        self.queries.append(queries)
         return self._table.search(queries, limits, top_k)
 
     def gather(self, blocks: Tensor) -> Tensor:
@@ -139,6 +136,20 @@ class Listening(BlockTable):
     def reorder(self, rows: Tensor) -> None:
         """See ``BlockTable``."""
         self._table.reorder(rows)
+
+
+class Listening(Passing):
+    """Keeps what was asked of a table."""
+
+    def __init__(self, table: BlockTable) -> None:
+        super().__init__(table)
+        self.queries: list[Tensor] = []
+        """``[B, n, e]`` of each search: one for each group of upper layers, in order."""
+
+    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """See ``BlockTable``."""
+        self.queries.append(queries)
+        return super().search(queries, limits, top_k)
 
 
 class View(Protocol):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -25,54 +24,13 @@ from memstore.attention.landmark import Questions, attend, choose, gated, joined
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
+from memstore.models.landmark.choosing import Choice, Counts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
 from memstore.models.landmark.past import Past
 from memstore.models.landmark.tables import FOREVER, BlockTable, tensor_table
 from memstore.models.landmark.tracing import LandmarkTracing
 from memstore.models.packing import Packing
-
-
-@dataclass
-class Counts:
-    """What was asked of the memory; a segment here is a forward pass, for each row by itself."""
-
-    queries: int = 0
-    """Times a query head of a token had blocks in memory."""
-    dropped: int = 0
-    """Times the context-miss token's weight was below the threshold, so that nothing was retrieved."""
-    searches: list[int] = field(default_factory=list)
-    """Lists that were chosen, in each layer."""
-    segments: list[int] = field(default_factory=list)
-    """Segments for which blocks were fetched, in each layer."""
-    fetched: list[int] = field(default_factory=list)
-    """Blocks that were fetched, in each layer; within a segment each counts once."""
-
-    @classmethod
-    def of(cls, config: LandmarkConfig) -> Counts:
-        """Nothing was asked yet."""
-        return cls(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
-
-    @property
-    def drop_rate(self) -> float:
-        """The part of queries for which nothing was retrieved (the paper's appendix D)."""
-        return self.dropped / self.queries if self.queries else 0.0
-
-    def unique_blocks(self, layer: int) -> float:
-        """Blocks fetched per segment in ``layer`` (the paper's appendix C); 0 where nothing was."""
-        return self.fetched[layer] / self.segments[layer] if self.segments[layer] else 0.0
-
-
-class Look(NamedTuple):
-    """What one layer saw of its memory in one call: see ``LandmarkCache.watch``."""
-
-    layer: int
-    questions: Questions
-    """What asked; ``attention.landmark.memory_weights`` says how it weighs every block in memory."""
-    blocks: Tensor
-    """``[B, X, R, K]``: the lists that were chosen, -1 where there is no block."""
-    local: Tensor
-    """``[B, H, M]``: log-sum-exp of the scores of own tokens and local landmarks."""
 
 
 class _Frame(NamedTuple):
@@ -173,11 +131,8 @@ class LandmarkCache(Past):
         self.items = torch.zeros(rows, dtype=torch.int64)
         """``[B]``: stream items of each row since then."""
         self.asked = Counts.of(config)
-        self.watch: Callable[[Look], None] | None = None
-        """Called after each choice, with what it was made by."""
-        self.witness: Callable[[Look], None] | None = None
-        """Called in every call for each layer that is not local, whether its lists were chosen now, before, or not at
-        all because all blocks fit into one."""
+        self.watch: Callable[[Choice], None] | None = None
+        """Called for each segment and layer that asks its memory and is not local, with the lists that it uses."""
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
         self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
         self._recent: dict[int, Tensor] = {}
@@ -419,11 +374,12 @@ class LandmarkCache(Past):
         latest = layer in self.config.local_layers or int(self.blocks.max()) <= self._top_k
         if not latest and self.retrieval.every == 1 and not self.retrieval.share_tokens:
             wanted = asks.unflatten(1, (self._lists, -1)).any(2)
-            blocks = self._chosen(layer, self._questions(layer, q, turned), local, wanted)
-            self._testify(layer, q, turned, blocks, local)
+            blocks = self._chosen(layer, self._questions(layer, q, turned), wanted)
+            self._tell(layer, q, turned, local, blocks, searched=True)
             return attend_each(turned, self._fetched(layer, blocks), scale)
-        kept = self._latest(layer, asks) if latest else self._one_list(layer, q, turned, local, asks)
-        self._testify(layer, q, turned, kept.blocks, local)
+        before = self._kept[layer]
+        kept = self._latest(layer, asks) if latest else self._one_list(layer, q, turned, asks)
+        self._tell(layer, q, turned, local, kept.blocks, searched=not latest and kept is not before)
         out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
         return out.squeeze(2), lse.squeeze(2)
 
@@ -443,7 +399,7 @@ class LandmarkCache(Past):
             kept = self._keep(layer, blocks, self._segment, made)
         return kept
 
-    def _one_list(self, layer: int, q: Tensor, turned: Tensor, local: Tensor, asks: Tensor) -> _Kept:
+    def _one_list(self, layer: int, q: Tensor, turned: Tensor, asks: Tensor) -> _Kept:
         """One list for all tokens of the segment, chosen now or before."""
         wanted = asks.unflatten(1, (self._lists, -1)).any(2).any(-1, keepdim=True)  # [B, X, 1]
         kept, made = self._kept[layer], torch.zeros_like(wanted)
@@ -455,7 +411,7 @@ class LandmarkCache(Past):
         questions = self._questions(layer, q, turned)
         if not self.retrieval.share_tokens:
             questions = questions.tokens(slice(0, 1))
-        blocks = self._chosen(layer, questions, local, needed)
+        blocks = self._chosen(layer, questions, needed)
         if kept is not None and bool(made.any()):
             blocks = _mixed(needed, blocks, kept.blocks)
         return self._keep(layer, blocks, self._run, made | needed)
@@ -479,7 +435,7 @@ class LandmarkCache(Past):
             trace.fetched(layer, lists, (time.perf_counter() - begun) * 1e6)
         return lists
 
-    def _chosen(self, layer: int, questions: Questions, local: Tensor, wanted: Tensor) -> Tensor:
+    def _chosen(self, layer: int, questions: Questions, wanted: Tensor) -> Tensor:
         retrieval, begun = self.retrieval, time.perf_counter()
         assert isinstance(retrieval.top_k, int)
         self.asked.searches[layer] += int(wanted.sum())
@@ -493,13 +449,12 @@ class LandmarkCache(Past):
             wanted=wanted,
         )
         self._search_seconds = time.perf_counter() - begun
-        if self.watch is not None:
-            self.watch(Look(layer, questions, blocks, local))
         return blocks
 
-    def _testify(self, layer: int, q: Tensor, turned: Tensor, blocks: Tensor, local: Tensor) -> None:
-        if self.witness is not None and layer not in self.config.local_layers:
-            self.witness(Look(layer, self._questions(layer, q, turned), blocks, local))
+    def _tell(self, layer: int, q: Tensor, turned: Tensor, local: Tensor, blocks: Tensor, *, searched: bool) -> None:
+        """Tell who watches, if anybody does, which lists a layer uses."""
+        if self.watch is not None and layer not in self.config.local_layers:
+            self.watch(Choice(layer, self._questions(layer, q, turned), blocks, local, searched))
 
     def _questions(self, layer: int, q: Tensor, turned: Tensor) -> Questions:
         """What the queries ask of blocks where these stand while they are searched."""
@@ -535,46 +490,6 @@ class LandmarkCache(Past):
                 return searching_slots(blocks, count, self.slots)
             case _:
                 return blocks.clamp(min=0)
-
-
-def default_retrieval(config: LandmarkConfig) -> Retrieval:
-    """The paper's most permissive scheme: each head and token chooses for itself."""
-    return Retrieval(top_k=config.retrieval_top_k, every=1, share="none", share_tokens=False)
-
-
-def check_capacity(retrieval: Retrieval, capacity: int | None) -> None:
-    """Raise ``InvalidArgument`` for a capacity that does not hold the blocks of a list."""
-    if capacity is None:
-        return
-    if retrieval.top_k == "all" or retrieval.positions == "true":
-        raise InvalidArgument(
-            "a capacity is for retrieval of a few blocks in stingy or clamped positions: with top_k='all' or "
-            "positions='true' every block counts"
-        )
-    if capacity < retrieval.top_k:
-        raise InvalidArgument(f"a capacity of {capacity} blocks does not hold the {retrieval.top_k} of a list")
-
-
-def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
-    """Raise ``InvalidArgument`` for what a landmark model cannot do."""
-    if config.attention != "landmark":
-        raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks and retrieves nothing")
-    if retrieval.share == "model":
-        raise InvalidArgument(
-            "every layer of a landmark model chooses for itself: Retrieval.share must be 'none', 'group' or 'layer', "
-            "not 'model'"
-        )
-    plain = Retrieval()
-    for name in ("span", "query", "passes"):
-        if getattr(retrieval, name) != getattr(plain, name):
-            raise InvalidArgument(f"Retrieval.{name} is for attached models; landmark models choose by attention alone")
-    every = retrieval.every
-    if isinstance(every, int) and config.segment_tokens % every:
-        raise InvalidArgument(
-            f"Retrieval.every must divide the {config.segment_tokens} tokens of a segment, or be 'segment', not {every}"
-        )
-    if retrieval.threshold is not None and not config.context_miss:
-        raise InvalidArgument("Retrieval.threshold is for models with a context-miss token; this one has none")
 
 
 def _mixed(new: Tensor, blocks: Tensor, before: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, best, check_layer
 from memstore.memory.urls import Mode
-from memstore.models.landmark.cache import Counts, LandmarkCache, check_capacity, check_retrieval, default_retrieval
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.choosing import Counts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.search import scores

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from memstore.attention.landmark import memory_weights
-from memstore.models.landmark.cache import LandmarkCache, Look
+from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.choosing import Choice
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.reading import evaluating
 
@@ -22,15 +23,15 @@ def scores(
 
     0 for blocks of the segment that is being written: those are seen without being chosen.
     """
-    looks: dict[int, Look] = {}
-    cache.watch = lambda look: looks.update({look.layer: look})
+    choices: dict[int, Choice] = {}
+    cache.watch = lambda choice: choices.update({choice.layer: choice})
     with evaluating(model):
         model(tokens.to(model.device)[None], past_key_values=cache, logits_to_keep=1)
     cache.watch = None
     found = torch.zeros(len(blocks))
-    for number, look in looks.items():
+    for number, choice in choices.items():
         if layer is None or number == layer:
-            weights, places = memory_weights(cache.table.layers[number], look.questions.tokens(slice(-1, None)))
+            weights, places = memory_weights(cache.table.layers[number], choice.questions.tokens(slice(-1, None)))
             mine = (places[0] >= blocks.start) & (places[0] < blocks.stop)
             at = (places[0, mine] - blocks.start).cpu()
             found[at] = torch.maximum(found[at], weights[0, :, 0, mine].amax(0).float().cpu())

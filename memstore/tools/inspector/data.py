@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.search import Match, check_layer, search_block
 from memstore.tools.inspector.words import Words, readable
-from memstore.tools.search import recorded_model, search_text
+from memstore.tools.search import search_text
 from memstore.tools.show import filled, norm_summary
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def ask(memory: Memory, words: Words, number: int, text: str, count: int = 20) -
     ``ForeignMemory`` and ``DamagedError``.
     """
     document = document_of(memory, number)
-    found = search_text(memory, text, [document], recorded_model(memory), top_k=count)
+    found = search_text(memory, text, [document], top_k=count)
     return {"matches": _found(document, words, found)}
 
 

@@ -1,0 +1,24 @@
+"""A progress bar for what a memory does with its own files; ``memory.ingest`` has the one that counts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memstore.store.contract import Progress
+
+
+@contextmanager
+def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
+    """A bar on standard error that is told how much of how much is done, and goes away; none where no terminal is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
