@@ -15,6 +15,7 @@ import typer
 
 from memstore._version import __version__
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, ReadOnlyMemory
+from memstore.memory.trace_file import NAME as TRACES
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
 from memstore.tools.compact import compact
@@ -217,9 +218,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
-    """Damage, with what to type next; where only a copy helps, the error says so itself."""
+    """Damage, with what to type next; where only a copy helps, or it is in the traces, the error says so itself."""
     memory = next((each for each in arguments[1:] if on_disk(each)), None)
-    said = any(words in str(error) for words in ("memstore repair", ONLY_A_COPY))
+    said = any(words in str(error) for words in ("memstore repair", ONLY_A_COPY, TRACES))
     if memory is None or not isinstance(error, DamagedError) or said:
         return error
     quoted = quote(memory)

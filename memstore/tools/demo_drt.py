@@ -173,6 +173,7 @@ def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, value
         "answer": said,
         "found": reply.tokens == sample.answer,
         "block": blocks.start,
+        "last_block": blocks[-1],
         "needle": [sample.hops[0].start, sample.hops[0].stop],
         "blocks": count,
         "weight": round(reply.found[0].weight, 3) if reply.found else None,
@@ -200,7 +201,9 @@ def _print(result: dict[str, Any]) -> None:
         page.line(
             f"{'found ' if answer['found'] else 'MISSED'}  {answer['document']}: the passkey is {answer['answer']}"
         )
-        page.line(f"        block {answer['block']:,} of {answer['blocks']:,}: …{shown}…")
+        numbers = [f"{block:,}" for block in range(answer["block"], answer["last_block"] + 1)]
+        where = f"block{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)}"
+        page.line(f"        {where} of {answer['blocks']:,}: …{shown}…")
     page.line()
     page.facts(_facts(result))
 

@@ -51,12 +51,16 @@ class Page:
         words = " ".join(text.split())
         return words if len(words) <= length else words[: length - 1] + "…"
 
+    def brief(self, shown: str, value: object) -> object:  # noqa: ARG002 - for programs
+        """What people see of ``value`` in the cell of a table: ``shown``."""
+        return shown
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:
         """One row below the other; numbers are aligned to the right. ``empty`` is said where there are no rows."""
         if empty and not rows:
             self.line(empty)
             return
-        numeric = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(columns))]
+        numeric = [_numbers([row[i] for row in rows]) for i in range(len(columns))]
         cells = [[cell(value) for value in row] for row in rows]
         (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
 
@@ -75,6 +79,10 @@ class Sheet(Page):
     def excerpt(self, text: str, length: int = 72) -> str:  # noqa: ARG002 - for people
         """All of it."""
         return text
+
+    def brief(self, shown: str, value: object) -> object:  # noqa: ARG002 - for people
+        """The value itself."""
+        return value
 
     def facts(self, facts: Mapping[str, object]) -> None:
         """Keep them, in case there is no table."""
@@ -177,6 +185,13 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
 def _with_verbatim_example(doc: str) -> str:
     """Mark the indented lines of ``doc`` with the sign that keeps typer from filling them."""
     return doc.replace("\n\n    ", "\n\n\b\n    ")
+
+
+def _numbers(column: Sequence[object]) -> bool:
+    """Whether a column holds numbers, and nothing else where there is something."""
+    return any(isinstance(each, int | float) for each in column) and all(
+        each is None or each == "" or isinstance(each, int | float) for each in column
+    )
 
 
 def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:

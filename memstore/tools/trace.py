@@ -178,12 +178,29 @@ def _listed(opened: Memory, memory: str) -> Report:
 
     def text(page: Page) -> None:
         if traces:
-            shown = [{**each, "documents": ", ".join(each.get("documents") or [])} for each in traces]
-            page.table(columns, [[each.get(column) for column in columns] for each in shown])
+            page.table(
+                columns, [[_listed_cell(page, column, each.get(column)) for column in columns] for each in traces]
+            )
         else:
             page.line(f"no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
 
     return Report(data={"memory": memory, "traces": traces}, text=text)
+
+
+def _listed_cell(page: Page, column: str, value: Any) -> object:
+    match column:
+        case "started":
+            return page.brief(_moment(value), value)
+        case "documents":
+            return ", ".join(value or [])
+        case "question" if value is not None:
+            return page.excerpt(value)
+    return value
+
+
+def _moment(started: str | None) -> str:
+    """``2026-11-22T02:08:51.616+00:00`` for people."""
+    return "-" if started is None else started[:19].replace("T", " ") + " UTC"
 
 
 def _show(page: Page, data: dict[str, Any], top: int) -> None:
@@ -194,13 +211,15 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
         return
     several = len({used["document"] for used in data["blocks"]}) > 1
     columns = ["step", "token", *(["document"] if several else []), "block", "weight", "text"]
-    page.table(columns, [row for step in data["steps"] for row in _rows(step, top, several=several)])
+    page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, several=several)])
+    if data["text_missing"] is None and any(used["text"] is None for used in data["blocks"]):
+        page.line("(- for a text: this block has left the memory since, or cannot be read)")
 
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
     names = list(dict.fromkeys(used["document"] for used in data["blocks"])) or data.get("documents") or []
     yield "trace", str(data["trace"]) + ("" if data["ended"] else " (not ended: still being written, or broken off)")
-    yield "started", data["started"]
+    yield "started", _moment(data.get("started"))
     yield "model", data.get("model")
     yield "question", data.get("question")
     yield "answer", data["answer"] if data["answer"] is not None else f"(no text: {data['text_missing']})"
@@ -218,12 +237,15 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "fetched from", ", ".join(f"{tier} {count:,}" for tier, count in fetched.most_common())
 
 
-def _rows(step: dict[str, Any], top: int, *, several: bool) -> Iterator[list[object]]:
+def _rows(page: Page, step: dict[str, Any], top: int, *, several: bool) -> Iterator[list[object]]:
+    """A row for each block; people see number and token of the step once."""
+    number, token = step["step"], step["text"] if step["text"] is not None else step["token"]
     for place, used in enumerate(step["blocks"][:top]):
-        token = "" if place else step["text"] if step["text"] is not None else step["token"]
+        first = [page.brief("", number), page.brief("", token)] if place else [number, token]
         document = [used["document"]] if several else []
-        text = None if used["text"] is None else excerpt(used["text"], step["said"] or "")
-        yield [step["step"] if not place else "", token, *document, used["block"], used["weight"], text]
+        weight = page.brief(f"{used['weight']:.4f}", used["weight"])
+        text = used["text"] and page.brief(excerpt(used["text"], step["said"] or ""), used["text"])
+        yield [*first, *document, used["block"], weight, text]
 
 
 def excerpt(text: str, said: str) -> str:

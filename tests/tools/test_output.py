@@ -30,6 +30,11 @@ def test_a_plain_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "name   tokens\nwhale  12,345\nship        7\n"
 
 
+def test_numbers_are_aligned_beside_cells_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Page().table(["step", "margin", "none"], [[10, None, None], ["", 0.5, None], [7, 1.5, None]])
+    assert capsys.readouterr().out == "step  margin  none\n  10       -  -\n         0.5  -\n   7     1.5  -\n"
+
+
 def test_a_table_on_a_terminal_has_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     Page().table(["name", "tokens"], [["[bold]whale", 12345]])

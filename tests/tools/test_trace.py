@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -159,7 +161,7 @@ def test_a_trace_without_text_scores_or_document_is_shown_as_it_is(cli: Cli, mem
     done = cli("trace", memory)
     assert done.code == 0, done.err
     assert "no text: the memory does not say which model" in done.out
-    assert done.out.splitlines()[-2].split() == ["0", "3", "1", "0.5", "-"]
+    assert done.out.splitlines()[-2].split() == ["0", "3", "1", "0.5000", "-"]
     (step,) = cli("trace", memory, "--json").json["steps"]
     assert step["looks"][0]["scores"] == [[None, None]]
     assert step["looks"][0]["tiers"] == [[None, None]]
@@ -178,8 +180,33 @@ def test_damaged_traces_say_which_file_to_delete(cli: Cli, memory: Path) -> None
     done = cli("trace", memory)
     assert done.code == 4
     assert f"delete {memory / NAME}" in done.err
+    assert "memstore repair" not in done.err
     assert cli("verify", memory).code == 0
     assert cli("ls", memory).code == 0
+
+
+def test_as_csv_every_row_is_whole(cli: Cli, asked: Path) -> None:
+    head, *rows = csv.reader(StringIO(cli("trace", asked, "--top", 2, "--csv").out))
+    assert head == ["step", "token", "block", "weight", "text"]
+    expected = [
+        [step["step"], step["text"], each["block"], each["weight"], each["text"]]
+        for step in cli("trace", asked, "--json").json["steps"]
+        for each in step["blocks"][:2]
+    ]
+    assert rows == [list(map(str, row)) for row in expected]
+    started = cli("trace", asked, "--list", "--json").json["traces"][0]["started"]
+    assert started in cli("trace", asked, "--list", "--csv").out
+    assert f"{started[:10]} {started[11:19]} UTC" in cli("trace", asked, "--list").out
+
+
+def test_blocks_that_have_left_are_explained(cli: Cli, asked: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "log.mem"
+    copytree(asked, copy)
+    assert "has left the memory" not in cli("trace", copy).out
+    assert cli("forget", copy, "log").code == 0
+    done = cli("trace", copy)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1].startswith("(- for a text: this block has left the memory")
 
 
 def test_an_excerpt_is_where_what_was_said_stands() -> None:
