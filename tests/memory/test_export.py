@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -368,21 +369,22 @@ def test_two_exports_to_one_place_are_one_too_many(tmp_path: Path, out: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """No file may be longer than 2,000 bytes."""
+    """No file may be longer than 2,000 bytes; not for longer than needed, as pytest writes files too."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("small_disk")
 def test_a_full_disk_leaves_nothing(tmp_path: Path, out: Path) -> None:
     with memstore.open("ram:", spec=make_spec()) as memory:
         append(memory.document("text"), TEXT)
-        with pytest.raises(StoreFull, match="no room for the export"):
+        with small_disk(), pytest.raises(StoreFull, match="no room for the export"):
             export_memory(memory, out)
     assert list(tmp_path.iterdir()) == []
 
