@@ -1,19 +1,32 @@
-"""Whether Ctrl-C was pressed. Met in the middle of an import, it may come out as any error, long after."""
+"""Ctrl-C from the first moment on: whether it was pressed, and that it breaks nothing that is half loaded.
+
+Met in the middle of an import, it may come out as any error, long after; and extension modules end the process where
+their initialisation is interrupted. So as long as one of these loads, Ctrl-C waits.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 from types import FrameType
+
+FRAGILE = ("numpy", "torch")
+PATIENCE = 0.05
+"""Seconds after which it is tried again."""
 
 _pressed: list[bool] = []
 
 
 def listen() -> None:
-    """From here on ``pressed`` tells; Ctrl-C raises ``KeyboardInterrupt`` as always."""
+    """From here on ``pressed`` tells; Ctrl-C raises ``KeyboardInterrupt`` as always, if need be a moment later."""
 
     def note(number: int, frame: FrameType | None) -> None:
         _pressed.append(True)
-        signal.default_int_handler(number, frame)
+        if loading():
+            signal.signal(signal.SIGALRM, note)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        else:
+            signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, note)
 
@@ -21,3 +34,9 @@ def listen() -> None:
 def pressed() -> bool:
     """Whether Ctrl-C was pressed since ``listen``."""
     return bool(_pressed)
+
+
+def loading() -> bool:
+    """Whether a module that must not be interrupted is being imported."""
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in FRAGILE)
+    return any(getattr(spec, "_initializing", False) for spec in specs)  # what the import system itself goes by

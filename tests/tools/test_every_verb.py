@@ -389,6 +389,34 @@ def test_ctrl_c_at_any_moment(world: World, verb: str) -> None:
             assert "interrupted" in said[0]
 
 
+HALF_LOADED = """
+import signal, sys, time
+from memstore.tools import interrupts
+
+interrupts.FRAGILE = ("fragile",)
+interrupts.listen()
+try:
+    import fragile
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("whole" if sys.modules["fragile"].whole else "half", interrupts.pressed())
+"""
+
+
+def test_ctrl_c_waits_for_what_must_not_be_half_loaded(tmp_path: Path) -> None:
+    slow = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
+    (tmp_path / "fragile.py").write_text(slow)
+    path = os.pathsep.join([str(tmp_path), str(Path(memstore.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", HALF_LOADED],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "whole True\n", done.stderr
+
+
 @pytest.mark.parametrize("error", [AttributeError("half of numpy"), memstore.NotFound("this needs numpy")])
 def test_what_an_interrupted_import_comes_out_as(cli: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: object, **__: object) -> None:
