@@ -28,6 +28,7 @@ from memstore.tools.expire import expire
 from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.forget import forget
+from memstore.tools.fork import fork
 from memstore.tools.index import index
 from memstore.tools.interrupts import pressed
 from memstore.tools.limit import limit
@@ -123,6 +124,7 @@ for function in (
     diff,
     export,
     import_,
+    fork,
     forget,
     pin,
     unpin,

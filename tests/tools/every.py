@@ -17,6 +17,7 @@ FILLED = {
     "[OTHER]": "{memory}",
     "SOURCE": "{memory}",
     "DOCUMENT": "whale",
+    "NAME": "draft",
     "BLOCK": "0",
     "QUESTION": "Call me",
     "TEXT": "{text}",

@@ -146,6 +146,8 @@ def test_json_is_one_object_and_csv_is_a_table(cli: Cli, world: World, verb: str
         Path(world["tmp"]).mkdir()
         if verb == "forget":
             assert cli("import", world["export"], world["memory"]).code == 0
+        if verb == "fork":
+            assert cli("forget", world["memory"], "draft").code == 0
         outcomes.append(cli(*call(verb, world), option))
     plain, as_json, as_csv = outcomes
     assert plain.code == as_json.code == as_csv.code, outcomes

@@ -44,6 +44,21 @@ def test_compact_erases_what_was_forgotten(cli: Cli, memory: Path) -> None:
     assert cli("compact", memory, "--json").json["disk_bytes"] > 0
 
 
+def test_a_fork_begins_like_its_document(cli: Cli, memory: Path) -> None:
+    assert cli("fork", memory, "whale", "draft").out == "'draft' begins with 10 tokens of 'whale'\n"
+    assert cli("fork", memory, "whale", "half", "--blocks", 1, "--json").json["tokens"] == 4
+    assert [each["document"] for each in cli("ls", memory, "--json").json["documents"]] == [
+        "whale",
+        "ship",
+        "draft",
+        "half",
+    ]
+    assert cli("verify", memory).code == 0
+    for arguments, code in ((("whale", "ship"), 2), (("whale", "more", "--blocks", 9), 2), (("harpoon", "new"), 3)):
+        done = cli("fork", memory, *arguments)
+        assert (done.code, len(done.err.splitlines())) == (code, 1)
+
+
 def test_pins_and_limits(cli: Cli, memory: Path) -> None:
     assert cli("pin", memory, "whale").out == "'whale' is pinned: only forget deletes it\n"
     done = cli("limit", memory, "--max-bytes", "64KiB", "--when-full", "evict-oldest-document")
