@@ -29,6 +29,7 @@ def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: B
     """
     with memstore.open(memory) as opened:
         made = existing(opened, document).fork(name, blocks)
-        data = {"memory": memory, "document": document, "fork": name, "tokens": len(made), "blocks": len(made.blocks)}
-    told = f"{name!r} begins with {counted(data['tokens'], 'token')} of {document!r}"
+        tokens, count = len(made), len(made.blocks)
+    data = {"memory": memory, "document": document, "fork": name, "tokens": tokens, "blocks": count}
+    told = f"{name!r} begins with {counted(tokens, 'token')} of {document!r}"
     return Report(data=data, text=lambda page: page.line(told))
