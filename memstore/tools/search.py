@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
-from memstore.tools.ask_models import MEMORIZING, OwnModel, kind_named
+from memstore.errors import InvalidArgument, NotFound
+from memstore.tools.ask_models import OwnModel, kind_named
 from memstore.tools.models import chosen_name, encode, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
@@ -126,10 +126,6 @@ def search_text(
     if not text.strip():
         raise InvalidArgument("--text is empty. Give the words to search with.")
     kind = kind_named(name)
-    if kind == MEMORIZING:
-        raise UnsupportedModel(
-            "a Memorizing Transformer looks up single tokens; search its memory with --block or --vector"
-        )
     if kind is not None:
         return _by_reader(memory, text, documents, OwnModel(name, device=device, dtype=dtype), layer, top_k)
     loaded = load_recorded(memory, name, dtype, device=device)

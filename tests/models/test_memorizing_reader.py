@@ -177,3 +177,30 @@ def test_a_memory_of_another_kind_is_refused() -> None:
             assert reader.memory.spec.block_size == 8
         with pytest.raises(ForeignMemory):
             Reader(model, memory, block_size=16)
+
+
+def test_a_text_finds_the_blocks_whose_tokens_it_would_look_up() -> None:
+    model, text, question = small(), tokens(9 * 8)[0], tokens(2 * WINDOW + 3)[0]
+    with Reader(model, "ram:", block_size=8) as reader:
+        reader.read(text)
+        asked: list[Tensor] = []
+        cache = reader.cache()
+        assert cache.memory is not None
+        search = cache.memory.search
+
+        def heard(queries: Tensor, top_k: int) -> Neighbours:
+            asked.append(queries)
+            return search(queries, top_k)
+
+        cache.memory.search = heard  # type: ignore[method-assign]
+        logits(model, question[None], cache=cache)
+        keys = reader.document.layer(0).gather(range(9))["k"].repeat_interleave(2, 1)  # [9, H, S, D]
+        scores = torch.einsum("hd,nhsd->nhs", asked[-1][0, :, -1], keys).amax(2).mean(1)
+        found = reader.search(question, 3)
+        assert [match.block for match in found] == scores.topk(3).indices.tolist()
+        assert [match.score for match in found] == pytest.approx(scores.topk(3).values.tolist(), abs=1e-5)
+        assert reader.search(question, 3, layer=model.config.memory_layer) == found
+        with pytest.raises(InvalidArgument, match="only layer"):
+            reader.search(question, layer=0)
+    with Reader(model, "ram:") as reader:
+        assert reader.search(question) == []

@@ -61,6 +61,9 @@ def test_what_was_read_is_shown_and_asked_and_needs_only_the_memory(
     shown = cli("ask", path, "What is new? ", "--max-tokens", 5)
     assert shown.code == 0, shown.err
     assert f"[log block {data['blocks'][0]['block']}, weight " in shown.out
+    matches = cli("search", path, "--text", "What is new? ", "--top-k", 2, "--json").json["matches"]
+    assert [match["text"] for match in matches] == [TEXT[match["first_token"] :][:size] for match in matches]
+    assert matches
     assert cli("ls", path, "--json").json == before, "asking changes nothing"
     with memstore.open(path, mode="r") as opened:
         assert opened.traces.list() == []

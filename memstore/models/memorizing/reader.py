@@ -20,8 +20,10 @@ from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, Recorder
+from memstore.memory.append import Tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import progress_bar
+from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
@@ -119,6 +121,24 @@ class Reader(DocumentReader):
             cache.trace = KNNTracing(trace, self.document, memory, layer, self.model.device)
         return cache
 
+    @torch.no_grad()
+    def search(self, token_ids: Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
+        """The ``top_k`` blocks with the tokens that ``token_ids [n]`` look up after the document, best first.
+
+        The last token asks. A block's score is that of its best token, a mean over heads: a cosine. ``layer``: only the
+        one with the memory can be meant. Raises ``InvalidArgument`` and ``DamagedError``.
+        """
+        tokens, own = self._asking(token_ids, top_k), self.model.config.memory_layer
+        if layer not in (None, own):
+            raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
+        if not self.document.complete_blocks:
+            return []
+        heard = HeardTokens(self.document, 1, self.model)
+        with evaluating(self.model):
+            cache = MemorizingCache(self.model.config, 1, heard)
+            self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
+        return search_vectors([self.document], heard.queries[0, :, -1:].float().cpu(), top_k, layer=0)
+
     def _described(self) -> dict[str, Any]:
         config = self.model.config
         return {
@@ -182,6 +202,18 @@ class DocumentTokens:
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """See ``RecentTokens``; the document does not change."""
         self.own.append(tokens, keys, values)
+
+
+class HeardTokens(DocumentTokens):
+    """Keeps the last queries that were asked."""
+
+    queries: Tensor
+    """``[B, H, T, D]``"""
+
+    def search(self, queries: Tensor, top_k: int) -> Neighbours:
+        """See ``DocumentTokens``."""
+        self.queries = queries
+        return super().search(queries, top_k)
 
 
 @torch.no_grad()
