@@ -148,3 +148,21 @@ def test_what_cannot_be_audited_is_refused() -> None:
         for ids, options in (([], {}), ([1], {"tokens": 0}), ([1], {"top_k": 0})):
             with pytest.raises(InvalidArgument, match="at least one token"):
                 audit_memorizing(empty, ids, **options)
+
+
+def test_blocks_that_a_repair_has_dropped_are_left_out(tmp_path: Path) -> None:
+    with reader_of(model_of(), memory=tmp_path / "a.mem") as reader:
+        values = reader.document.layer(0).gather([4])["v"].numpy().tobytes()
+    path = tmp_path / "a.mem" / "data.mdb"
+    data = path.read_bytes()
+    assert values in data
+    path.write_bytes(data.replace(values, bytes([values[0] ^ 4]) + values[1:]))
+    with Reader(model_of(), tmp_path / "a.mem", block_size=SIZE) as reader:
+        assert reader.memory.repair(drop_blocks=True).left == []
+        assert reader.document.dropped == [range(4, 5)]
+        audit = audit_memorizing(reader, QUESTION, tokens=2)
+        every = audit_memorizing(reader, QUESTION, tokens=2, top_k=300)
+    assert audit.stored_tokens == 203 - SIZE + 12
+    assert (audit.recall, audit.index_recall) == (1, 1)
+    assert 4 not in {each.block for each in audit.missed}
+    assert every.captured == pytest.approx(1)
