@@ -70,14 +70,14 @@ class Audit:
     """The outcome of an audit."""
 
     mechanism: str
-    """``"attach"``, ``"landmark"`` or ``"drt"``."""
+    """``"attach"``, ``"landmark"``, ``"drt"`` or ``"knn"``."""
     positions: str
     """Where blocks stand that were not retrieved, and so what the true attention is; a sentence."""
     documents: list[str]
     blocks: int
     """Blocks that could have been retrieved, at the last step."""
     top_k: int
-    """Blocks of a list, at most."""
+    """Blocks of a list, at most; tokens where single ones are retrieved."""
     steps: int
     tokens: list[int]
     """What was generated, from the first token on."""
@@ -85,6 +85,8 @@ class Audit:
     """Those that retrieve."""
     missed: list[Missed]
     """The blocks that were missed most, most first."""
+    stored_tokens: int | None = None
+    """Tokens that could have been retrieved, at the last step, where single ones are (kNN); else None."""
 
     @property
     def captured(self) -> float | None:
@@ -107,8 +109,8 @@ class Audit:
 
     @property
     def chance(self) -> float:
-        """What blocks chosen at random would capture, and recall: the share of the blocks that they are."""
-        return min(1.0, self.top_k / self.blocks)
+        """What blocks (or tokens) chosen at random would capture, and recall: the share of all that they are."""
+        return min(1.0, self.top_k / (self.stored_tokens or self.blocks))
 
     @property
     def index_recall(self) -> float | None:
@@ -122,6 +124,7 @@ class Audit:
             "positions": self.positions,
             "documents": self.documents,
             "blocks": self.blocks,
+            "stored_tokens": self.stored_tokens,
             "top_k": self.top_k,
             "steps": self.steps,
             "captured": _rounded(self.captured),
@@ -145,10 +148,19 @@ class Tally:
         self._where = torch.zeros(0, 2, dtype=torch.int64)
         self._lists = 0
 
-    def add(self, layer: int, weights: Tensor, chosen: Tensor, scores: Tensor | None = None) -> None:
+    def add(
+        self,
+        layer: int,
+        weights: Tensor,
+        chosen: Tensor,
+        scores: Tensor | None = None,
+        *,
+        blocks: Tensor | None = None,
+    ) -> None:
         """One step of ``layer``: ``weights [H, N]`` of all blocks, shares of all attention, and the ``chosen [H, N]``.
 
-        ``scores [H, N]`` are what the margin is of; by default the logarithms of the weights.
+        ``scores [H, N]`` are what the margin is of; by default the logarithms of the weights. Where single tokens are
+        retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks that they lie in.
         """
         held = (weights * chosen).sum(-1)
         scores = weights.log() if scores is None else scores
@@ -156,7 +168,10 @@ class Tally:
         margin = taken.amin(-1) - best.amax(-1)
         recall = best_chosen(weights, chosen)
         self._layers.setdefault(layer, []).append(_StepFigures(weights.sum(-1), held, recall, margin))
-        self._note_missed(layer, weights.masked_fill(chosen, 0.0))
+        lost = weights.masked_fill(chosen, 0.0)
+        if blocks is not None:
+            lost = lost.new_zeros(len(lost), int(blocks.max()) + 1).index_add_(1, blocks, lost)
+        self._note_missed(layer, lost)
 
     def add_index_recall(self, layer: int, recall: float | None) -> None:
         """What was measured of the layer's index for one step; None is nothing."""
@@ -225,29 +240,31 @@ def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(count > 0, good.sum(-1, keepdim=True) / count.clamp(min=1), 1.0).squeeze(-1)
 
 
-def exact_scores(view: LayerView, queries: Tensor, blocks: range) -> Tensor:
+def exact_scores(view: LayerView, queries: Tensor, blocks: range, *, piece: int = PIECE) -> Tensor:
     """Best inner product of ``queries [H, T, D]`` with the landmarks of each of ``blocks``: ``[H, T, n]`` float32.
 
-    From the store itself, whatever the index of the layer is.
+    From the store itself, ``piece`` blocks at a time, whatever the index of the layer is.
     """
     parts = [queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32)]
-    for piece in pieces(blocks):
-        keys = view.landmarks(piece)  # [n, G, P, D]
+    for some in pieces(blocks, piece):
+        keys = view.landmarks(some)  # [n, G, P, D]
         heads = keys.repeat_interleave(len(queries) // keys.shape[1], 1)
         parts.append(torch.einsum("htd,nhpd->htnp", queries.float().cpu(), heads).amax(3))
     return torch.cat(parts, 2)
 
 
-def index_recall(view: LayerView, queries: Tensor, top_k: int, parts: Sequence[range]) -> float | None:
+def index_recall(
+    view: LayerView, queries: Tensor, top_k: int, parts: Sequence[range], *, piece: int = PIECE
+) -> float | None:
     """Share of the true best ``top_k`` blocks that the layer's index finds for ``queries [H, T, D]``.
 
-    Among ``parts``, which are ranges of blocks. None where there is nothing to find.
+    Among ``parts``, which are ranges of blocks, read ``piece`` blocks at a time. None where there is nothing to find.
     """
     hits = there = 0
     for blocks in parts:
         if not blocks or not queries.numel():
             continue
-        truth = exact_scores(view, queries, blocks)
+        truth = exact_scores(view, queries, blocks, piece=piece)
         found = view.search(queries.float().cpu(), min(top_k, len(blocks)), allowed=blocks).blocks
         chosen = torch.zeros(*truth.shape[:2], len(blocks) + 1, dtype=torch.bool)
         chosen.scatter_(2, torch.where(found >= 0, found - blocks.start, len(blocks)), value=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import InvalidArgument
 from memstore.tools.ask import Dtype, Question, document_name
 from memstore.tools.ask_models import DRT, MEMORIZING, OwnModel, kind_named
 from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
@@ -32,7 +32,12 @@ MaxTokens = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(help="The model that answers. Without it: the one that read.")]
 TopK = Annotated[
-    int | None, typer.Option(min=1, help="Blocks retrieved at a time. Without it: 8, or what the model was made for.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Blocks (of a Memorizing Transformer tokens) retrieved at a time. "
+        "Without it: 8, or what the model was made for.",
+    ),
 ]
 
 
@@ -72,7 +77,10 @@ def audit(
 
         memstore audit notes.mem "The name of the white whale is" --document moby-dick
 
-    In Python: memstore.eval.audit_attached, audit_landmark and audit_drt.
+    A Memorizing Transformer retrieves single tokens: shares and recall are of tokens there, and what was missed is
+    told by the blocks that they lie in.
+
+    In Python: memstore.eval.audit_attached, audit_landmark, audit_drt and audit_memorizing.
     """
     use_threads(threads)
     asked = Asked(
@@ -98,13 +106,7 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     name = document_name(opened, asked.document)
     recorded = asked.model or recorded_name(opened)
-    kind = kind_named(recorded)
-    if kind == MEMORIZING:
-        raise UnsupportedModel(
-            f"{recorded} is a Memorizing Transformer, whose memory of single tokens no audit knows; memstore trace "
-            "shows what it retrieved"
-        )
-    if recorded is None or kind is None:
+    if recorded is None or kind_named(recorded) is None:
         loaded = load_recorded(opened, asked.model, asked.dtype, device=asked.device)
         ids = encode(loaded.tokenizer, asked.question)
         return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
@@ -138,6 +140,12 @@ def _audit_own(opened: Memory, own: OwnModel, name: str, asked: Asked) -> Audit:
         drt: Any
         with own.reader(opened, name) as drt:
             return audit_drt(drt, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
+    if own.kind == MEMORIZING:
+        from memstore.eval.audit_memorizing import audit_memorizing
+
+        memorizing: Any
+        with own.reader(opened, name) as memorizing:
+            return audit_memorizing(memorizing, ids, tokens=asked.max_tokens or STEPS, top_k=asked.top_k)
     from memstore.eval.audit_landmark import audit_landmark
 
     landmark: Any
@@ -157,7 +165,7 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
         {
             "answer": data["answer"],
             "documents": ", ".join(audited.documents),
-            "blocks": f"{audited.blocks:,}, of which {audited.top_k:,} are retrieved at a time",
+            "blocks": _stored(audited),
             "steps": audited.steps,
             "captured mass": _share(audited.captured),
             "recall of the best": _share(audited.recall),
@@ -167,7 +175,8 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
         }
     )
     page.line()
-    place, what = ("group", "weights") if audited.mechanism == "drt" else ("layer", "attention")
+    place = "group" if audited.mechanism == "drt" else "layer"
+    what = "weights" if audited.memory is None else "attention"
     columns = (place, "captured", "least head", "recall", "on blocks", "margin")
     page.table(columns, [_row(layer) for layer in audited.layers])
     page.line()
@@ -181,6 +190,12 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
             f"most in {place} {missed['layer']}, head {missed['head']}]"
         )
         page.line(missed["text"] or "(a block of the question itself)")
+
+
+def _stored(audited: Audit) -> str:
+    if audited.stored_tokens is None:
+        return f"{audited.blocks:,}, of which {audited.top_k:,} are retrieved at a time"
+    return f"{audited.blocks:,}, of whose {audited.stored_tokens:,} tokens a head retrieves {audited.top_k:,} at a time"
 
 
 def _row(layer: LayerAudit) -> tuple[object, ...]:

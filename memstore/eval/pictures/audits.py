@@ -25,14 +25,15 @@ def audit_picture(audit: Audit) -> Any:
     captured = _table([layer.captured for layer in audit.layers])
     recall = _table([layer.recall for layer in audit.layers])
     rows, heads = captured.shape
-    mass = "the softmax over all scores" if audit.mechanism == "drt" else "the attention on blocks"
+    stored, unit = (audit.blocks, "blocks") if audit.stored_tokens is None else (audit.stored_tokens, "tokens")
+    mass = "the softmax over all scores" if audit.memory is None else f"the attention on {unit}"
     place = "group of upper layers" if audit.mechanism == "drt" else "layer"
     figure = new_figure(
         5.2 + 0.42 * min(heads, 16),
         2.0 + 0.2 * rows,
         title=f"What was retrieved, of what should have been: {', '.join(audit.documents)}",
-        caption=f"{audit.top_k:,} of {audit.blocks:,} blocks retrieved, {audit.steps} steps. Captured mass: share of "
-        f"{mass} that the retrieved ones hold. Recall: of the true best blocks. White is 0, black is 100%. "
+        caption=f"{audit.top_k:,} of {stored:,} {unit} retrieved, {audit.steps} steps. Captured mass: share of "
+        f"{mass} that the retrieved ones hold. Recall: of the true best {unit}. White is 0, black is 100%. "
         "Dotted: both by chance.",
     )
     left, middle, right = figure.subplots(1, 3, sharey=True)
