@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
+from tests.kernels.child import program
 from tests.kernels.gca import CASES, HALF, Case, errors, inputs, results
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
@@ -51,21 +50,6 @@ def test_kernels_compile_and_fit(target: str, tmp_path: Path, record_property: A
         (kernel, dtype) for kernel in ("forward", "queries", "blocks") for dtype in ("bf16", "fp32")
     }
     assert all(row["fits"] for row in rows), rows
-
-
-def program(module: str, *arguments: str, **variables: str) -> str:
-    """The output of a module of these tests, run in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", module, *arguments],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_entries_are_found_by_their_blocks() -> None:

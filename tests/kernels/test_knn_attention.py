@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
 from memstore.kernels.knn_attention.api import Backend
+from tests.kernels.child import program
 from tests.kernels.knn import CASES, HALF, Case, Inputs, errors, inputs, plain, public, results
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -113,7 +111,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 def interpreted() -> dict[str, Any]:
     """What the kernels compute in Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-    return json.loads(program(TRITON_INTERPRET="1"))  # type: ignore[no-any-return]
+    return json.loads(program("tests.kernels.knn", TRITON_INTERPRET="1"))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
@@ -128,25 +126,10 @@ def test_a_token_that_does_not_exist_gives_its_query_nan(interpreted: dict[str, 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_kernels_compile_without_spills(target: str, tmp_path: Path, record_property: Any) -> None:
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-    rows = json.loads(program("--compile", target, TRITON_CACHE_DIR=str(tmp_path)))
+    rows = json.loads(program("tests.kernels.knn", "--compile", target, TRITON_CACHE_DIR=str(tmp_path)))
     record_property("resources", rows)
     assert len(rows) == 4
     assert all(row["fits"] and not row["spilled"] for row in rows), rows
-
-
-def program(*arguments: str, **variables: str) -> str:
-    """The output of ``tests.kernels.knn``, run in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.knn", *arguments],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @on_a_gpu

@@ -11,10 +11,11 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels.landmark_attention import landmark_attention
+from tests.kernels.child import program
 from tests.kernels.landmark import CASES, HALF, Case, errors, inputs, results
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from tests.kernels.test_grouped_cross_attention_triton import TARGETS, on_a_gpu, program
+from tests.kernels.test_grouped_cross_attention_triton import TARGETS, on_a_gpu
 
 INTERPRETED = [f"{name} (float32)" for name in CASES] + [f"{name} (float16)" for name in HALF]
 

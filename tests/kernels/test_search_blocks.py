@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import search_blocks
+from tests.kernels.child import program
 from tests.kernels.search import CASES, Case, agrees, inputs
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -81,7 +79,7 @@ def test_nothing_finds_nothing(queries: int, blocks: int) -> None:
 def interpreted() -> dict[str, bool]:
     """What the kernels compute in Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-    return json.loads(program(TRITON_INTERPRET="1"))  # type: ignore[no-any-return]
+    return json.loads(program("tests.kernels.search", TRITON_INTERPRET="1"))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("case", NAMES)
@@ -92,7 +90,7 @@ def test_kernels_find_what_the_reference_finds(interpreted: dict[str, bool], cas
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_kernels_compile_without_spills(target: str, tmp_path: Path, record_property: Any) -> None:
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-    rows = json.loads(program("--compile", target, TRITON_CACHE_DIR=str(tmp_path)))
+    rows = json.loads(program("tests.kernels.search", "--compile", target, TRITON_CACHE_DIR=str(tmp_path)))
     record_property("resources", rows)
     assert len(rows) == 4
     assert all(row["fits"] and not row["spilled"] for row in rows), rows
@@ -106,18 +104,3 @@ def test_a_gpu_finds_what_the_reference_finds(case: Case, dtype: torch.dtype, mo
         "tests.kernels.search.inputs", lambda *given: tuple(None if x is None else x.cuda() for x in inputs(*given))
     )
     assert agrees(case, dtype)
-
-
-def program(*arguments: str, **variables: str) -> str:
-    """The output of ``tests.kernels.search``, run in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.search", *arguments],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
