@@ -187,8 +187,8 @@ class Memory:
         It is stored with the memory and holds for every append of every writer. ``when_full`` says what an append does
         that there is no room for: "refuse" raises ``StoreFull``; "evict-oldest-document" and "evict-least-read" forget
         whole documents, the first made or the least gathered from first, never pinned ones nor the one that is appended
-        to, and log it: in the same transaction with LMDB, with Zarr in one each, so that they are gone even if all of
-        them are not enough. None leaves it as it is. What is stored already stays until the next append. Raises
+        to, and log it. They go in the transaction of the append: where all of them are not enough, none of them goes.
+        None leaves it as it is. What is stored already stays until the next append. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
         self._check_writable()

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import tee
 from pathlib import Path
 from shlex import quote
 from typing import Any, Self
@@ -232,11 +233,12 @@ class LmdbStore(BlockStore):
         """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
         self._check_writable()
         check_batch(batch)
-        evicted = 0
+        evicted, rest = 0, iter(evictions)
 
         def evict(txn: _Txn) -> None:
-            nonlocal evicted
-            waiting = iter(evictions)
+            nonlocal evicted, rest
+            waiting, rest = tee(rest)  # a transaction may be tried twice
+            evicted = 0
             while (used := used_bytes(txn)) > max_bytes:
                 eviction = next(waiting, None)
                 if eviction is None:

@@ -21,6 +21,7 @@ from memstore.store.records import decode_value, value_reader
 _CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
 
 Sums = npt.NDArray[np.uint64]
+Deletes = list[tuple[Key, Key]]
 Puts = list[tuple[Key, tuple[Record, ...]]]
 
 
@@ -33,9 +34,13 @@ class Tail(LmdbStore):
     def _url(cls, folder: Path) -> str:
         return f"zarr:{folder.parent}"
 
-    def commit(self, deletes: Sequence[tuple[Key, Key]], puts: Puts, then: Callable[[Any], None] | None = None) -> None:
-        """``write`` for checked changes, those of the manifest among them; ``then`` may refuse the transaction."""
+    def commit(self, deletes: Deletes, puts: Puts, then: Callable[[Any], None] | None = None) -> None:
+        """``write`` for checked changes, those of the manifest among them; ``then`` may refuse or do more."""
         self._commit(deletes, puts, then)
+
+    def apply(self, txn: Any, deletes: Deletes, puts: Puts) -> None:
+        """More changes of the same kind, in a transaction that ``then`` was called with."""
+        self._apply(txn, deletes, puts)
 
     def check_writable(self) -> None:
         """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""

@@ -19,13 +19,14 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound, StoreFull
+from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
 from memstore.store import manifest
 from memstore.store.checks import MAX_ITEM, check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import (
@@ -48,7 +49,7 @@ from memstore.store.manifest import COUNTERS, Extent, Place, Series
 from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects
 from memstore.store.records import damaged
 from memstore.store.shards import SHARD_BYTES, array_json, blocks_per_shard, group_json, shard_index, shard_object
-from memstore.store.tail import Cache, Puts, Snapshot, Tail
+from memstore.store.tail import Cache, Deletes, Puts, Snapshot, Tail
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -84,10 +85,6 @@ class _Cut(NamedTuple):
     def dead_shards(self) -> set[int]:
         """Shards in which nothing lives any more."""
         return self.old.live_shards() - self.new.live_shards()
-
-
-class _Beyond(StoreFull):
-    """A limit has no room for a batch."""
 
 
 class ZarrStore(BlockStore):
@@ -163,39 +160,44 @@ class ZarrStore(BlockStore):
         self._write(batch)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch``, after as many of ``evictions`` as are needed, each in a transaction. See ``BlockStore``."""
-        needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
-        if needed > max_bytes:
-            raise beyond_limit(max_bytes, needed)
-        sealed, evicted, waiting = self._sealed_bytes(), 0, iter(evictions)
+        """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
+        evicted, cuts, rest = 0, list[_Cut](), iter(evictions)
 
-        def check(txn: Any) -> None:
-            if (used := sealed + used_bytes(txn)) > max_bytes:
-                raise _Beyond(str(beyond_limit(max_bytes, used)))
-
-        while True:
-            try:
-                self._write(batch, check)
-            except _Beyond:
+        def evict(txn: Any) -> None:
+            nonlocal evicted, rest
+            waiting, rest = tee(rest)  # a transaction may be tried twice
+            evicted, snapshot = 0, Snapshot(self._tail, txn)
+            cuts.clear()
+            while (used := snapshot.counters()["bytes"] + used_bytes(txn)) > max_bytes:
                 eviction = next(waiting, None)
                 if eviction is None:
-                    raise
-            else:
-                return evicted
-            self.write(eviction)
-            sealed, evicted = self._sealed_bytes(), evicted + 1
+                    raise beyond_limit(max_bytes, used)
+                lost, deletes, puts = self._changes(eviction, snapshot)
+                self._tail.apply(txn, deletes, puts)
+                cuts.extend(lost)
+                evicted += 1
 
-    def _write(self, batch: Batch, then: Callable[[Any], None] | None = None) -> None:
+        self._write(batch, evict, cuts)
+        return evicted
+
+    def _write(self, batch: Batch, then: Callable[[Any], None] | None = None, more: Sequence[_Cut] = ()) -> None:
+        """Apply ``batch`` and what ``then`` does, which cuts ``more`` extents, in one transaction; seal what is due."""
         self._tail.check_writable()
         check_batch(batch)
         with self._writing:
-            cuts = self._cuts(batch)
-            deletes, puts = self._manifest_changes(cuts)
-            self._tail.commit([*batch.deletes, *deletes], [*batch.puts, *puts], then)
-            for cut in cuts:
+            with self._tail.snapshot() as snapshot:
+                cuts, deletes, puts = self._changes(batch, snapshot)
+            self._tail.commit(deletes, puts, then)
+            for cut in (*cuts, *more):
                 self._drop(cut)
             self._sweep()
             self._seal_what_is_due(batch)
+
+    def _changes(self, batch: Batch, snapshot: Snapshot) -> tuple[list[_Cut], Deletes, Puts]:
+        """What ``batch`` does to the extents that ``snapshot`` shows, and to the tail with its manifest."""
+        cuts = self._cuts(batch, snapshot)
+        deletes, puts = self._manifest_changes(cuts, snapshot)
+        return cuts, [*batch.deletes, *deletes], [*batch.puts, *puts]
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
@@ -408,30 +410,27 @@ class ZarrStore(BlockStore):
             self._sweep()
         self._close()
 
-    def _cuts(self, batch: Batch) -> list[_Cut]:
+    def _cuts(self, batch: Batch, snapshot: Snapshot) -> list[_Cut]:
         """The extents that lose blocks by ``batch``: what is written again lives in the tail from then on."""
-        with self._tail.snapshot() as snapshot:
-            gone = _gone(batch, snapshot)
-            pairs = [
-                _Cut(extent, _without(extent, ranges))
-                for series, ranges in gone.items()
-                for extent in snapshot.extents(series, self._cache)
-            ]
+        pairs = [
+            _Cut(extent, _without(extent, ranges))
+            for series, ranges in _gone(batch, snapshot).items()
+            for extent in snapshot.extents(series, self._cache)
+        ]
         return [cut for cut in pairs if cut.new != cut.old]
 
-    def _manifest_changes(self, cuts: list[_Cut]) -> tuple[list[tuple[Key, Key]], Puts]:
+    def _manifest_changes(self, cuts: list[_Cut], snapshot: Snapshot) -> tuple[Deletes, Puts]:
         """What has to be deleted and put in the manifest, in the transaction of the batch."""
-        deletes: list[tuple[Key, Key]] = []
+        deletes: Deletes = []
         puts: Puts = []
         after = {cut.old.number: cut.new for cut in cuts}
-        with self._tail.snapshot() as snapshot:
-            counters = snapshot.counters()
-            for series in sorted({cut.old.series for cut in cuts}):
-                extents = [after.get(one.number, one) for one in snapshot.extents(series, self._cache)]
-                if left := [extent for extent in extents if extent.live]:
-                    puts.append((series.manifest, (manifest.to_record(left),)))
-                else:
-                    deletes.append((series.manifest, series.manifest))
+        counters = snapshot.counters()
+        for series in sorted({cut.old.series for cut in cuts}):
+            extents = [after.get(one.number, one) for one in snapshot.extents(series, self._cache)]
+            if left := [extent for extent in extents if extent.live]:
+                puts.append((series.manifest, (manifest.to_record(left),)))
+            else:
+                deletes.append((series.manifest, series.manifest))
         for cut in cuts:
             dead = cut.dead_shards()
             deletes += [(cut.old.sums(shard), cut.old.sums(shard)) for shard in dead]
