@@ -100,6 +100,8 @@ class _Check:
         # Each commit replaces the older of the two; a writer may be one further by now.
         _require(number == transaction and abs(number - before) == 1, "its two meta pages do not name two commits")
         self._transaction, self._last = number, last
+        # LMDB does not write pages at the end of the file that a transaction took and gave up again: they are free.
+        self._end = min(last + 1, len(pages))
         self._free, self._values = _Tree(*found[4:12]), _Tree(*found[12:20])
         self._before = (_Tree(*other[4:12]), before) if before < number else None
 
@@ -110,7 +112,6 @@ class _Check:
             and (self._values.pad, self._values.flags) == (0, 0),
             "the kinds of its trees are not those of a memory",
         )
-        _require(self._last < len(self._pages), "its last page is missing")
         met = _Met()
         met.take(np.array([0]), np.array([2]))
         for _ in self._walk(self._values, self._key_bytes, met):
@@ -189,7 +190,7 @@ class _Check:
             places, lengths, big = nodes.values, nodes.length, nodes.big
             own = _unaligned(self._pages, "<i8")[places[big]]
             sizes = (_HEADER - 1 + lengths[big]) // self._size + 1
-            inside = (own > 1) & (own <= self._last) & (own + sizes <= self._last + 1)
+            inside = (own > 1) & (own < self._end) & (own + sizes <= self._end)
             _require(bool(inside.all()), "a value lies outside of the file")
             met.take(own, sizes)
             met.big.append(own)
@@ -203,7 +204,7 @@ class _Check:
     def _nodes(
         self, numbers: _Array, bounds: _Array, kind: int, key_bytes: int, met: _Met
     ) -> Iterator[tuple[_Nodes, _Array]]:
-        _require(bool(((numbers > 1) & (numbers <= self._last)).all()), "it leads outside of the file")
+        _require(bool(((numbers > 1) & (numbers < self._end)).all()), "it leads outside of the file")
         met.take(numbers, np.ones(len(numbers)))
         for start in range(0, len(numbers), _CHUNK):
             chunk = numbers[start : start + _CHUNK]

@@ -10,11 +10,13 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from memstore.errors import DamagedError
-from memstore.store import Batch, LmdbStore
-from memstore.testing.stores import block, value
+from memstore.store import Batch, Layout, LmdbStore, Record
+from memstore.store.checks import document_ranges
+from memstore.testing.stores import BLOCKS, block, put_blocks, value
 
 PAGE = 4096  # bytes
 BRANCH = 1  # flag of a page
@@ -138,3 +140,23 @@ def test_a_value_that_became_shorter_twice_in_one_commit_is_no_damage(tmp_path: 
         file.write(bytes([pages ^ 1]))
     with pytest.raises(DamagedError, match="its pages overlap or are lost"):
         LmdbStore.open(path)
+
+
+def test_free_pages_that_lie_behind_the_end_of_the_file_are_no_damage(tmp_path: Path) -> None:
+    """LMDB does not write pages that were taken and given up in one commit."""
+    record = Record(Layout("uint8", (20 * PAGE,)), np.ones(20 * PAGE, np.uint8))
+    with closing(LmdbStore.create(tmp_path / "m")) as store:
+        for document in (1, 7, 7):  # which leaves free pages for all that is small
+            put_blocks(store, range(200), document=document)
+        batch = Batch(puts=[(block(0, document=document), (record,)) for document in (2, 3)])
+        evictions = [Batch(deletes=document_ranges(document)) for document in (3, 7)]
+        assert store.write_within(batch, store.used_bytes() + 15 * PAGE, evictions) == 2
+        pages = store._env.info()["last_pgno"] + 1
+        assert (tmp_path / "m" / "data.mdb").stat().st_size < pages * PAGE
+        assert not any(scanned.damage for scanned in store.scan())
+        with closing(LmdbStore.open(tmp_path / "m", read_only=True)) as reader:
+            assert {key.document for key in reader.keys(*BLOCKS)} == {1, 2}
+        store.compact()
+        store.write(batch)
+        assert {key.document for key in store.keys(*BLOCKS)} == {1, 2, 3}
+        assert not any(scanned.damage for scanned in store.scan())
