@@ -319,7 +319,7 @@ class Document:
             batch = append.compose(number, self._read_tokens(now, last))
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.keeper.write(batch, number)
+            self._shared.keeper.write(batch, number, append.after)
             self._handle.id = number
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from memstore.errors import MemstoreError
 from memstore.memory import keeping
@@ -18,8 +18,10 @@ log = logging.getLogger("memstore")
 _NO_ROOM = "the limit had no room for it"
 _OVER = "its time to live was over"
 
-Forgetting = Callable[[Collection[int], Collection[int]], Batch]
-"""What takes documents away, where others go before them."""
+Changed = Mapping[int, DocumentState]
+"""The document that is appended to, as it is then; empty where nothing is appended."""
+Forgetting = Callable[[Collection[int], Collection[int], Changed], Batch]
+"""What takes documents away, where others go before them and one has changed."""
 
 
 class Keeper:
@@ -48,10 +50,10 @@ class Keeper:
 
     def change(self, change: Callable[[Keeping], Keeping]) -> None:
         """Store other rules."""
-        self._write(change(self.rules()), Batch(), ())
+        self._write(change(self.rules()), Batch(), (), {})
 
-    def write(self, batch: Batch, document: int) -> None:
-        """Commit an append to ``document``, with what the rules ask for beside it, in one transaction.
+    def write(self, batch: Batch, document: int, after: DocumentState) -> None:
+        """Commit an append that leaves ``document`` in state ``after``, and what the rules ask for, in one transaction.
 
         Raises ``StoreFull`` where the limit has no room, and what ``BlockStore.write`` raises.
         """
@@ -66,23 +68,23 @@ class Keeper:
             overdue = []
         if rules.expires and rules.believes(now):
             rules = rules.at(now)
-        self._write(rules, batch, overdue, document)
+        self._write(rules, batch, overdue, {document: after})
 
     def expire(self) -> list[str]:
         """Forget every document whose time is over, in one transaction, whatever the clock was before; their names."""
         rules, now = self.rules(), keeping.utc()
-        return self._write(rules.at(now), Batch(), rules.expired(now)) if rules.expires else []
+        return self._write(rules.at(now), Batch(), rules.expired(now), {}) if rules.expires else []
 
-    def _write(self, rules: Keeping, batch: Batch, overdue: Collection[int], document: int | None = None) -> list[str]:
+    def _write(self, rules: Keeping, batch: Batch, overdue: Collection[int], changed: Changed) -> list[str]:
         """Commit ``batch``, the rules, and that ``overdue`` documents go; the names of these.
 
-        With ``document``, to which the batch appends, the limit holds: others are evicted.
+        Where a document is ``changed``, the limit holds: others are evicted.
         """
-        there = self._documents()
+        there, document = self._documents(), next(iter(changed), None)
         overdue = [number for number in overdue if number in there]
         names = self._names(overdue)
         if overdue:
-            _add(batch, self._forgetting(overdue, ()))
+            _add(batch, self._forgetting(overdue, (), changed))
         rest = [number for number in there if number not in overdue]
         reads = self._taken() if rules.when_full == "evict-least-read" else {}
         if document is None or rules.expires or reads:
@@ -92,7 +94,8 @@ class Keeper:
             if document is None or rules.max_bytes is None:
                 self._store.write(batch)
             else:
-                self._write_within(rules.max_bytes, batch, rules.read(reads).victims(rest, document), overdue)
+                victims = rules.read(reads).victims(rest, document)
+                self._write_within(rules.max_bytes, batch, victims, overdue, changed)
         except BaseException:
             self._give_back(reads)
             raise
@@ -100,13 +103,15 @@ class Keeper:
         self._tell(names, _OVER)
         return names
 
-    def _write_within(self, max_bytes: int, batch: Batch, victims: list[int], gone: list[int]) -> None:
+    def _write_within(
+        self, max_bytes: int, batch: Batch, victims: list[int], gone: list[int], changed: Changed
+    ) -> None:
         names: list[str] = []
 
         def evictions() -> Iterator[Batch]:
             for place, number in enumerate(victims):
                 names.extend(self._names([number]))
-                yield self._forgetting([number], [*gone, *victims[:place]])
+                yield self._forgetting([number], [*gone, *victims[:place]], changed)
 
         evicted = self._store.write_within(batch, max_bytes, evictions())
         self.evicted += evicted
@@ -151,6 +156,7 @@ class Keeper:
 
 
 def _add(batch: Batch, other: Batch) -> None:
-    """Let ``batch`` do what ``other`` does too, before what it puts itself."""
+    """Let ``batch`` do what ``other`` does too, after what it does itself: in a batch deletions come first."""
+    kept = [put for put in batch.puts if not any(first <= put[0] <= last for first, last in other.deletes)]
     batch.deletes += other.deletes
-    batch.puts[:0] = other.puts
+    batch.puts = kept + other.puts

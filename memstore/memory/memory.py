@@ -70,7 +70,7 @@ def open_memory(
     try:
         header = read_header(opened.store, str(url))
         blocks = BlockReader(opened.store, header.spec, host_bytes=host_bytes, device_bytes=device_bytes, device=device)
-        keeper = Keeper(opened.store, str(url), lambda numbers, gone: forgetting(shared, numbers, gone))
+        keeper = Keeper(opened.store, str(url), lambda *which: forgetting(shared, *which))
         writable = mode != "r" and not opened.store.read_only
         files = IndexFiles(folder_of(folder(url)), header.spec, index, writable=writable)
         shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper, files)

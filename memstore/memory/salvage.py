@@ -115,7 +115,7 @@ def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
     store = open_unchecked(source)
     header = read_header(store, source)
     blocks = BlockReader(store, header.spec, host_bytes=0)
-    keeper = Keeper(store, source, lambda numbers, gone: forgetting(old, numbers, gone))
+    keeper = Keeper(store, source, lambda *which: forgetting(old, *which))
     files = IndexFiles(None, header.spec, "exact", writable=False)
     old = Shared(store, header.spec, source, "r", "exact", header.blocks_per_run, blocks, keeper, files)
     with open_memory(target, spec=header.spec, mode="a" if again else "x") as new:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -15,12 +16,19 @@ from memstore.memory.state import LAST_ITEM, Address, DocumentState
 from memstore.memory.tensors import Rows, to_record
 from memstore.store.contract import Batch, Record
 
+_AS_STORED: Mapping[int, DocumentState] = MappingProxyType({})
 
-def used_by_others(shared: Shared, *documents: int | None) -> list[Piece]:
-    """Where the live blocks of all other documents lie. Raises ``DamagedError`` where an entry cannot be read."""
+
+def used_by_others(
+    shared: Shared, *documents: int | None, changed: Mapping[int, DocumentState] = _AS_STORED
+) -> list[Piece]:
+    """Where the live blocks of all other documents lie; ``changed`` are those whose entry is about to be another one.
+
+    Raises ``DamagedError`` where an entry cannot be read.
+    """
     pieces: list[Piece] = []
     for number in shared.documents():
-        if number not in documents and (state := shared.state(number)) is not None:
+        if number not in documents and (state := changed.get(number) or shared.state(number)) is not None:
             pieces += Places(number, state).present(state.live())
     return pieces
 
@@ -39,17 +47,23 @@ def release(batch: Batch, shared: Shared, freed: Iterable[Piece], kept: Iterable
                 runs.release(batch, owner, gap, there)
 
 
-def forgetting(shared: Shared, numbers: Collection[int], gone: Collection[int] = ()) -> Batch:
-    """What takes documents away, and nothing that others use; documents that are ``gone`` go before them.
+def forgetting(
+    shared: Shared,
+    numbers: Collection[int],
+    gone: Collection[int] = (),
+    changed: Mapping[int, DocumentState] = _AS_STORED,
+) -> Batch:
+    """What takes documents away, and nothing that others use.
 
-    Raises ``DamagedError`` where the entry of any document cannot be read: then what it uses cannot be known.
+    Documents that are ``gone`` go before them; those ``changed`` use by then what their new entry says. Raises
+    ``DamagedError`` where the entry of any document cannot be read: then what it uses cannot be known.
     """
     batch, freed = Batch(), list[Piece]()
     for number in numbers:
         places = Places(number, shared.state(number) or DocumentState(name=""))
         batch.delete(places.entry)
         freed += places.pieces(range(LAST_ITEM))
-    release(batch, shared, freed, used_by_others(shared, *numbers, *gone))
+    release(batch, shared, freed, used_by_others(shared, *numbers, *gone, changed=changed))
     return batch
 
 

@@ -235,6 +235,26 @@ def test_pinned_documents_and_the_one_that_grows_do_not_expire(make_memory: Make
     assert memory.expire() == []
 
 
+@pytest.mark.parametrize("how", ["expired", "evicted"])
+def test_blocks_that_two_documents_let_go_at_once_are_gone(make_memory: MakeMemory, clock: Clock, how: str) -> None:
+    """One by its capacity, in the append that the other one is forgotten with."""
+    memory = make_memory(capacity=60)
+    fill(memory, "whale")
+    memory.document("whale").fork("ship")
+    if how == "expired":
+        memory.document("ship").expire(60)
+        clock.now += 61
+    else:
+        memory.limit(used(memory) * 19 // 10, "evict-oldest-document")
+    append(memory.document("whale"), random_tokens(60 * S, 1))
+    assert names(memory) == ["whale"]
+    assert memory.verify() == []
+    check_content(memory.document("whale"), torch.cat([random_tokens(LONG), random_tokens(60 * S, 1)]))
+    memory.forget("whale")
+    fill(memory, "sea")
+    assert memory.verify() == []
+
+
 @pytest.mark.parametrize("jump", [BELIEVED + 60, -DAY])
 def test_a_clock_that_jumps_deletes_nothing_until_asked(
     make_memory: MakeMemory, clock: Clock, caplog: pytest.LogCaptureFixture, jump: float
