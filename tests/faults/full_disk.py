@@ -56,7 +56,7 @@ class Filling:
         """Fill it, make room, go on, and look at it from a new process."""
         nbytes = int(2 ** self._rng.uniform(13, 22))  # 8 KB, so that creation fails, to 4 MB
         make_room = self._shrink(nbytes)
-        state: State = {}
+        state = State()
         step, full_at_once = 0, False
         try:
             memory = self._world.open(self._url)
@@ -110,9 +110,9 @@ class Filling:
 
     def _forget_one(self, memory: Memory, state: State, say: Say) -> State:
         """Forgetting is what makes room, so it should need none; where it fails it must change nothing."""
-        if not state:
+        if not state.documents:
             return state
-        name = self._rng.choice(list(state))
+        name = self._rng.choice(list(state.documents))
         try:
             memory.forget(name)
         except StoreFull:
@@ -120,7 +120,7 @@ class Filling:
             check_all(self._world, memory, state)
             return state
         say("forgot without room")
-        state = {other: tokens for other, tokens in state.items() if other != name}
+        state = state.without(name)
         check_all(self._world, memory, state)
         return state
 

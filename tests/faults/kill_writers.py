@@ -1,4 +1,4 @@
-"""SIGKILL a process that appends, truncates and forgets: every commit it told of is there, whole, and nothing else is.
+"""SIGKILL a process that writes in every way there is: every commit it told of is there, whole, and nothing else is.
 
 A round goes on with the memory that the round before was killed over. After some rounds the memory is finished and
 compared with one that nobody disturbed, byte by byte.
@@ -90,6 +90,7 @@ class _Killed:
                 with self._world.open(url) as memory:
                     for number in range(start, len(self._states) - 1):
                         self._world.do(memory, number, self._states[number])
+                    memory.limit(None)  # one that is still set depends on how much was sealed when it was set
                 say(digest(url))
 
         ending = run(finish)

@@ -13,9 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from memstore import Memory
-from memstore.store import Batch
 from tests.faults.processes import Bytecodes, Ending, Say, fork, may_trace, run, step_through
 
 _MOST_INSTRUCTIONS = 2_000
@@ -65,16 +65,19 @@ def _count(way: str, ending: Ending, counts: Counter[str]) -> None:
 @contextmanager
 def told(memory: Memory, say: Say, last: int | None, *, only_commits: bool = False) -> Iterator[None]:
     """Let a memory tell when a commit starts, ``(``, and ends, ``)``, and count bytecodes: all, or those of commits."""
-    store = memory._shared.store
-    write = store.write
-    bytecodes = Bytecodes(last)
+    store, bytecodes = memory._shared.store, Bytecodes(last)
 
-    def telling(batch: Batch) -> None:
-        say("(")
-        with bytecodes if only_commits else nullcontext():
-            write(batch)
-        say(")")
+    def telling(write: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*arguments: Any) -> Any:
+            say("(")
+            with bytecodes if only_commits else nullcontext():
+                result = write(*arguments)
+            say(")")
+            return result
 
-    store.write = telling  # type: ignore[method-assign]
+        return told
+
+    for name in ("write", "write_within", "compact"):
+        setattr(store, name, telling(getattr(store, name)))
     with nullcontext() if only_commits else bytecodes:
         yield

@@ -49,7 +49,7 @@ def _round(world: World, url: str, folder: Path, what: str, steps: int, say: Say
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    state: State = {}
+    state = State()
     with world.open(url) as memory:
         for number in range(steps):
             state = world.do(memory, number, state)

@@ -23,7 +23,20 @@ from memstore import Memory
 from memstore.errors import MemstoreError, NotFound
 from tests.faults.outcome import Outcome
 from tests.faults.processes import Say, fork
-from tests.faults.world import LAYERS, NAMES, QUERY, STORES, S, State, World, best_scores, in_blocks, landmarks, sound
+from tests.faults.world import (
+    LAYERS,
+    NAMES,
+    QUERY,
+    STORES,
+    Held,
+    S,
+    State,
+    World,
+    best_scores,
+    in_blocks,
+    landmarks,
+    sound,
+)
 
 READERS = 4
 KINDS = ("names", "tokens", "search", "gather", "landmarks")
@@ -112,7 +125,7 @@ class Question:
             if self.kind == "search":
                 return document.layer(1).search(QUERY, TOP_K).scores.flatten()
             if self.kind == "landmarks":
-                return document.layer(1).landmarks(range(max(self.blocks) + 1))
+                return document.layer(1).landmarks(range(min(self.blocks), max(self.blocks) + 1))
             gathered = document.layer(self.layer).gather(self.blocks)
             return torch.cat([gathered["k"], gathered["v"]])
         except NotFound:
@@ -121,19 +134,19 @@ class Question:
     def expected(self, world: World, state: State) -> Answer:
         """What the answer is in this state."""
         if self.kind == "names":
-            return list(state)
-        tokens = state.get(self.name)
-        if tokens is None:
+            return list(state.documents)
+        held = state.documents.get(self.name)
+        if held is None:
             return "not found"
         if self.kind == "tokens":
-            return torch.from_numpy(tokens)
+            return torch.from_numpy(held.tokens[held.live.start * S :])
         if self.kind == "search":
-            return best_scores(tokens, TOP_K)
-        blocks = in_blocks(tokens)
-        if max(self.blocks) >= len(blocks):
+            return best_scores(held, TOP_K)
+        blocks = in_blocks(held.tokens)
+        if not set(self.blocks) <= set(held.live):
             return "not found"
         if self.kind == "landmarks":
-            return landmarks(blocks[: max(self.blocks) + 1])
+            return landmarks(blocks[min(self.blocks) : max(self.blocks) + 1])
         states = world.states(blocks[list(self.blocks)], self.layer)
         return torch.cat([states["k"], states["v"]])
 
@@ -159,8 +172,11 @@ def _ask(world: World, url: str, states: list[State], progress: Progress, rng: r
 
 def _question(state: State, rng: random.Random) -> Question:
     name = rng.choice(NAMES)
-    blocks = -(-len(state.get(name, ())) // S) + 1  # one more than there are
-    chosen = tuple(rng.randrange(blocks) for _ in range(rng.randint(1, 16)))
+    live = state.documents.get(name, Held()).live
+    around = range(
+        max(0, live.start - (rng.random() < 0.1)), live.stop + 1
+    )  # now and then one that has left, or is next
+    chosen = tuple(rng.choice(around) for _ in range(rng.randint(1, 16)))
     return Question(rng.choice(KINDS), name, rng.randrange(LAYERS), chosen)
 
 

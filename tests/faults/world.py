@@ -1,8 +1,9 @@
 """A memory whose whole history follows from a seed, so that every answer it gives can be checked, at any moment.
 
-Step ``n`` of the history appends to a document, truncates it or forgets it, in one commit. The tokens of step ``n``
-carry its number and their positions, and states and landmarks follow from the tokens: an answer that is stale, torn or
-of another document differs from what belongs there.
+Step ``n`` of the history is one commit, whatever a memory can do: append, truncate, forget, fork, pin, let expire,
+limit, compact. The tokens of step ``n`` carry its number and their positions, and states and landmarks follow from the
+tokens: an answer that is stale, torn or of another document differs from what belongs there. The clock of the rules
+shows the number of the step, and of two worlds one has a capacity.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch import Tensor
 
 import memstore
 from memstore import Document, Memory, MemorySpec
+from memstore.memory import keeping
 from memstore.memory.fingerprint import Fingerprint
 from memstore.memory.urls import is_path, open_store
 from memstore.memory.verify import check
@@ -37,13 +40,80 @@ STORES: dict[str, Callable[[Path], str]] = {"lmdb": str, "zarr": _zarr}
 S, G, KEY_DIM, LAYERS = 16, 2, 8, 2
 SIZES = {"packed": 8, "large": 160}
 """Head size: with the first some tens of blocks share a value of the store, with the second each has its own."""
-NAMES = ("moby-dick", "emma", "ulysses")
+NAMES = ("moby-dick", "emma", "ulysses", "walden", "dracula")
 QUERY = torch.arange(1.0, KEY_DIM + 1).reshape(1, 1, KEY_DIM)
 LONGEST = 480  # tokens of a document, so that the memory stays small for ever
+CAPACITY = 12  # blocks, in the worlds that have one
+SQUEEZED = 2  # blocks of an append that another document has to make room for
+ROOM = 4 * SQUEEZED  # blocks that are certainly room enough, sealed or not
+START, MINUTE = 1_800_000_000.0, 60.0  # the clock at step 0, and from one step to the next
 
 Tokens = npt.NDArray[np.int64]
-State = dict[str, Tokens]
-"""Documents in the order they were made -> their tokens."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A document."""
+
+    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
+    """Those of blocks that have left as well."""
+    first: int = 0
+    """The first block that has not left."""
+    pinned: bool = False
+    expires: float | None = None
+
+    @property
+    def live(self) -> range:
+        """Blocks that have not left."""
+        return range(self.first, -(-len(self.tokens) // S))
+
+    @property
+    def beginning(self) -> Tokens:
+        """Four tokens that lie side by side in a file."""
+        return self.tokens[self.first * S :][:4]
+
+    def grown(self, tokens: Tokens, capacity: int | None) -> Held:
+        """With ``tokens`` behind its own."""
+        grown = replace(self, tokens=np.concatenate([self.tokens, tokens]))
+        return grown if capacity is None else replace(grown, first=max(self.first, grown.live.stop - capacity))
+
+    def cut(self, blocks: int) -> Held:
+        """Its first blocks."""
+        return replace(self, tokens=self.tokens[: blocks * S], first=min(self.first, blocks))
+
+    def overdue(self, now: float) -> bool:
+        """Whether rules may forget it."""
+        return self.expires is not None and self.expires <= now and not self.pinned
+
+
+@dataclass(frozen=True)
+class State:
+    """What a memory holds after a step."""
+
+    documents: dict[str, Held] = field(default_factory=dict)
+    """In the order they were made."""
+    limit: str = ""
+    """"set": the next append evicts a document; "used": it has done so. Otherwise there is no limit."""
+    gone: tuple[Tokens, ...] = ()
+    """The first tokens of what was forgotten and may still be in the file."""
+
+    def put(self, name: str, held: Held) -> State:
+        """With a document, changed or new."""
+        return replace(self, documents={**self.documents, name: held})
+
+    def without(self, *names: str) -> State:
+        """With documents forgotten."""
+        lost = tuple(self.documents[name].beginning for name in names)
+        documents = {name: held for name, held in self.documents.items() if name not in names}
+        return replace(self, documents=documents, gone=self.gone + lost)
+
+    def overdue(self, now: float) -> list[str]:
+        """Documents that rules may forget, because their time is over."""
+        return [name for name, held in self.documents.items() if held.overdue(now)]
+
+    def victim(self, spared: str) -> str | None:
+        """Who is evicted first for an append to ``spared``."""
+        return next((name for name, held in self.documents.items() if name != spared and not held.pinned), None)
 
 
 class Wrong(Exception):
@@ -55,10 +125,12 @@ class Step:
     """One commit."""
 
     kind: str
-    """append, truncate or forget"""
-    name: str
+    """append, truncate, forget, fork, pin, expire, sweep, compact, limit, unlimit"""
+    name: str = ""
     amount: int = 0
-    """Tokens to append, or blocks to keep."""
+    """Tokens to append, blocks to keep, or minutes to live."""
+    new: str = ""
+    """The name of a fork."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +139,11 @@ class World:
 
     seed: int = 0
     head_size: int = SIZES["packed"]
+
+    @property
+    def capacity(self) -> int | None:
+        """Blocks of a document."""
+        return CAPACITY if self.seed % 2 == 0 else None
 
     @property
     def spec(self) -> MemorySpec:
@@ -81,6 +158,7 @@ class World:
             key_dim=KEY_DIM,
             block_size=S,
             keys_per_block=1,
+            capacity=self.capacity,
             fingerprint=Fingerprint(**kind, dtype="float32", block_size=S),  # type: ignore[arg-type]
         )
 
@@ -92,26 +170,69 @@ class World:
         """What is done to ``state`` as step ``number``; with ``grow`` only appends."""
         rng = random.Random(f"{self.seed} {number}")
         name, amount, kind = rng.choice(NAMES), rng.randint(1, 100), rng.random()
-        blocks = -(-len(state.get(name, ())) // S)
-        if grow or blocks < 2 or (kind < 0.75 and len(state[name]) + amount <= LONGEST):
+        if grow:
             return Step("append", name, amount)
-        return Step("truncate", name, rng.randrange(1, blocks)) if kind < 0.9 else Step("forget", name)
+        if state.limit:
+            return Step("unlimit") if state.limit == "used" else Step("append", self._squeezed(state), SQUEEZED * S)
+        if name not in state.documents:
+            return self._new(rng, state, name, amount)
+        held = state.documents[name]
+        if len(held.live) < 2 or (kind < 0.5 and len(held.tokens) + amount <= LONGEST):
+            return Step("append", name, amount)
+        if kind > 0.87 and self._squeezed(state) and not state.overdue(_now(number + 1)):
+            return Step("limit")
+        for limit, other in ((0.57, "pin"), (0.64, "expire"), (0.68, "sweep"), (0.74, "compact"), (0.79, "forget")):
+            if 0.5 <= kind < limit:
+                return Step(other, name, rng.randint(1, 20))
+        return Step("truncate", name, rng.randrange(max(1, held.first), held.live.stop))
+
+    def _new(self, rng: random.Random, state: State, name: str, amount: int) -> Step:
+        """How a document that does not exist begins: as a fork of another one, or with its own first tokens."""
+        parents = [parent for parent, held in state.documents.items() if held.live]
+        if not parents or rng.random() < 0.5:
+            return Step("append", name, amount)
+        live = state.documents[parent := rng.choice(parents)].live
+        return Step("fork", parent, rng.randint(live.start + 1, live.stop), name)
+
+    def _squeezed(self, state: State) -> str:
+        """A document for whose growth exactly one other has to go, whatever the kind of store rounds to; or none."""
+        for name in NAMES:
+            victim, short = state.victim(name), len(state.documents.get(name, Held()).live) + SQUEEZED < CAPACITY
+            if victim and short and _alone(state, victim) >= ROOM:
+                return name
+        return ""
 
     def after(self, number: int, state: State, *, grow: bool = False) -> State:
-        """The documents once step ``number`` is committed on top of ``state``."""
-        step = self.step(number, state, grow=grow)
+        """What there is once step ``number`` is committed on top of ``state``."""
+        step, now = self.step(number, state, grow=grow), _now(number)
+        held = state.documents.get(step.name, Held())
         match step.kind:
             case "append":
-                old = state.get(step.name, np.empty(0, np.int64))
-                positions = np.arange(len(old), len(old) + step.amount)
-                return {**state, step.name: np.concatenate([old, (number % 2**15) << 16 | positions % 2**16])}
+                positions = np.arange(len(held.tokens), len(held.tokens) + step.amount)
+                grown = held.grown(((number + 1) % 2**15) << 16 | positions % 2**16, self.capacity)
+                lost = [name for name in state.overdue(now) if name != step.name]
+                if state.limit and (victim := state.victim(step.name)):
+                    lost.append(victim)
+                return replace(state.put(step.name, grown).without(*lost), limit="used" if state.limit else "")
             case "truncate":
-                return {**state, step.name: state[step.name][: step.amount * S]}
-        return {name: tokens for name, tokens in state.items() if name != step.name}
+                return state.put(step.name, held.cut(step.amount))
+            case "forget":
+                return state.without(step.name)
+            case "fork":
+                return state.put(step.new, replace(held.cut(step.amount), pinned=False, expires=None))
+            case "pin":
+                return state.put(step.name, replace(held, pinned=not held.pinned))
+            case "expire":
+                return state.put(step.name, replace(held, expires=now + step.amount * MINUTE))
+            case "sweep":
+                return state.without(*state.overdue(now))
+            case "compact":
+                return replace(state, gone=())
+        return replace(state, limit="set" if step.kind == "limit" else "")
 
     def history(self, steps: int) -> list[State]:
         """The states after 0, 1, ... ``steps`` steps."""
-        states: list[State] = [{}]
+        states = [State()]
         for number in range(steps):
             states.append(self.after(number, states[-1]))
         return states
@@ -119,18 +240,35 @@ class World:
     def do(self, memory: Memory, number: int, state: State, *, grow: bool = False) -> State:
         """Commit step ``number``, on top of ``state``; the new state."""
         step, after = self.step(number, state, grow=grow), self.after(number, state, grow=grow)
+        keeping.utc = partial(_now, number)  # type: ignore[assignment]
         match step.kind:
             case "append":
-                self._append(memory.document(step.name), after[step.name])
+                self._append(memory.document(step.name), after.documents[step.name])
             case "truncate":
                 memory.document(step.name).truncate(step.amount)
             case "forget":
                 memory.forget(step.name)
+            case "fork":
+                memory.document(step.name).fork(step.new, step.amount)
+            case "pin":
+                document = memory.document(step.name)
+                document.unpin() if document.pinned else document.pin()
+            case "expire":
+                memory.document(step.name).expire(step.amount * MINUTE)
+            case "sweep":
+                memory.expire()
+            case "compact":
+                memory.compact()
+                check_erased(memory.url, state)
+            case "limit":
+                memory.limit(memory.stats()["used_bytes"], "evict-oldest-document")
+            case "unlimit":
+                memory.limit(None)
         return after
 
-    def _append(self, document: Document, tokens: Tokens) -> None:
-        with document.append(tokens[len(document) :]) as batch:
-            blocks = in_blocks(tokens)[batch.blocks.start :]
+    def _append(self, document: Document, held: Held) -> None:
+        with document.append(held.tokens[len(document) :]) as batch:
+            blocks = in_blocks(held.tokens)[batch.blocks.start :]
             for layer in range(LAYERS):
                 marks = landmarks(blocks) if layer == 1 else None
                 batch.put(layer, landmarks=marks, **self.states(blocks, layer))
@@ -147,7 +285,7 @@ def warm_up() -> None:
     """Import all that a memory needs, so that children that are forked later need not."""
     world = World()
     with world.open("ram:") as memory:
-        check_all(world, memory, world.do(memory, 0, {}))
+        check_all(world, memory, world.do(memory, 0, State()))
 
 
 def in_blocks(tokens: Tokens) -> Tokens:
@@ -161,6 +299,22 @@ def landmarks(blocks: Tokens) -> Tensor:
     return torch.from_numpy(numbers.reshape(-1, 1, 1, KEY_DIM).astype(np.float32))
 
 
+def _now(number: int) -> float:
+    """The clock at a step, in seconds of UTC since 1970."""
+    return START + number * MINUTE
+
+
+def _alone(state: State, name: str) -> int:
+    """How many blocks go with a document, 0 where another one may use some of them."""
+    held = state.documents[name]
+    if not held.live:
+        return 0
+    at = held.live.start * S
+    others = [other.tokens for known, other in state.documents.items() if known != name]
+    shared = any(len(tokens) > at and tokens[at] == held.tokens[at] for tokens in others)
+    return 0 if shared else len(held.live)
+
+
 def _mixed(numbers: Tokens) -> Tokens:
     """Whole numbers from 0 to 2^24 that look random."""
     with np.errstate(over="ignore"):
@@ -169,26 +323,39 @@ def _mixed(numbers: Tokens) -> Tokens:
 
 def check_all(world: World, memory: Memory, state: State) -> None:
     """Read everything that the memory holds. Raises ``Wrong`` where it is not ``state``, or memstore's errors."""
-    _expect([document.name for document in memory.documents()], list(state), "documents")
-    for name, tokens in state.items():
-        check_document(world, memory.document(name), tokens)
+    _expect([document.name for document in memory.documents()], list(state.documents), "documents")
+    _expect(memory.stats()["rules"]["max_bytes"] is not None, bool(state.limit), "a limit")
+    for name, held in state.documents.items():
+        document = memory.document(name)
+        check_document(world, document, held)
+        _expect(document.pinned, held.pinned, f"pin of {name}")
+        _expect(document.expires and document.expires.timestamp(), held.expires, f"end of {name}")
 
 
-def check_document(world: World, document: Document, tokens: Tokens) -> None:
+def check_document(world: World, document: Document, held: Held) -> None:
     """Read all of one document. Raises ``Wrong`` or memstore's errors."""
-    blocks = in_blocks(tokens)
-    _expect(len(document), len(tokens), f"length of {document.name}")
-    _same(document.tokens(), torch.from_numpy(tokens), f"tokens of {document.name}")
-    everything = range(len(blocks))
+    blocks, live = in_blocks(held.tokens), held.live
+    _expect(len(document), len(held.tokens), f"length of {document.name}")
+    _expect(document.blocks, live, f"blocks of {document.name}")
+    _same(document.tokens(), torch.from_numpy(held.tokens[live.start * S :]), f"tokens of {document.name}")
     for layer in range(LAYERS):
-        check_states(world, document, layer, list(everything), blocks)
+        check_states(world, document, layer, list(live), blocks)
     view = document.layer(1)
-    _same(view.landmarks(everything), landmarks(blocks), f"landmarks of {document.name}")
+    _same(view.landmarks(live), landmarks(blocks[live.start :]), f"landmarks of {document.name}")
     hits = view.search(QUERY, 8)
-    _same(hits.scores.flatten(), best_scores(tokens, 8), f"scores of a search in {document.name}")
+    _same(hits.scores.flatten(), best_scores(held, 8), f"scores of a search in {document.name}")
     best = [block for block in hits.blocks.flatten().tolist() if block >= 0]
     scores = landmarks(blocks).reshape(-1, KEY_DIM)[best] @ QUERY.reshape(-1)
     _same(scores, hits.scores.flatten()[: len(best)], f"blocks that a search in {document.name} found")
+
+
+def check_erased(url: str, state: State) -> None:
+    """Raise ``Wrong`` where tokens that were forgotten and that nobody has are still in a file."""
+    kept = {token for held in state.documents.values() for token in held.tokens[held.live.start * S :].tolist()}
+    needles = [lost.astype("<i4").tobytes() for lost in state.gone if len(lost) == 4 and lost[0] not in kept]
+    for file in files_of(url):
+        data = file.read_bytes()
+        _expect([needle for needle in needles if needle in data], [], f"forgotten tokens in {file.name}")
 
 
 def check_states(world: World, document: Document, layer: int, chosen: list[int], blocks: Tokens) -> None:
@@ -198,9 +365,9 @@ def check_states(world: World, document: Document, layer: int, chosen: list[int]
         _same(gathered[name], expected, f"{name} of {document.name}, layer {layer}, blocks {chosen}")
 
 
-def best_scores(tokens: Tokens, top_k: int) -> Tensor:
+def best_scores(held: Held, top_k: int) -> Tensor:
     """Scores that a search for ``QUERY`` finds in a document, best first; -inf where there are fewer blocks."""
-    marks = landmarks(in_blocks(tokens)[: len(tokens) // S]).reshape(-1, KEY_DIM)
+    marks = landmarks(in_blocks(held.tokens)[held.first : len(held.tokens) // S]).reshape(-1, KEY_DIM)
     scores = (marks @ QUERY.reshape(-1)).sort(descending=True).values[:top_k]
     return torch.cat([scores, torch.full((top_k - len(scores),), -torch.inf)])
 
