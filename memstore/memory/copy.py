@@ -79,8 +79,8 @@ def copy_memory(
 
     The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
     again. Documents that share blocks share them in the target too. ``codec`` is the target's, where it shall store
-    states in another way than the source, see ``MemorySpec``. Limit, pins and times to live are not copied: the target
-    keeps its own. This is ``memstore.copy``.
+    states in another way than the source, see ``MemorySpec``. Documents that the copy makes take their pins and times
+    to live along; the limit goes with a copy as a whole, see ``Memory.take_rules``. This is ``memstore.copy``.
 
     Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
     it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
@@ -89,7 +89,8 @@ def copy_memory(
     if _place(source) == _place(target):
         raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
     with open_memory(source, mode="r") as old, open_memory(target, spec=_spec(old, codec)) as new:
-        documents = old.documents()
+        documents, rules = old.documents(), old.rules()
+        made = [document.name for document in documents if new.document(document.name).id is None]
         old.share_facts(new)
         total, done = sum(map(len, documents)), sum(_begun(document, new) for document in documents)
         copied = 0
@@ -103,6 +104,7 @@ def copy_memory(
             for at, document in enumerate(documents):
                 advance(_fork(document, documents[:at], new))
                 copy_document(document, new, document.name, count)
+        new.take_rules(rules, made, [document.name for document in documents])
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
 
 

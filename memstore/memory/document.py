@@ -196,7 +196,8 @@ class Document:
         """A new document ``name`` that begins with what this one holds now, or with its blocks below ``n_blocks``.
 
         Whole blocks are shared, only an incomplete last one is copied, so a fork takes the same short time at any size.
-        From then on the two are independent: appending to, truncating or forgetting one leaves the other as it is.
+        From then on the two are independent: appending to, truncating or forgetting one leaves the other as it is. The
+        new one is not pinned and has no time to live, whatever this one has.
         Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
         self._check_writable()
@@ -218,10 +219,10 @@ class Document:
         """Copy this document to ``memory``, in transactions of bounded size; everything is verified on the way.
 
         A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as
-        a router, are copied too. Where both memories have the same codec, not a bit changes. Where they differ, states
-        are decoded and encoded anew, and what one codec lost is not brought back by another. Raises ``ForeignMemory``
-        where the memories were made for different models, layouts or routers, ``InvalidArgument`` where another text
-        has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+        a router, are copied too; a pin and a time to live are not. Where both memories have the same codec, not a bit
+        changes. Where they differ, states are decoded and encoded anew, and what one codec lost is not brought back by
+        another. Raises ``ForeignMemory`` where the memories were made for different models, layouts or routers,
+        ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         from memstore.memory.copy import copy_document
 

@@ -51,15 +51,16 @@ def export_memory(
 ) -> ExportResult:
     """Write the memory at ``source``, or the ``documents`` named, to the new ``folder``.
 
-    Documents that share blocks share them in the export too. Limit, pins and times to live stay behind, as in a copy.
-    While a document grows, what was there at first is written. Raises ``InvalidArgument`` where something is at
-    ``folder``, ``NotFound``, ``DamagedError`` where the memory is damaged, ``StoreFull``, ``MemoryInUse`` where another
-    process exports to the same place, and ``OSError``; nothing is left at ``folder`` then.
+    Documents that share blocks share them in the export too. Pins and times to live go along, and the limit with the
+    whole memory. While a document grows, what was there at first is written. Raises ``InvalidArgument`` where something
+    is at ``folder``, ``NotFound``, ``DamagedError`` where the memory is damaged, ``StoreFull``, ``MemoryInUse`` where
+    another process exports to the same place, and ``OSError``; nothing is left at ``folder`` then.
     """
     if not isinstance(source, Memory):
         with open_memory(source, mode="r") as memory:
             return export_memory(memory, folder, documents=documents, progress=progress)
     chosen = source.documents() if documents is None else [source.document(name) for name in dict.fromkeys(documents)]
+    rules = source.rules() if documents is None else source.rules().only(documents)
     with _made(Path(folder)) as place:
         writer = _Writer(place)
         with progress_bar(source.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance:
@@ -74,6 +75,7 @@ def export_memory(
             info=info,
             arrays={name: tuple(each) for name, each in arrays.items()},
             facts=writer.write(FACTS, tensors) if tensors else None,
+            rules=rules,
         )
         content = manifest.to_bytes()
         writer.put(NAME, content)

@@ -41,13 +41,16 @@ def import_memory(folder: str | Path, target: str | Path, *, progress: bool = Fa
     """Put the export in ``folder`` into the memory at ``target``, which is made if there is none.
 
     Documents that the memory has already, with the same content, are left as they are, so an import that was
-    interrupted can be run again. Raises ``NotFound``, ``NotAMemory`` and ``DamagedError`` for an export that is not
-    there or not whole (before anything is written, where files are missing or cut), ``ForeignMemory`` for a memory of
-    another model, ``InvalidArgument`` where another text has the name of a document, and ``StoreFull``.
+    interrupted can be run again. Rules come along as with a copy, see ``Memory.take_rules``. Raises ``NotFound``,
+    ``NotAMemory`` and ``DamagedError`` for an export that is not there or not whole (before anything is written, where
+    files are missing or cut), ``ForeignMemory`` for a memory of another model, ``InvalidArgument`` where another text
+    has the name of a document, and ``StoreFull``.
     """
     place = Path(folder)
     manifest = read_manifest(place)
     with open_memory(target, spec=manifest.spec) as memory:
+        names = [entry.name for entry in manifest.documents]
+        made = set(names) - {document.name for document in memory.documents()}
         _take_facts(place, manifest, memory)
         total = sum(file.tokens for file in manifest.files())
         done = 0
@@ -62,6 +65,7 @@ def import_memory(folder: str | Path, target: str | Path, *, progress: bool = Fa
                 before = done
                 _import(place, entry, memory, count)
                 advance(sum(file.tokens for file in entry.files) - (done - before))  # those that were there
+        memory.take_rules(manifest.rules, made, names)
     tokens = sum(document.tokens for document in manifest.documents)
     return ImportResult(documents=len(manifest.documents), tokens=tokens, imported_tokens=done)
 

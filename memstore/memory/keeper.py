@@ -43,6 +43,11 @@ class Keeper:
         """As they are stored now. Raises ``DamagedError`` or ``ForeignMemory``."""
         return read_keeping(self._store)
 
+    @property
+    def ruled(self) -> bool:
+        """Whether anybody has ever made a rule, also one that was taken back."""
+        return self._store.get(KEEPING) is not None
+
     def count(self, document: int, blocks: int) -> None:
         """Note that blocks of a document were gathered; the next write stores it, where a limit asks for it."""
         with self._lock:

@@ -16,6 +16,7 @@ from typing import Any
 
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
+from memstore.memory.rules import Rules
 from memstore.memory.spec import MemorySpec
 
 FORMAT, VERSION = "memstore-export", 1
@@ -64,6 +65,7 @@ class Manifest:
     arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name -> the names of its tensors in ``facts.safetensors``, as ``arrays.NAME.TENSOR``."""
     facts: FileEntry | None = None
+    rules: Rules = field(default_factory=Rules)
 
     def files(self) -> Iterator[FileEntry]:
         """All files, the manifest itself excepted."""
@@ -84,6 +86,8 @@ class Manifest:
             "facts": None if self.facts is None else asdict(self.facts),
             "documents": [asdict(document) for document in self.documents],
         }
+        if self.rules != Rules():
+            content["rules"] = self.rules.to_dict()
         return json.dumps({**content, "sha256": _digest(content)}, indent=1, ensure_ascii=False).encode()
 
 
@@ -152,6 +156,7 @@ def _parsed(path: Path) -> Manifest:
             info={**content["info"]},
             arrays={name: tuple(tensors) for name, tensors in content["arrays"].items()},
             facts=None if facts is None else _file(facts),
+            rules=Rules.from_dict(content["rules"]) if "rules" in content else Rules(),
         )
     except MemstoreError:
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory
-from memstore.memory import verify
+from memstore.memory import keeping, verify
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.audit import Finding
 from memstore.memory.blocks import BlockReader
@@ -29,6 +29,7 @@ from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
 from memstore.memory.places import Places, count
 from memstore.memory.repair import Repair, Repaired
+from memstore.memory.rules import Rules
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.sharing import forgetting
 from memstore.memory.spec import MemorySpec
@@ -194,6 +195,24 @@ class Memory:
         self._check_writable()
         with self._shared.writing:
             self._shared.keeper.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
+
+    def rules(self) -> Rules:
+        """Limit, pins and times to live, by the names of documents."""
+        return Rules.of(self._shared.keeper.rules(), self._known())
+
+    def take_rules(self, rules: Rules, made: Collection[str], copied: Collection[str]) -> None:
+        """Let rules of another memory hold here too, once the documents ``copied`` from it are all here.
+
+        They hold for those that were ``made`` here; others keep the rules that they have. A memory that never had rules
+        and holds nothing else than what was copied is a copy as a whole, and takes all rules, the limit among them.
+        """
+        self._check_writable()
+        with self._shared.writing:
+            names = self._known()
+            whole = not self._shared.keeper.ruled and set(names.values()) <= set(copied)
+            taken = rules if whole else rules.only(made)
+            if taken != Rules():
+                self._shared.keeper.change(lambda mine: taken.added_to(mine, names, keeping.utc()))
 
     def expire(self) -> list[str]:
         """Forget every document whose time to live is over and that is not pinned, in one transaction; their names.

@@ -35,6 +35,7 @@ from memstore.memory.memory import Memory, open_memory
 from memstore.memory.named import Named
 from memstore.memory.places import Places
 from memstore.memory.repair import told_by_tokens
+from memstore.memory.rules import Rules
 from memstore.memory.shared import Shared
 from memstore.memory.sharing import forgetting
 from memstore.memory.state import Address, DocumentState
@@ -44,7 +45,7 @@ from memstore.memory.urls import open_unchecked
 _MOST_CRASHES = 1000
 _PATIENCE = 300  # seconds for one block: a tree whose pages lead in a circle is walked for ever
 _WHOLE = -1  # in the place of a block: the entry of a document
-_LISTING, _FACTS = (0, 0), (0, 1)  # what else a child can be at, in the place of (document, block)
+_LISTING, _FACTS, _RULES = (0, 0), (0, 1), (0, 2)  # what else a child can be at, in the place of (document, block)
 
 At = tuple[int, int]
 
@@ -122,8 +123,13 @@ def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
         _say(made=True)
         if _begin(_FACTS, skip):
             _share_facts(old, new)
+        names: dict[int, str] = {}
         for number in _numbers(old, skip):
-            _say(saved=_Rescue(old, new, number, skip).run())
+            saved = _Rescue(old, new, number, skip).run()
+            names[number] = saved["document"]
+            _say(saved=saved)
+        if _begin(_RULES, skip):
+            _share_rules(old, new, names)
     store.close()
 
 
@@ -132,6 +138,14 @@ def _share_facts(old: Shared, new: Memory) -> None:
         new.take_facts(Named(old))
     except DamagedError as error:
         _say(saved={"document": "", "tokens": 0, "tokens_lost": 0, "message": f"facts of the memory are lost: {error}"})
+
+
+def _share_rules(old: Shared, new: Memory, names: Mapping[int, str]) -> None:
+    try:
+        new.take_rules(Rules.of(old.keeper.rules(), names), (), set(names.values()))
+    except DamagedError as error:
+        message = f"the limit, pins and times to live of the memory are lost: {error}"
+        _say(saved={"document": "", "tokens": 0, "tokens_lost": 0, "message": message})
 
 
 def _numbers(old: Shared, skip: set[At]) -> Iterator[int]:

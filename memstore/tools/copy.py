@@ -30,7 +30,8 @@ def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
 
     Every value is verified on the way. Documents that the target has already are completed or left as they are, so
     after an interruption the same command goes on where it stopped. Forks share their blocks in the copy too. With
-    --codec states are encoded anew; without it the copy has the same bits.
+    --codec states are encoded anew; without it the copy has the same bits. New documents take their pins and times to
+    live along, and a new memory the limit too.
 
     Example:
 

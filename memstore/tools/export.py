@@ -43,8 +43,8 @@ def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: F
     """Write a memory to files that need no memstore to be read.
 
     States, tokens and landmarks go to files in the safetensors format, of at most 64 MiB each if a block is not larger,
-    and everything else to manifest.json, with the SHA-256 of every file. Every value is verified on the way. The folder
-    is there when it is complete, and not before.
+    and everything else, pins and times to live too, to manifest.json, with the SHA-256 of every file. Every value is
+    verified on the way. The folder is there when it is complete, and not before.
 
     With --format parquet, one table is written, with the text, the tokens and the norms of each block.
 
@@ -104,7 +104,8 @@ def import_(folder: Folder, memory: Target) -> Report:
     """Make a memory of an export again, with the same bits.
 
     Every file is compared with its SHA-256 first. A document is seen when all of it is there. Documents that the memory
-    has already are left as they are, so after an interruption the same command goes on where it stopped.
+    has already are left as they are, so after an interruption the same command goes on where it stopped. New ones take
+    their pins and times to live along, and a new memory the limit too.
 
     Example:
 

@@ -19,7 +19,8 @@ Blocks = Annotated[
 def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: Blocks = None) -> Report:
     """Begin a new document with what another one holds.
 
-    Whole blocks are shared, so it takes the same moment at any size. From then on the two are independent.
+    Whole blocks are shared, so it takes the same moment at any size. From then on the two are independent; a pin or
+    a time to live stays with the old one.
 
     Example:
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import sys
@@ -100,6 +101,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the counts there as JSON")
     options = parser.parse_args()
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # evicting is part of the history
     torch.set_num_threads(1)  # whoever forks must have one thread
     warm_up()
     _print(f"seed {options.seed}")
