@@ -11,6 +11,8 @@ PYTHON ?=
 PIP_FLAGS ?=
 # More options for pytest: make test PYTEST_FLAGS="-k store -x"
 PYTEST_FLAGS ?=
+# Part of the faults, such as one store: make faults FAULTS_FLAGS="--store zarr"
+FAULTS_FLAGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -43,7 +45,7 @@ bench: $(READY) ## Measure: speed and needles, some minutes each
 	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
 
 faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (half an hour)
-	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json
+	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)
 
 gpu: $(READY) ## On a GPU: test the kernels there, and measure them
 	$(BIN)/python -m pytest tests/kernels tests/index/test_exact.py

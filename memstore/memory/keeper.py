@@ -7,11 +7,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from memstore.errors import MemstoreError
+from memstore.errors import DamagedError, MemstoreError
 from memstore.memory import keeping
-from memstore.memory.keeping import Keeping, read_keeping
+from memstore.memory.keeping import Keeping, lost_keys, read_keeping
 from memstore.memory.state import KEEPING, LAST_DOCUMENT, Address, DocumentState
 from memstore.store.contract import Batch, BlockStore
+from memstore.store.records import describe
 
 log = logging.getLogger("memstore")
 
@@ -34,6 +35,7 @@ class Keeper:
         self._reads: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._warned = False
+        self._sure = False
         self.evicted = 0
         """Documents forgotten for the limit since the memory was opened."""
         self.expired = 0
@@ -41,6 +43,13 @@ class Keeper:
 
     def rules(self) -> Keeping:
         """As they are stored now. Raises ``DamagedError`` or ``ForeignMemory``."""
+        if not self._sure:
+            if lost := lost_keys(self._store):
+                raise DamagedError(
+                    f"memory {self._url}: {describe(lost[0])} holds another key's value, maybe the limit, pins and times "
+                    "to live; run verify, then repair"
+                )
+            self._sure = True
         return read_keeping(self._store)
 
     @property

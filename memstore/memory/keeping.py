@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
-from memstore.errors import ForeignMemory, InvalidArgument
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory.state import KEEPING
-from memstore.store.contract import BlockStore, Record
+from memstore.store.checks import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
+from memstore.store.contract import BlockStore, Key, Record, Table
+from memstore.store.records import misplaced
 
 WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
 """What an append does that the limit has no room for: fail, or forget other documents, oldest or least read first."""
@@ -129,6 +131,26 @@ def read_keeping(store: BlockStore) -> Keeping:
     """The rules of the memory on ``store``. Raises ``DamagedError`` or ``ForeignMemory``."""
     records = store.get(KEEPING)
     return Keeping() if records is None else Keeping.from_json(records[0].to_json())
+
+
+def lost_keys(store: BlockStore) -> list[Key]:
+    """Keys of META under which another key's value lies, where there seem to be no rules: it may be them.
+
+    Most memories have none. One whose rules cannot be found must not be taken for one of these, and forget what is
+    pinned.
+    """
+    if store.get(KEEPING) is not None:
+        return []
+    keys = store.keys(Key(Table.META), Key(Table.META, MAX_DOCUMENT, MAX_LAYER, MAX_ITEM))
+    return [key for key in keys if _misplaced(store, key)]
+
+
+def _misplaced(store: BlockStore, key: Key) -> bool:
+    try:
+        store.get(key)
+    except DamagedError as error:
+        return misplaced(error)
+    return False
 
 
 def utc() -> float:

@@ -17,6 +17,7 @@ from memstore.errors import DamagedError
 from memstore.memory.audit import Audit, Finding
 from memstore.memory.document import Document
 from memstore.memory.dropping import losses, outcomes, without_blocks, without_hashes
+from memstore.memory.keeping import lost_keys
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.state import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
 from memstore.store.checks import MAX_ITEM, MAX_LAYER
@@ -106,7 +107,8 @@ class Repair:
         try:
             self._shared.keeper.rules()
         except _UNREADABLE:
-            batch.delete(KEEPING)
+            for key in (KEEPING, *lost_keys(self._shared.store)):
+                batch.delete(key)
             yield Step(message="the limit, pins and times to live were damaged and are gone; set them anew")
 
     def _entries(self, batch: Batch, audit: Audit) -> Iterator[Step]:

@@ -61,6 +61,11 @@ def damaged(key: Key, what: str) -> DamagedError:
     return DamagedError(f"{describe(key)} is damaged: {what}; nothing of it was used")
 
 
+def misplaced(error: DamagedError) -> bool:
+    """Whether what is wrong with a value is that it is another key's."""
+    return "is damaged: wrong address" in str(error)
+
+
 def padding(nbytes: int) -> int:
     """Zero bytes after a payload of ``nbytes``."""
     return -nbytes % ALIGNMENT

@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-PATIENCE = 180  # seconds until a child counts as hanging; SIGALRM then ends it. A busy machine is not a hang
+PATIENCE = 60  # seconds that a child may compute until it counts as hanging; SIGPROF then ends it
+WAITING = (
+    10  # times as long it may take by the clock, which goes on where a machine is busy or halted; then SIGALRM does
+)
 _TRACE_ME, _SINGLE_STEP, _SYSCALL = 0, 9, 24  # of <sys/ptrace.h>
 
 Say = Callable[[str], None]
@@ -39,7 +42,7 @@ class Ending:
     @property
     def hung(self) -> bool:
         """Whether it ran out of patience."""
-        return self.code == -signal.SIGALRM
+        return self.code in (-signal.SIGALRM, -signal.SIGPROF)
 
     @property
     def last(self) -> str:
@@ -74,7 +77,7 @@ class Child:
         return self.wait()
 
 
-def fork(body: Callable[[Say], None]) -> Child:
+def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
     """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1."""
     hear, say = os.pipe()
     sys.stdout.flush()
@@ -85,7 +88,8 @@ def fork(body: Callable[[Say], None]) -> Child:
     os.close(hear)
     code = 1
     try:
-        signal.alarm(PATIENCE)
+        signal.setitimer(signal.ITIMER_PROF, patience)
+        signal.alarm(WAITING * patience)
         body(lambda line: _tell(say, line))
         code = 0
     except BaseException as error:  # noqa: BLE001 - the parent hears of everything

@@ -22,7 +22,7 @@ import memstore
 from memstore import Memory
 from memstore.errors import MemstoreError, NotFound
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, fork
+from tests.faults.processes import PATIENCE, Say, fork
 from tests.faults.world import (
     LAYERS,
     NAMES,
@@ -72,7 +72,7 @@ class Progress:
 def read_beside_a_writer(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
     """The writer does ``rounds`` steps; the readers ask until it has ended."""
     world, url, outcome, progress = World(seed), STORES[store](folder / "m"), Outcome(), Progress()
-    states = world.history(rounds)
+    states, patience = world.history(rounds), PATIENCE + rounds  # they are at it until the last step
 
     def write(say: Say) -> None:
         try:
@@ -87,9 +87,10 @@ def read_beside_a_writer(folder: Path, store: str, rounds: int, seed: int) -> Ou
 
     world.open(url).close()
     readers = [
-        fork(partial(_ask, world, url, states, progress, random.Random(f"{seed} {name}"))) for name in range(READERS)
+        fork(partial(_ask, world, url, states, progress, random.Random(f"{seed} {name}")), patience)
+        for name in range(READERS)
     ]
-    writing = fork(write).wait()
+    writing = fork(write, patience).wait()
     outcome.counts["commits"] = writing.lines.count("committed")
     if writing.code:
         outcome.crashes.append(f"the writer (seed {seed}): {writing.last}")

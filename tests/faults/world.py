@@ -240,7 +240,7 @@ class World:
     def do(self, memory: Memory, number: int, state: State, *, grow: bool = False) -> State:
         """Commit step ``number``, on top of ``state``; the new state."""
         step, after = self.step(number, state, grow=grow), self.after(number, state, grow=grow)
-        keeping.utc = partial(_now, number)  # type: ignore[assignment]
+        keeping.utc = partial(_now, number)
         match step.kind:
             case "append":
                 self._append(memory.document(step.name), after.documents[step.name])

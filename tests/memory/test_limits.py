@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, StoreFull
+from memstore.errors import DamagedError, InvalidArgument, NotFound, ReadOnlyMemory, StoreFull
 from memstore.memory import Memory, keeping
 from memstore.memory.keeping import BELIEVED, DAY
+from memstore.store import Key, Table
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import (
     D,
@@ -253,6 +255,30 @@ def test_blocks_that_two_documents_let_go_at_once_are_gone(make_memory: MakeMemo
     memory.forget("whale")
     fill(memory, "sea")
     assert memory.verify() == []
+
+
+@pytest.mark.parametrize("byte", [3, 16])
+def test_rules_under_a_damaged_key_are_not_taken_for_none(tmp_path: Path, byte: int) -> None:
+    """Or what is pinned might be forgotten."""
+    path = tmp_path / "m"
+    with memstore.open(path, spec=make_spec()) as memory:
+        fill(memory, "whale")
+        memory.document("whale").pin()
+    start, data = Key(Table.META, item=2).to_bytes() + b"MSTR", bytearray((path / "data.mdb").read_bytes())
+    for match in re.finditer(re.escape(start), bytes(data)):
+        data[match.start() + byte] ^= 128
+    (path / "data.mdb").write_bytes(data)
+    with memstore.open(path) as memory:
+        for look in (memory.rules, memory.stats, lambda: memory.document("whale").pinned):
+            with pytest.raises(DamagedError):
+                look()
+        with pytest.raises(DamagedError):
+            append(memory.document("ship"), [1])
+        assert memory.verify() != []
+        memory.repair()
+        assert memory.verify() == []
+        append(memory.document("ship"), [1])
+        check_content(memory.document("whale"), random_tokens(LONG))
 
 
 @pytest.mark.parametrize("jump", [BELIEVED + 60, -DAY])

@@ -10,7 +10,7 @@ import pytest
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.memory import Memory, exporting
+from memstore.memory import Memory
 from memstore.memory.copy import copy_memory
 from memstore.memory.exporting import export_memory
 from memstore.memory.importing import import_memory
@@ -169,7 +169,7 @@ def test_an_export_without_rules_says_nothing_of_them(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "plain", spec=make_spec()) as memory:
         fill(memory, "whale")
         export_memory(memory, tmp_path / "export")
-    assert "rules" not in json.loads((tmp_path / "export" / exporting.NAME).read_text())
+    assert "rules" not in json.loads((tmp_path / "export" / "manifest.json").read_text())
 
 
 @pytest.mark.parametrize("change", [{"when_full": "explode"}, {"colour": "white"}])
