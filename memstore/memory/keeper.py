@@ -46,8 +46,8 @@ class Keeper:
         if not self._sure:
             if lost := lost_keys(self._store):
                 raise DamagedError(
-                    f"memory {self._url}: {describe(lost[0])} holds another key's value, maybe the limit, pins and times "
-                    "to live; run verify, then repair"
+                    f"memory {self._url}: {describe(lost[0])} holds another key's value, maybe the limit, pins and "
+                    "times to live; run verify, then repair"
                 )
             self._sure = True
         return read_keeping(self._store)
