@@ -3,18 +3,18 @@
     memstore train landmark TRAIN --recipe landmark-finetune --init smollm2 --lora 8 ... --out TUNED
     python benchmarks/landmark_finetune.py TUNED --text HELD --passkeys 3072
 
-The pieces of text are the same for all rows. The stock model attends to all of a piece, and, with its attention cut to a
-window, to as much as a landmark model attends to. What was made of it (the mean of all embeddings as its landmark, no
-training) and what training made of that retrieve, one list for a layer and segment.
+The pieces of text are the same for all rows. The stock model attends to all of a piece, and, with its attention cut to
+a window, to as much as a landmark model attends to. What was made of it (the mean of all embeddings as its landmark,
+no training) and what training made of that retrieve, one list for a layer and segment.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from memstore.eval.readers import memory_spec
 from memstore.eval.resources import hardware
 from memstore.eval.run import Plan, evaluate
 from memstore.memory import Retrieval
-from memstore.models.landmark import LandmarkForCausalLM
-from memstore.tools.models import encode, resolve_model
-from memstore.train.family import landmark_of_stock
+from memstore.models.landmark import make_landmark
+from memstore.tools.models import encode
+from memstore.tools.models import load_model as load_stock
 
 RESULTS = Path(__file__).parent / "results" / "landmark-finetune.json"
 
@@ -41,63 +41,51 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
     tuned, tokenizer = load_model(options.tuned, "cpu")
-    before = landmark_of_stock(resolve_model(options.stock), block_size=tuned.config.block_size).eval()
+    stock, _ = load_stock(options.stock, "float32")
+    block = tuned.config.block_size
+    models: dict[str, Any] = {
+        "stock": make_landmark(stock, attention="full", block_size=block),
+        "before": make_landmark(stock, block_size=block),
+        "tuned": tuned,
+    }
     tokens = torch.tensor(encode(tokenizer, options.text.read_text("utf-8")))
     check(tokens, options.lengths)
     tokens = tokens[-max(options.lengths) * options.samples :]
     rows: list[dict[str, Any]] = []
-    for row in measure(before, tuned, tokens, options):
+    for row in chain(perplexities(models, tokens, options), passkeys(models, tokenizer, options)):
         print(json.dumps(row), flush=True)
         rows.append(row)
         _write(options, rows)
-    for name, model in (("before", before), ("tuned", tuned)):
-        for row in passkeys(model, tokenizer, options):
-            print(json.dumps({"model": name, **row}), flush=True)
-            rows.append({"model": name, **row})
-            _write(options, rows)
 
 
-def measure(
-    before: LandmarkForCausalLM, tuned: LandmarkForCausalLM, tokens: Tensor, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """Perplexities of all models on ``tokens``, by the length of a piece."""
-    stock = without_landmarks(before)
-    block, local, k = tuned.config.block_size, tuned.config.segment_tokens, options.top_k
+def perplexities(models: Mapping[str, Any], tokens: Tensor, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of all models on ``tokens``, by the length of a piece."""
+    config, k = models["tuned"].config, options.top_k
+    retrieval = Retrieval(top_k=k, every="segment", share="layer")
     for length in options.lengths:
-        about = {"length": length, "tokens": len(tokens)}
-        yield {**about, "model": "stock", "perplexity": round(whole(stock, tokens, length, _unheard), 3)}
-        size = attention_size(block, length, local, k)
+        about = {"task": "perplexity", "length": length, "tokens": len(tokens)}
+        yield {**about, "model": "stock", "perplexity": round(whole(models["stock"], tokens, length, _unheard), 3)}
+        size = attention_size(config.block_size, length, config.segment_tokens, k)
         if size < length:
-            cut = whole(truncated(stock, size), tokens, length, _unheard)
-            yield {**about, "model": f"stock, cut to {size}", "perplexity": round(cut, 3)}
-        for name, model in (("before", before), ("tuned", tuned)):
-            retrieval = Retrieval(top_k=k, every="segment", share="layer")
-            seen, _ = retrieved(model, tokens, length, retrieval, local=local, advance=_unheard)
-            row = {**about, "model": name, "local": local, "top_k": k, "size": size}
+            cut = whole(truncated(models["stock"], size), tokens, length, _unheard)
+            yield {**about, "model": "stock, truncated", "size": size, "perplexity": round(cut, 3)}
+        for name in ("before", "tuned"):
+            local = config.segment_tokens
+            seen, _ = retrieved(models[name], tokens, length, retrieval, local=local, advance=_unheard)
+            row = {**about, "model": name, "size": size, "local": local, "top_k": k}
             yield row | {"perplexity": round(seen, 3)}
 
 
-def passkeys(model: LandmarkForCausalLM, tokenizer: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Whole answers by length; depths are random."""
+def passkeys(models: Mapping[str, Any], tokenizer: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Whole answers of the landmark models by length; depths are random."""
     if not options.passkeys:
         return
-    longest = max(options.passkeys)
-    filler = load_filler(tokenizer, [options.text], at_most=2 * longest, advance=_unheard)
-    plan = Plan(
-        task="passkey", lengths=options.passkeys, depths=None, samples=options.asked, seed=0, reuse=True, options={}
-    )
-    with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
-        for row in evaluate(model, tokenizer, plan, filler, memory):
-            yield {"task": "passkey", **row.to_dict(tokenizer.decode)}
-
-
-def without_landmarks(made: LandmarkForCausalLM) -> LandmarkForCausalLM:
-    """The stock model that ``made`` was made of, as the baseline with full attention: the same weights."""
-    config = copy.deepcopy(made.config)
-    config.attention = "full"
-    stock = LandmarkForCausalLM(config).to(made.dtype)  # type: ignore[arg-type]  # transformers wraps it
-    stock.load_state_dict({name: each for name, each in made.state_dict().items() if "landmark" not in name})
-    return stock.eval()
+    filler = load_filler(tokenizer, [options.text], at_most=2 * max(options.passkeys), advance=_unheard)
+    plan = Plan(task="passkey", lengths=options.passkeys, samples=options.asked, reuse=True)
+    for name in ("tuned", "before"):
+        with memstore.open("ram:", spec=memory_spec(models[name], tokenizer)) as memory:
+            for row in evaluate(models[name], tokenizer, plan, filler, memory):
+                yield {"task": "passkey", "model": name, **row.to_dict(tokenizer.decode)}
 
 
 def _unheard(tokens: int) -> None:

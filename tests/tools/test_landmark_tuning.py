@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +57,20 @@ def test_adapters_are_trained_and_become_part_of_the_model(tuned: Path, model_fo
     assert last < first
 
 
+def test_a_recipe_in_bfloat16_can_be_told_otherwise(cli: Cli, tuned: Path, text: Path, tmp_path: Path) -> None:
+    done = cli("train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--no-bf16", "--out", tmp_path / "float32")
+    assert done.code == 0, done.err
+    used = [json.loads((each / "run.json").read_text())["optimisation"] for each in (tuned, tmp_path / "float32")]
+    assert [each["bf16"] for each in used] == [True, False]
+
+
 def test_the_model_is_one_like_any_other(cli: Cli, tuned: Path, text: Path, tmp_path: Path) -> None:
     assert LandmarkForCausalLM.from_pretrained(tuned).config.block_size == 8
-    measured = cli("eval", "perplexity", "--model", tuned, "--text", text, "--lengths", "40", "--local", 14, "--json")
+    numbers = ("--text", text, "--lengths", "400,800", "--local", 14, "--top-k", 2, "--samples", 2)
+    measured = cli("eval", "perplexity", "--model", tuned, "--baseline", "smollm2", *numbers, "--json")
     assert measured.code == 0, measured.err
+    kinds = [(row["attention"], row["length"], row["size"]) for row in measured.json["rows"]]
+    assert kinds == [("full", 400, 400), ("truncated", 400, 85), ("landmark", 400, 85), ("landmark", 800, 142)]
     (tmp_path / "notes.txt").write_text(text.read_text()[:1_000])
     assert cli("read", tmp_path / "notes.txt", tmp_path / "notes.mem", "--model", tuned).code == 0
     asked = cli("ask", tmp_path / "notes.mem", "The assert", "--max-tokens", 3)

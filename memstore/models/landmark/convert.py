@@ -56,7 +56,8 @@ def make_landmark(
         block_size: tokens of a block, its landmark counted; 51 is the 50 tokens of the paper.
         lora: train low-rank adapters (Hu et al. 2021) and the landmark only: their rank, or a configuration of
             ``peft``, which must be installed. The result is then a ``PeftModel`` around the landmark model.
-        **changes: further options of ``LandmarkConfig``.
+        **changes: further options of ``LandmarkConfig``. With ``attention="full"`` it is the stock model itself, as the
+            baseline of the same class, without a landmark.
 
     Raises:
         UnsupportedModel: the model computes something else than the Llama form does.
@@ -137,8 +138,8 @@ def lora_config(lora: int | LoraConfig) -> LoraConfig:
 def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, Any]) -> LandmarkConfig:
     stock: Any = model.config
     _check(stock)
-    if changes.get("attention", "landmark") != "landmark" or changes.get("architecture", "llama") != "llama":
-        raise InvalidArgument("a stock model becomes a Llama with landmarks: architecture and attention are given")
+    if changes.get("architecture", "llama") != "llama":
+        raise InvalidArgument("a stock model becomes a Llama with landmarks: its architecture is given")
     options = {name: getattr(stock, name, None) for name in COPIED}
     options |= {
         "head_dim": getattr(stock, "head_dim", None),
