@@ -111,7 +111,8 @@ def _write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     about = {"date": datetime.now(UTC).date().isoformat(), **hardware(), "threads": options.threads}
     trained = json.loads((options.tuned / "report.json").read_text("utf-8"))
     settings = json.loads((options.tuned / "run.json").read_text("utf-8"))
-    training = {**trained, "model": options.tuned.name, "lora": settings.get("lora"), "optimisation": settings["optimisation"]}
+    training = {**trained, "model": options.tuned.name, "lora": settings.get("lora")}
+    training["optimisation"] = settings["optimisation"]
     options.out.write_text(json.dumps({"about": about, "training": training, "rows": rows}, indent=1) + "\n")
 
 
