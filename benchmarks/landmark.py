@@ -46,7 +46,6 @@ def main() -> None:
     else:
         rows = [_child(backend, tokens, options.block[0]) for tokens in lengths for backend in _backends(tokens)]
     about = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **hardware()}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     page = Page()
     page.facts(about)

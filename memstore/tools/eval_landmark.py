@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.tools.models import check_device, encode, quiet_transformers
+from memstore.tools.models import check_device, encode, load_model, quiet_transformers, resolve_model
 from memstore.tools.options import use_threads
 from memstore.tools.output import Page, Report
 
@@ -31,7 +31,10 @@ Cutoffs = Annotated[
 ]
 Baseline = Annotated[
     list[Path] | None,
-    typer.Option(help="A model to compare a landmark model with (full attention, xl, window); may be repeated."),
+    typer.Option(
+        help="A model to compare a landmark model with (full attention, xl, window, or the stock one that it was made "
+        "of); may be repeated."
+    ),
 ]
 DEFAULT_CUTOFFS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
@@ -96,7 +99,7 @@ def _all_lengths(
     from memstore.eval.landmark import by_length
     from memstore.memory.ingest import progress_bar
 
-    models = [*(_baseline(each.expanduser(), folder, device) for each in baselines), model]
+    models = [*(_baseline(each, folder, model.config, device) for each in baselines), model]
     rows = []
     for each in models:
         count = len(lengths) * (len(local) * len(top_k) if each is model else 1)
@@ -112,16 +115,21 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
         return load_model(folder, device)
 
 
-def _baseline(folder: Path, own: Path, device: str) -> Any:
-    """The model in ``folder``, if its perplexity can be compared with that of the model in ``own``."""
+def _baseline(name: Path, own: Path, config: Any, device: str) -> Any:
+    """The model called ``name``, if its perplexity can be compared with that of the model in ``own``."""
     from memstore.eval.models import LANDMARK, kind_of
+    from memstore.models.landmark.convert import STOCK, make_landmark
 
-    if kind_of(folder) != LANDMARK:
-        raise UnsupportedModel(f"{folder} is no baseline: train one with memstore train landmark --attention full")
-    other, _ = _load(folder, device)
+    folder = Path(resolve_model(str(name)))
+    kind = kind_of(folder)
+    if kind not in (LANDMARK, *STOCK):
+        raise UnsupportedModel(f"{name} is no baseline: train one with memstore train landmark --attention full")
     if (folder / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
-        raise InvalidArgument(f"{folder} has another tokenizer than {own}: their perplexities cannot be compared")
-    return other
+        raise InvalidArgument(f"{name} has another tokenizer than {own}: their perplexities cannot be compared")
+    if kind == LANDMARK:
+        return _load(folder, device)[0]
+    stock, _ = load_model(str(folder), "float32", device=device)
+    return make_landmark(stock, attention="full", block_size=config.block_size)
 
 
 def _top_k(text: str) -> Any:

@@ -44,7 +44,10 @@ Accumulate = Annotated[int | None, typer.Option(min=1, help="Batches that make o
 LearningRate = Annotated[float | None, typer.Option(help="Highest learning rate. Without it: what suits the size.")]
 Warmup = Annotated[int | None, typer.Option(min=0, help="Steps of warm-up. Without it: 50.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Of weights, order and noise. Without it: 0.")]
-Bf16 = Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")]
+Bf16 = Annotated[
+    bool | None,
+    typer.Option("--bf16/--no-bf16", help="Compute in bfloat16. Without it: as the recipe says, else in float32."),
+]
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="Use less memory and a third more time.")]
 SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
 LogEvery = Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")]
@@ -84,7 +87,7 @@ def drt(
     learning_rate: LearningRate = None,
     warmup: Warmup = None,
     seed: Seed = None,
-    bf16: Bf16 = False,
+    bf16: Bf16 = None,
     gradient_checkpointing: Checkpointing = False,
     save_every: SaveEvery = 200,
     log_every: LogEvery = 50,
@@ -139,8 +142,8 @@ def drt(
 
 
 def chosen(**options: Any) -> dict[str, Any]:
-    """The options that were given: those left at None or False are not."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+    """The options that were given: those left at None are not."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def carry_out(train: Callable[[Any], dict[str, Any]], out: Path, threads: int | None, **settings: Any) -> Report:

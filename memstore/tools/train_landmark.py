@@ -10,6 +10,7 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.tools import train
+from memstore.tools.models import resolve_model
 from memstore.tools.options import Threads
 from memstore.tools.output import Json, Report
 
@@ -18,7 +19,14 @@ RecipeName = Annotated[
     typer.Option(help="landmark-cpu (needs no text), landmark-prose-cpu, landmark-pg19 or landmark-finetune."),
 ]
 Init = Annotated[
-    Path | None, typer.Option(help="Start from the landmark model, or the stock Llama-like one, in this folder.")
+    Path | None,
+    typer.Option(help="Start from the landmark model, or the stock Llama-like one, in this folder, or from smollm2."),
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Train adapters of this rank and the landmark only (LoRA); they are merged into the result."
+    ),
 ]
 Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")]
 Attention = Annotated[
@@ -37,7 +45,7 @@ _MODEL = {
 }
 """Options that a model is made of, and their names in its configuration."""
 _DATA = ("tokenizer", "context", "valid", "column")
-_OF_TEXTS = {*train.OPTIMISATION, *_MODEL, *_DATA, "preset", "init"}
+_OF_TEXTS = {*train.OPTIMISATION, *_MODEL, *_DATA, "preset", "init", "lora"}
 
 
 def landmark(
@@ -46,6 +54,7 @@ def landmark(
     out: train.Out,
     recipe: RecipeName = None,
     init: Init = None,
+    lora: Lora = None,
     preset: Preset = None,
     attention: Attention = None,
     tokenizer: train.Tokenizer = None,
@@ -62,7 +71,7 @@ def landmark(
     learning_rate: train.LearningRate = None,
     warmup: train.Warmup = None,
     seed: train.Seed = None,
-    bf16: train.Bf16 = False,
+    bf16: train.Bf16 = None,
     gradient_checkpointing: train.Checkpointing = False,
     save_every: train.SaveEvery = 200,
     log_every: train.LogEvery = 50,
@@ -79,17 +88,19 @@ def landmark(
     Example:
 
         memstore train landmark book1.txt book2.txt --recipe landmark-prose-cpu --out prose
+        memstore train landmark book1.txt --recipe landmark-finetune --init smollm2 --lora 8 --out tuned
 
     In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
     given = train.chosen(
-        init=init,
+        init=None if init is None else Path(resolve_model(str(init))),
+        lora=lora,
         preset=preset,
         attention=attention,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         block_size=block_size,
-        context_miss=context_miss,
+        context_miss=context_miss or None,
         context=context,
         valid=valid,
         column=column,
@@ -153,6 +164,7 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
         family=LANDMARK,
         changes={**({} if recipe is None else recipe.model), **_changes(given)},
         init=given.get("init"),
+        lora=given.get("lora"),
         **settings,
         optimisation=_optimisation(recipe, given),
         runtime=runtime,

@@ -47,7 +47,7 @@ def memorizing(
     learning_rate: train.LearningRate = None,
     warmup: train.Warmup = None,
     seed: train.Seed = None,
-    bf16: train.Bf16 = False,
+    bf16: train.Bf16 = None,
     gradient_checkpointing: train.Checkpointing = False,
     save_every: train.SaveEvery = 200,
     log_every: train.LogEvery = 50,

@@ -34,6 +34,7 @@ def train_on_texts(
     changes: Mapping[str, Any] | None = None,
     tokenizer: Folder | None = None,
     init: Folder | None = None,
+    lora: int | None = None,
     context: int | None = None,
     valid: float = 0.0,
     column: str = "text",
@@ -50,6 +51,8 @@ def train_on_texts(
         changes: what differs in the configuration that it gets then.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: a model folder to start from, instead of ``config``.
+        lora: train low-rank adapters of this rank in ``init``, and its landmark, instead of all weights. They are
+            merged at the end: ``out`` holds a model like any other. For landmark models; needs ``peft``.
         context: tokens of a segment; 32 blocks if None.
         valid: the part of the text whose perplexity is measured at the end, and which is not trained on.
         column: of a dataset.
@@ -57,7 +60,7 @@ def train_on_texts(
         runtime: what does not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(config, init, tokenizer, family=family, changes=changes)
+    start = starting(config, init, tokenizer, family=family, changes=changes, lora=lora)
     context = _context(context, start.config)
     documents = corpora.Documents(texts, column=column)
     settings = {

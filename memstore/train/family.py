@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from memstore.errors import DamagedError
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
-from memstore.models.landmark.convert import make_landmark
+from memstore.models.landmark.convert import make_landmark, with_adapters
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
 from memstore.train.landmark import LandmarkNeedleTrainer, LandmarkTextTrainer
 from memstore.train.memorizing import MemorizingTrainer
@@ -35,6 +35,8 @@ class Family:
     """None where no recipe trains it."""
     adopt: Callable[..., Any] | None = None
     """Makes one of a stock Hugging Face model in a folder; None where that cannot be."""
+    adapt: Callable[..., Any] | None = None
+    """Puts low-rank adapters of a rank into a model; None where all of it is trained always."""
 
 
 def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:
@@ -59,6 +61,7 @@ LANDMARK = Family(
     LandmarkTextTrainer,
     LandmarkNeedleTrainer,
     landmark_of_stock,
+    with_adapters,
 )
 MEMORIZING = Family(
     "Memorizing Transformer", MemorizingConfig, MemorizingForCausalLM, MemorizingTrainer, needle_trainer=None

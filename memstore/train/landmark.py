@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memstore.models.landmark import LandmarkForCausalLM
 from memstore.train.recipes import LandmarkRecipe
 from memstore.train.run import Run, write_json
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
@@ -42,7 +43,14 @@ class Ramp:
 
 
 class LandmarkTextTrainer(MemoryTrainer):
-    """Trains a landmark model on batches with ``labels``."""
+    """Trains a landmark model, or the adapters of one (a ``PeftModel``), on batches with ``labels``."""
+
+    def __init__(self, run: Run, model: Any, *rest: Any, **options: Any) -> None:
+        super().__init__(run, model, *rest, **options)
+        self._adapted = None if isinstance(model, LandmarkForCausalLM) else model
+        """The model with its adapters around it, where they are what is trained."""
+        if self._adapted is not None:
+            self.trained = self._adapted.get_base_model()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """See ``MemoryTrainer``; the ramp depends on the step alone."""
@@ -51,7 +59,9 @@ class LandmarkTextTrainer(MemoryTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def finish(self) -> None:
-        """Let the model be measured as it will be used."""
+        """Let the model be measured as it will be used: its adapters become part of its weights."""
+        if self._adapted is not None:
+            self.trained = self._adapted.merge_and_unload()
         self.trained.ramp = 1.0
 
 

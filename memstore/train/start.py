@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.models.landmark.convert import lora_config
 from memstore.train.family import DRT, Family
 from memstore.train.run import Run
 
@@ -37,6 +38,8 @@ class Start:
     family: Family = DRT
     adopted: Any = None
     """A stock model of ``init`` that has become one of the family."""
+    lora: int | None = None
+    """Rank of the adapters that are trained instead of the model's weights; None: the weights are."""
 
     def settings(self) -> dict[str, Any]:
         """As a run's settings keep it."""
@@ -46,6 +49,7 @@ class Start:
             "config": {name: getattr(self.config, name) for name in names},
             "init": None if self.init is None else _digest(Path(self.init), "*.safetensors"),
             "tokenizer": None if self.tokenizer is None else _digest(Path(self.tokenizer), "tokenizer*.json"),
+            **({} if self.lora is None else {"lora": self.lora}),
         }
 
     def tokenizer_of(
@@ -64,8 +68,15 @@ class Start:
         return tokenizer
 
     def model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-        """The model, with weights that ``seed`` decides where it is new."""
+        """The model, with weights that ``seed`` decides where it is new; with adapters as a ``PeftModel`` around it."""
         transformers.set_seed(seed)
+        model = self._whole_model(tokenizer)
+        if self.lora is None:
+            return model
+        assert self.family.adapt is not None, "checked before"
+        return self.family.adapt(model, self.lora)
+
+    def _whole_model(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         if self.adopted is not None:
             return self.adopted
         if self.init is not None:
@@ -88,12 +99,15 @@ def starting(
     grow: bool = False,
     family: Family = DRT,
     changes: Mapping[str, Any] | None = None,
+    lora: int | None = None,
 ) -> Start:
     """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
 
     ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``). ``changes``: what
-    differs in the configuration that the family gives an ``init`` of a stock model.
+    differs in the configuration that the family gives an ``init`` of a stock model. ``lora``: see ``Start``.
     """
+    if lora is not None:
+        _check_lora(lora, init, family)
     size = None if tokenizer is None else len(load_tokenizer(tokenizer))
     if init is None:
         chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
@@ -102,7 +116,7 @@ def starting(
     if family.adopt is not None and kind_of(init) != family.config.model_type:
         with quiet():
             adopted = family.adopt(init, **(changes or {}))
-        return Start(adopted.config, init, tokenizer, family, adopted)
+        return Start(adopted.config, init, tokenizer, family, adopted, lora)
     chosen = load_config(init, family)
     if size is not None and size > chosen.vocab_size:
         raise InvalidArgument(
@@ -111,7 +125,15 @@ def starting(
         )
     if grow and config is not None:
         chosen = _outgrowing(chosen, config, init)
-    return Start(chosen, init, tokenizer, family)
+    return Start(chosen, init, tokenizer, family, lora=lora)
+
+
+def _check_lora(rank: int, init: Folder | None, family: Family) -> None:
+    if family.adapt is None:
+        raise InvalidArgument(f"a {family.name} is trained whole, without adapters; leave lora out")
+    if init is None:
+        raise InvalidArgument("lora trains adapters of a model that is there: name its folder with --init")
+    lora_config(rank)
 
 
 GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel")

@@ -149,7 +149,8 @@ class MemoryTrainer(Trainer):
         """The error that ends a training whose numbers are not finite."""
         last = self.run.checkpoint()
         kept = f"The last good checkpoint is {last}" if last else "No checkpoint had been written"
-        on = f"start again from it with --init {last}," if last else "start again"
+        whole = last is not None and (last / "config.json").exists()  # else it holds adapters, and no model
+        on = f"start again from it with --init {last}," if whole else "start again with"
         return TrainingDiverged(f"{what}; training stopped. {kept}: {on} a new --out and a smaller --learning-rate.")
 
     def check_weights(self) -> None:

@@ -81,6 +81,15 @@ def test_the_weights_are_shared_and_the_landmark_is_the_mean(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STOCK)
+def test_as_a_baseline_with_full_attention_it_is_the_stock_model(kind: str) -> None:
+    model, ids = stock(kind), tokens(60, rows=2)
+    made = make_landmark(model, block_size=8, attention="full")
+    assert isinstance(made, LandmarkForCausalLM)
+    torch.testing.assert_close(logits(made, ids), expected(model, ids), atol=1e-5, rtol=0)
+    assert torch.equal(expected(unmake_landmark(made), ids), expected(model, ids))
+
+
+@pytest.mark.parametrize("kind", STOCK)
 def test_and_back_it_is_the_stock_model(kind: str, tmp_path: Path) -> None:
     model, ids = stock(kind), tokens(60)
     before = expected(model, ids)
@@ -163,8 +172,8 @@ def test_what_cannot_be_made_or_unmade_is_refused() -> None:
         make_landmark(stock("mistral", sliding_window=16))
     with pytest.raises(InvalidArgument, match="block_size"):
         make_landmark(stock(), block_size=1)
-    with pytest.raises(InvalidArgument, match="attention are given"):
-        make_landmark(stock(), attention="full")
+    with pytest.raises(InvalidArgument, match="architecture is given"):
+        make_landmark(stock(), architecture="gpt2")
     with pytest.raises(InvalidArgument, match="rank"):
         make_landmark(stock(), lora=0)
     with pytest.raises(InvalidArgument, match="was made of"):

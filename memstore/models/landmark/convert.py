@@ -7,6 +7,7 @@ very same parameters, and those of its landmark beside them.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,6 +39,8 @@ COPIED = (
 )
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What LoRA adapts where it is asked for by its rank."""
+OWN = ("model.landmark.", "model.context_miss.")
+"""How the names of the parameters begin that no stock model has."""
 
 
 def make_landmark(
@@ -53,7 +56,8 @@ def make_landmark(
         block_size: tokens of a block, its landmark counted; 51 is the 50 tokens of the paper.
         lora: train low-rank adapters (Hu et al. 2021) and the landmark only: their rank, or a configuration of
             ``peft``, which must be installed. The result is then a ``PeftModel`` around the landmark model.
-        **changes: further options of ``LandmarkConfig``.
+        **changes: further options of ``LandmarkConfig``. With ``attention="full"`` it is the stock model itself, as the
+            baseline of the same class, without a landmark.
 
     Raises:
         UnsupportedModel: the model computes something else than the Llama form does.
@@ -65,13 +69,12 @@ def make_landmark(
     weights = dict(model.state_dict(keep_vars=True))
     embeddings = cast("nn.Embedding", model.get_input_embeddings()).weight
     mean = embeddings.detach().float().mean(0, keepdim=True)
-    own = {name for name, _ in made.named_parameters() if name.startswith(("model.landmark.", "model.context_miss."))}
-    for name in own:
+    for name in [name for name, _ in made.named_parameters() if name.startswith(OWN)]:
         weights[name] = nn.Parameter(mean.to(model.dtype, copy=True))
     made.generation_config = model.generation_config
     _take_over(made, weights)
     made.train(model.training)
-    return made if lora is None else _adapted(made, lora, sorted({name.split(".")[1] for name in own}))
+    return made if lora is None else with_adapters(made, lora)
 
 
 def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
@@ -92,18 +95,51 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
     # Its frequencies are no parameters, so nothing below would bring them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(inner.device)
     weights = inner.state_dict(keep_vars=True)
-    ours = ("model.landmark.", "model.context_miss.")
-    _take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(ours)})
+    _take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)})
     stock.generation_config = inner.generation_config
     stock.train(inner.training)
     return stock
 
 
+def with_adapters(model: LandmarkForCausalLM, lora: int | LoraConfig) -> PeftModel:
+    """``model`` with low-rank adapters, put into it in place: they and its landmark are trained, all else is frozen.
+
+    Args:
+        model: any landmark model.
+        lora: the rank of the adapters, or a configuration of ``peft``, which must be installed.
+
+    Raises:
+        InvalidArgument: a rank below 1, or ``peft`` is not there.
+    """
+    config = copy.copy(lora_config(lora))
+    own = {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith(OWN)}
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), *own})
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's own question
+        made: PeftModel = get_peft_model(model, config)
+    return made
+
+
+def lora_config(lora: int | LoraConfig) -> LoraConfig:
+    """What ``with_adapters`` does for ``lora``, which it raises the errors of, before there is a model."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise InvalidArgument('lora needs peft: pip install "torch-memstore[lora]"') from error
+    if not isinstance(lora, int):
+        return lora
+    if lora < 1:
+        raise InvalidArgument(f"the rank of lora must be at least 1, not {lora}")
+    return LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
+
+
 def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, Any]) -> LandmarkConfig:
     stock: Any = model.config
     _check(stock)
-    if changes.get("attention", "landmark") != "landmark" or changes.get("architecture", "llama") != "llama":
-        raise InvalidArgument("a stock model becomes a Llama with landmarks: architecture and attention are given")
+    if changes.get("architecture", "llama") != "llama":
+        raise InvalidArgument("a stock model becomes a Llama with landmarks: its architecture is given")
     options = {name: getattr(stock, name, None) for name in COPIED}
     options |= {
         "head_dim": getattr(stock, "head_dim", None),
@@ -147,18 +183,3 @@ def _take_over(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
             "quantisation or adapters"
         )
     model.load_state_dict(weights, assign=True)
-
-
-def _adapted(model: LandmarkForCausalLM, lora: int | LoraConfig, saved: list[str]) -> PeftModel:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise InvalidArgument('lora needs peft: pip install "torch-memstore[lora]"') from error
-    if isinstance(lora, int):
-        if lora < 1:
-            raise InvalidArgument(f"the rank of lora must be at least 1, not {lora}")
-        lora = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
-    lora = copy.copy(lora)
-    lora.modules_to_save = sorted({*(lora.modules_to_save or ()), *saved})
-    made: PeftModel = get_peft_model(model, lora)
-    return made

@@ -1,0 +1,164 @@
+"""``memstore train landmark`` with adapters, and what a kill in the middle of it changes: nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memstore.errors import InvalidArgument, TrainingDiverged
+from memstore.models.landmark import LandmarkForCausalLM
+from memstore.train import Optimisation, corpora, train_on_texts
+from memstore.train.family import LANDMARK
+from tests.tools.conftest import Cli
+from tests.train.helpers import RUNTIME, losses, same_weights, use_little_text
+
+USAGE = 2
+SETTINGS = ("--steps", 16, "--batch", 2, "--save-every", 5, "--log-every", 1, "--seed", 3, "--device", "cpu", "--json")
+TUNING = ("--recipe", "landmark-finetune", "--block-size", 8, "--context", 40, "--accumulate", 1)
+LORA: tuple[Any, ...] = ("--init", "smollm2", "--lora", 2, "--learning-rate", 0.02)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text(corpora.topics()[:20_000])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def tiny_smollm2(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memstore.tools.smollm2.smollm2_path", lambda: model_folder)
+
+
+@pytest.fixture
+def tuned(cli: Cli, text: Path, tmp_path: Path) -> Path:
+    """A model whose adapters were trained and merged."""
+    done = cli("train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--out", tmp_path / "tuned")
+    assert done.code == 0, done.err
+    return tmp_path / "tuned"
+
+
+def test_adapters_are_trained_and_become_part_of_the_model(tuned: Path, model_folder: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, tuned))
+    assert after.keys() - before.keys() == {"model.landmark.weight"}
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert changed
+    assert all(name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj") for name in changed)
+    mean = before["model.embed_tokens.weight"].mean(0)
+    assert float((after["model.landmark.weight"][0] - mean).abs().max()) > 1e-3
+    first, *_, last = (loss for _, loss in losses(tuned))
+    assert last < first
+
+
+def test_a_recipe_in_bfloat16_can_be_told_otherwise(cli: Cli, tuned: Path, text: Path, tmp_path: Path) -> None:
+    done = cli("train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--no-bf16", "--out", tmp_path / "float32")
+    assert done.code == 0, done.err
+    used = [json.loads((each / "run.json").read_text())["optimisation"] for each in (tuned, tmp_path / "float32")]
+    assert [each["bf16"] for each in used] == [True, False]
+
+
+def test_the_model_is_one_like_any_other(cli: Cli, tuned: Path, text: Path, tmp_path: Path) -> None:
+    assert LandmarkForCausalLM.from_pretrained(tuned).config.block_size == 8
+    numbers = ("--text", text, "--lengths", "400,800", "--local", 14, "--top-k", 2, "--samples", 2)
+    measured = cli("eval", "perplexity", "--model", tuned, "--baseline", "smollm2", *numbers, "--json")
+    assert measured.code == 0, measured.err
+    kinds = [(row["attention"], row["length"], row["size"]) for row in measured.json["rows"]]
+    assert kinds == [("full", 400, 400), ("truncated", 400, 85), ("landmark", 400, 85), ("landmark", 800, 142)]
+    (tmp_path / "notes.txt").write_text(text.read_text()[:1_000])
+    assert cli("read", tmp_path / "notes.txt", tmp_path / "notes.mem", "--model", tuned).code == 0
+    asked = cli("ask", tmp_path / "notes.mem", "The assert", "--max-tokens", 3)
+    assert asked.code == 0, asked.err
+    again = cli("train", "landmark", text, "--context", 40, *SETTINGS, "--init", tuned, "--out", tmp_path / "more")
+    assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(("--recipe", "landmark-cpu", "--steps", 14, *SETTINGS[4:]), id="needles"),
+        pytest.param(("{text}", "--context", 93, "--vocabulary", 300, *SETTINGS), id="texts"),
+        pytest.param(("{text}", *TUNING, "--init", "{stock}", *LORA[2:], *SETTINGS), id="adapters"),
+    ],
+)
+def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not(
+    cli: Cli, text: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[Any, ...]
+) -> None:
+    use_little_text(monkeypatch)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    words = [str(each).format(text=text, stock=model_folder) for each in ("train", "landmark", *kind)]
+    child = [sys.executable, "-m", "tests.train.child", *words, "--out", str(killed)]
+    assert subprocess.run(child, capture_output=True).returncode == -9
+    assert not (killed / "model.safetensors").exists()
+    resumed, undisturbed = (cli(*words, "--out", folder) for folder in (killed, whole))
+    assert resumed.code == 0, resumed.err
+    assert (resumed.json["resumed_from_step"], undisturbed.json["resumed_from_step"]) == (10, 0)
+    assert losses(killed) == losses(whole)
+    assert same_weights(killed, whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{text}", "--lora", 8], "name its folder with --init"),
+        (["{text}", "--recipe", "landmark-prose-cpu", "--lora", 8], "name its folder with --init"),
+        (["{text}", "--recipe", "landmark-finetune", "--lora", 8], "name its folder with --init"),
+        (["--recipe", "landmark-cpu", "--lora", 8], "--lora cannot be used with --recipe landmark-cpu"),
+        (["{text}", "--init", "smollm2", "--lora", 0], "--lora"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(
+    cli: Cli, text: Path, tmp_path: Path, words: list[Any], message: str
+) -> None:
+    outcome = cli("train", "landmark", *[str(each).format(text=text) for each in words], "--out", tmp_path / "run")
+    assert outcome.code == USAGE, outcome
+    assert message in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_peft_adapters_say_what_to_install(
+    cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    outcome = cli("train", "landmark", text, *LORA, "--out", tmp_path / "run")
+    assert outcome.code == USAGE
+    assert 'pip install "torch-memstore[lora]"' in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_python_refuses_the_same(text: Path, model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="at least 1, not 0"):
+        train_on_texts([text], tmp_path / "run", family=LANDMARK, init=model_folder, lora=0)
+    with pytest.raises(InvalidArgument, match="a DRT is trained whole"):
+        train_on_texts([text], tmp_path / "run", init=model_folder, lora=4)
+
+
+def test_another_rank_is_another_run(cli: Cli, tuned: Path, text: Path) -> None:
+    words = [8 if each == 2 and LORA[at - 1] == "--lora" else each for at, each in enumerate(LORA)]
+    outcome = cli("train", "landmark", text, *TUNING, *words, *SETTINGS, "--out", tuned)
+    assert outcome.code == 5
+    assert "its lora is 2, not 8" in outcome.json["message"]
+
+
+def test_a_checkpoint_of_adapters_is_no_model_to_start_from(
+    text: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary: Any = LandmarkForCausalLM.forward
+
+    def spoiled(self: LandmarkForCausalLM, *arguments: Any, **named: Any) -> Any:
+        output = ordinary(self, *arguments, **named)
+        output.loss = output.loss * (float("nan") if (tmp_path / "run/checkpoints/checkpoint-5").exists() else 1)
+        return output
+
+    monkeypatch.setattr(LandmarkForCausalLM, "forward", spoiled)
+    with pytest.raises(TrainingDiverged, match=r"is .*checkpoint-5: start again with a new --out"):
+        train_on_texts(
+            [text], tmp_path / "run", family=LANDMARK, init=model_folder, lora=2, changes={"block_size": 8},
+            context=40, optimisation=Optimisation(steps=9, batch=1), runtime=RUNTIME,
+        )  # fmt: skip
