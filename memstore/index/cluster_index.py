@@ -73,13 +73,13 @@ class Base:
 class ClusterIndex(VectorIndex):
     """Keys ``[G, D]`` of ``P`` per block, found by clusters that are made in the metric of the queries.
 
-    ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``. Every score
-    that is returned is true. Blocks with equal scores are ordered by id, the smaller first.
+    ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``; with 1 they
+    look into all lists. Every score that is returned is true. Blocks with equal scores are ordered by id, the smaller first.
 
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
 
-    capabilities = IndexCapabilities(exact=False, dense=False)
+    capabilities = IndexCapabilities(exact=False, dense=True)
 
     def __init__(
         self,
@@ -147,6 +147,19 @@ class ClusterIndex(VectorIndex):
         founds = [self._search_base(self._base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
         old = (torch.stack(parts).reshape(near.ids.shape) for parts in zip(*founds, strict=True))
         return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
+
+    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``. No list is left out, so it saves nothing."""
+        self._adopt()
+        scores, ids = self._tail.score(queries, allowed=allowed)
+        if self._base is None:
+            return scores, ids
+        wanted = _wanted(self._base, allowed)
+        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        of_keys = [head.score(rows, self.dtype) for head, rows in zip(self._base.heads, grouped, strict=True)]
+        best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
+        ids, order = torch.cat((ids, self._base.ids[wanted])).sort()
+        return torch.cat((scores, best.reshape(*queries.shape[:2], -1)), 2)[..., order], ids
 
     def finish(self) -> None:
         """Make new clusters of all blocks and all logged queries now, and wait for them."""
@@ -269,7 +282,8 @@ class ClusterIndex(VectorIndex):
         size = self.keys_per_block
         selector = _selector(base, size, allowed)
         # Several keys of one block may be among the best; with twice as many a list is rarely short.
-        scores, numbers = base.heads[head].search(queries, k if size == 1 else 2 * k, base.probes, selector)
+        each = size if self.wanted_recall == 1 else min(size, 2)
+        scores, numbers = base.heads[head].search(queries, each * k, base.probes, selector)
         rows = numbers.div(size, rounding_mode="floor")
         found = Found(scores, torch.where(numbers < 0, -1, base.ids[rows.clamp(min=0)]), numbers % size)
         return _best(found._replace(offsets=torch.where(numbers < 0, -1, found.offsets)), k)
@@ -299,7 +313,7 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
         aside = torch.arange(len(seen)) % 8 == 0
         heads.append(Clusters.learn(rows, seen[~aside], count))
         tests.append((seen[aside], _true_numbers(rows, seen[aside])))
-    probes, recall = 4, 0.0
+    probes, recall = count if wanted == 1 else 4, 0.0
     while True:
         recall = min(_recall(head, *test, probes) for head, test in zip(heads, tests, strict=True))
         if recall >= wanted or probes >= count:
@@ -336,17 +350,22 @@ def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> floa
 def _selector(base: Base, size: int, allowed: range | Tensor | None) -> Any:
     """FAISS's word for the keys that may be found; None for all."""
     faiss = require_faiss()
-    if allowed is None and not bool(base.dead.any()):
-        return None
-    wanted = ~base.dead
-    if isinstance(allowed, range) and allowed.step == 1:
+    if not bool(base.dead.any()) and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
+        if allowed is None:
+            return None
         first, stop = (int(torch.searchsorted(base.ids, place)) for place in (allowed.start, allowed.stop))
-        if not bool(base.dead.any()):
-            return faiss.IDSelectorRange(size * first, size * max(first, stop))
-        wanted[:first], wanted[max(first, stop) :] = False, False
-    elif allowed is not None:
-        wanted &= torch.isin(base.ids, torch.as_tensor(allowed, dtype=torch.int64))
+        return faiss.IDSelectorRange(size * first, size * max(first, stop))
+    wanted = _wanted(base, allowed)
     return faiss.IDSelectorBitmap(np.packbits(wanted.repeat_interleave(size).numpy(), bitorder="little"))
+
+
+def _wanted(base: Base, allowed: range | Tensor | None) -> Tensor:
+    """Which of the blocks ``[n]`` of the clusters may be found."""
+    if allowed is None:
+        return ~base.dead
+    if isinstance(allowed, range) and allowed.step == 1:
+        return ~base.dead & (base.ids >= allowed.start) & (base.ids < allowed.stop)
+    return ~base.dead & torch.isin(base.ids, torch.as_tensor(allowed, dtype=torch.int64))
 
 
 def _best(found: Found, k: int) -> Found:

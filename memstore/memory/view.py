@@ -61,7 +61,10 @@ class LayerView:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The score of every complete block: ``([H, T, N] float32, blocks [N])``. Raises ``DamagedError``."""
+        """The score of every complete block: ``([H, T, N] float32, blocks [N])``.
+
+        Raises ``InvalidArgument`` where the index cannot score every block, and ``DamagedError``.
+        """
         index = self._searchable()
         try:
             return index.score(queries, allowed)
