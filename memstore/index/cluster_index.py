@@ -74,7 +74,8 @@ class ClusterIndex(VectorIndex):
     """Keys ``[G, D]`` of ``P`` per block, found by clusters that are made in the metric of the queries.
 
     ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``; with 1 they
-    look into all lists. Every score that is returned is true. Blocks with equal scores are ordered by id, the smaller first.
+    look into all lists. Every score that is returned is true. Blocks with equal scores are ordered by id, the smaller
+    first.
 
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
@@ -149,7 +150,7 @@ class ClusterIndex(VectorIndex):
         return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``. No list is left out, so it saves nothing."""
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``; this looks into all lists."""
         self._adopt()
         scores, ids = self._tail.score(queries, allowed=allowed)
         if self._base is None:
