@@ -72,6 +72,11 @@ class LayerIndex:
                 raise InvalidArgument(cannot_score(self._handle.shared.index))
             return index.score(queries, allowed=allowed)
 
+    def route(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
+        """Route among all blocks that are complete and committed now; see ``VectorIndex.route``."""
+        with self._lock:
+            return self._synced().route(queries, top_k, allowed=allowed)
+
     def build(self) -> None:
         """Bring the index up to the last commit, let it finish, measure it, and keep it beside the store.
 

@@ -71,6 +71,17 @@ class LayerView:
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
+    def route(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
+
+        Only where ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
+        """
+        index = self._searchable()
+        try:
+            return index.route(queries, top_k, allowed)
+        except DamagedError as error:
+            raise self._blame_landmarks(self._handle.current().live(), error) from error
+
     def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
         """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified, on ``device`` (None: the CPU).
 

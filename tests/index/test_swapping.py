@@ -16,7 +16,7 @@ from torch import Tensor
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.index import ExactIndex, auto, cluster_index, faiss
+from memstore.index import ExactIndex, auto, cluster_index, code_index, faiss
 from memstore.memory import Document, layer_index
 from memstore.models import drt, landmark, memorizing
 from tests.attach.models import generate, tiny, tokens
@@ -227,11 +227,44 @@ def test_an_index_that_misses_blocks_gives_answers_all_the_same(family: Family, 
         assert session.answer() == answer
 
 
-def test_routing_codes_choose_the_same_blocks_for_an_attached_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", ["codes", "codes:pruned"])
+def test_routing_codes_choose_the_same_blocks_for_an_attached_model(index: str, tmp_path: Path) -> None:
     for _ in range(2):
-        with attached(tmp_path / "m", "codes") as session:
+        with attached(tmp_path / "m", index) as session:
             read(session)
-            same(session, attached, "codes")
+            same(session, attached, index)
+
+
+def test_pruned_routing_reads_and_answers_where_blocks_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_index, "CANDIDATES", 4)
+    monkeypatch.setattr(code_index, "SAMPLE", 8)
+    asked = []
+    route = code_index.CodeIndex.route
+    monkeypatch.setattr(
+        code_index.CodeIndex, "route", lambda self, *a, **options: asked.append(1) or route(self, *a, **options)
+    )
+    answers = []
+    for _ in range(2):
+        with attached(tmp_path / "m", "codes:pruned") as session:
+            read(session)
+            assert session.logits().isfinite().all()
+            answers.append(session.answer())
+    assert answers[0] == answers[1]
+    assert asked
+
+
+def test_pruned_routing_scores_all_blocks_of_several_documents(tmp_path: Path) -> None:
+    model, sizes = tiny("llama"), {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
+    results = []
+    for index in ("exact", "codes:pruned"):
+        options = {"retrieval": Retrieval(top_k=3), "index": index, **sizes}
+        with memstore.attach(model, tmp_path / "m", **options) as memory, torch.no_grad():
+            memory.read(TEXT, document="one")
+            memory.read(tokens(300, seed=7), document="two")
+            results.append(model(QUESTION[None]).logits)  # type: ignore[operator]  # every causal LM is called
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", SEARCHING)
