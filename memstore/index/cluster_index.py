@@ -39,7 +39,7 @@ LOGGED = 4096
 ENOUGH = 256
 """Different ones, without which nothing is learned."""
 MEASURED_K = 8
-MEASURED = ("probes", "recall", "learned_from")
+MEASURED = ("probes", "recall", "learned_from", "curve")
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Base:
     """Of the best 8 keys, measured on queries that were put aside."""
     learned_from: int
     """Queries of each head."""
+    curve: list[list[float]] = field(default_factory=list)
+    """What was measured: lists looked into, and the recall with so many."""
     dead: Tensor = field(init=False)
     """``[n]``: blocks that were removed."""
 
@@ -161,6 +163,16 @@ class ClusterIndex(VectorIndex):
         best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
         ids, order = torch.cat((ids, self._base.ids[wanted])).sort()
         return torch.cat((scores, best.reshape(*queries.shape[:2], -1)), 2)[..., order], ids
+
+    def aim(self, recall: float) -> None:
+        """Find this share of the best blocks from now on, by what was measured when the clusters were made.
+
+        Not more than they were made for: what takes more lists was not measured.
+        """
+        self.wanted_recall, base = recall, self._base
+        if base is not None and base.curve:
+            probes, base.recall = next((each for each in base.curve if each[1] >= recall), base.curve[-1])
+            base.probes = int(probes)
 
     def finish(self) -> None:
         """Make new clusters of all blocks and all logged queries now, and wait for them."""
@@ -314,12 +326,13 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
         aside = torch.arange(len(seen)) % 8 == 0
         heads.append(Clusters.learn(rows, seen[~aside], count))
         tests.append((seen[aside], _true_numbers(rows, seen[aside])))
-    probes, recall = count if wanted == 1 else 4, 0.0
+    probes, curve = count if wanted == 1 else min(4, count), list[list[float]]()
     while True:
         recall = min(_recall(head, *test, probes) for head, test in zip(heads, tests, strict=True))
-        if recall >= wanted or probes >= count:
-            return Base(ids, heads, min(probes, count), recall, logged.shape[1])
-        probes += probes // 2
+        curve.append([probes, recall])
+        if recall >= wanted or probes == count:
+            return Base(ids, heads, probes, recall, logged.shape[1], curve)
+        probes = min(probes + probes // 2, count)
 
 
 def _joined(tail: tuple[Tensor, Tensor], old: Old) -> tuple[Tensor, Tensor]:
