@@ -39,6 +39,8 @@ LOGGED = 4096
 ENOUGH = 256
 """Different ones, without which nothing is learned."""
 MEASURED_K = 8
+GATHERED_NUMBERS = 1 << 22
+"""Of keys, fetched at a time to be scored again."""
 MEASURED = ("probes", "recall", "learned_from", "curve")
 
 
@@ -295,11 +297,13 @@ class ClusterIndex(VectorIndex):
         size = self.keys_per_block
         selector = _selector(base, size, allowed)
         # Several keys of one block may be among the best; with twice as many a list is rarely short.
-        each = size if self.wanted_recall == 1 else min(size, 2)
-        scores, numbers = base.heads[head].search(queries, each * k, base.probes, selector)
-        rows = numbers.div(size, rounding_mode="floor")
-        found = Found(scores, torch.where(numbers < 0, -1, base.ids[rows.clamp(min=0)]), numbers % size)
-        return _best(found._replace(offsets=torch.where(numbers < 0, -1, found.offsets)), k)
+        count = k * (size if self.wanted_recall == 1 else min(size, 2))
+        step = max(1, GATHERED_NUMBERS // (count * size * self.key_dim))
+        founds = [
+            _best(_found(base.heads[head], base.ids, rows, count, size, base.probes, selector), k)
+            for rows in queries.split(step)
+        ]
+        return Found(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
 
     @staticmethod
     def _require(good: Tensor, ids: Tensor, problem: str) -> None:
@@ -371,6 +375,19 @@ def _selector(base: Base, size: int, allowed: range | Tensor | None) -> Any:
         return faiss.IDSelectorRange(size * first, size * max(first, stop))
     wanted = _wanted(base, allowed)
     return faiss.IDSelectorBitmap(np.packbits(wanted.repeat_interleave(size).numpy(), bitorder="little"))
+
+
+def _found(head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, selector: Any) -> Found:
+    """The blocks of the ``count`` best keys for ``queries [R, D]``, each as often as it has some among them."""
+    scores, numbers = head.search(queries, count, probes, selector)
+    rows = numbers.div(size, rounding_mode="floor")
+    offsets = rows.new_zeros(rows.shape)
+    if size > 1:  # the best key of a block may lie in a list that was not looked into
+        keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
+        scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
+    none = rows < 0
+    blocks = ids[rows.clamp(min=0)]
+    return Found(scores.masked_fill(none, -torch.inf), blocks.masked_fill(none, -1), offsets.masked_fill(none, -1))
 
 
 def _wanted(base: Base, allowed: range | Tensor | None) -> Tensor:

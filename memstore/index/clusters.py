@@ -113,6 +113,13 @@ class Clusters:
             keys[members], lists[members] = stored, number
         return keys, lists
 
+    def keys(self, numbers: Tensor) -> Tensor:
+        """The keys ``[..., D]`` with the ``numbers [...]``. The first call makes a table of where each one lies."""
+        if self._index.direct_map.no():
+            self._index.make_direct_map()
+        wanted, places = numbers.unique(return_inverse=True)
+        return torch.from_numpy(self._index.reconstruct_batch(wanted.numpy()))[places]
+
     def score(self, queries: Tensor, dtype: torch.dtype) -> Tensor:
         """Scores ``[R, n]`` float32 of all keys for ``queries [R, D]``, products in ``dtype``."""
         scores = torch.empty(len(queries), self.count)
@@ -133,8 +140,9 @@ class Clusters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, their numbers and centres."""
-        return self.count * (4 * self.centres.shape[1] + 8) + self.centres.nbytes + self.radii.nbytes
+        """Bytes of keys, their numbers, the table of their places and centres."""
+        each = 4 * self.centres.shape[1] + (8 if self._index.direct_map.no() else 16)
+        return self.count * each + self.centres.nbytes + self.radii.nbytes
 
 
 def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:

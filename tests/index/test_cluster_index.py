@@ -142,6 +142,21 @@ def test_every_score_is_true_and_every_list_in_order() -> None:
     assert torch.equal(found.scores, found.scores.sort(dim=-1, descending=True).values)
 
 
+def test_a_block_has_the_score_of_its_best_key_wherever_that_lies() -> None:
+    keys = torch.randn(1_000, 1, 4, 16, generator=torch.Generator().manual_seed(0))
+    queries = torch.randn(1, 500, 16, generator=torch.Generator().manual_seed(1))
+    index = ClusterIndex(1, 16, 4, settings="0.5")
+    index.add(torch.arange(1_000), keys)
+    for query in queries[0]:
+        index.search(query[None, None], 1)
+    index.finish()
+    assert index.facts()["probes"] < index.facts()["lists"] / 4
+    found = index.search(queries, 5)
+    scores = torch.einsum("tkpd,td->tkp", keys[found.ids[0], 0], queries[0])
+    torch.testing.assert_close(found.scores[0], scores.amax(2))
+    torch.testing.assert_close(scores.gather(2, found.offsets[0].unsqueeze(2)).squeeze(2), found.scores[0])
+
+
 def test_new_blocks_are_found_before_and_after_new_clusters() -> None:
     keys, queries = mismatched(4_000)
     index = trained(keys, queries)
