@@ -156,8 +156,8 @@ def on_set(keys: KeySet, options: argparse.Namespace) -> Iterator[Row]:
         try:
             if name.startswith("clusters:"):
                 built = clusters = clusters or build(most, keys)
-                assert isinstance(built.index, ClusterIndex)
-                built.index.aim(float(name.partition(":")[2]))
+                assert isinstance(built.searched, ClusterIndex)
+                built.searched.aim(float(name.partition(":")[2]))
             else:
                 built = build(name, keys)
             row = on_index(name, built, keys, truth)
@@ -168,13 +168,13 @@ def on_set(keys: KeySet, options: argparse.Namespace) -> Iterator[Row]:
         row["times_exact"] = {batch: round(exact_ms[batch] / ms, 2) for batch, ms in row["ms_per_query"].items()}
         yield row
         if built is not clusters:
-            built.index.close()
+            built.searched.close()
 
 
 class Built(NamedTuple):
     """An index of a key set, and what it took."""
 
-    index: VectorIndex
+    searched: VectorIndex
     cpu_s: float
 
 
@@ -194,7 +194,7 @@ def build(name: str, keys: KeySet) -> Built:
 
 def on_index(name: str, built: Built, keys: KeySet, truth: Tensor) -> Row:
     """One index on one key set."""
-    index, n = built.index, len(keys.keys)
+    index, n = built.searched, len(keys.keys)
     bytes_per_key = index.nbytes / n
     found = index.search(keys.queries[None], K)
     ms = {str(batch): time_search(index, keys.queries, batch) for batch in BATCHES}

@@ -152,7 +152,7 @@ class FaissIndex(ExactIndex):
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = super()._tensors()
-        if self._base is None:
+        if self._base is None or not self._chunks:
             return tensors
         places = torch.cat([_alive_places(number, chunk.alive[: chunk.used]) for number, chunk in self._chunks.items()])
         rows = torch.searchsorted(places, self._base.places)

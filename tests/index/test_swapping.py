@@ -32,6 +32,7 @@ FIRST = 280
 """Tokens of the text that an index knows when it is built; the others come later."""
 QUESTION = tokens(40, seed=5)
 NEW = 4
+SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 
 
 class Session(NamedTuple):
@@ -86,14 +87,13 @@ def with_tokens(folder: Path, index: str) -> Iterator[Session]:
 
 @contextmanager
 def attached(folder: Path, index: str, share: Any = "model") -> Iterator[Session]:
-    model, sizes = tiny("llama"), {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
-    retrieval = Retrieval(top_k=3, share=share)
-    with memstore.attach(model, folder, document="text", retrieval=retrieval, index=index, **sizes) as memory:
+    model, retrieval = tiny("llama"), Retrieval(top_k=3, share=share)
+    with memstore.attach(model, folder, document="text", retrieval=retrieval, index=index, **SIZES) as memory:
         memory.calibrate(TEXT)
 
         def logits() -> Tensor:
             with torch.no_grad():
-                result: Tensor = model(QUESTION[None]).logits  # type: ignore[operator]  # every causal LM is called
+                result: Tensor = model(QUESTION[None]).logits
             return result
 
         def answer() -> list[int]:
@@ -240,11 +240,13 @@ def test_pruned_routing_reads_and_answers_where_blocks_are_left_out(
 ) -> None:
     monkeypatch.setattr(code_index, "CANDIDATES", 4)
     monkeypatch.setattr(code_index, "SAMPLE", 8)
-    asked = []
-    route = code_index.CodeIndex.route
-    monkeypatch.setattr(
-        code_index.CodeIndex, "route", lambda self, *a, **options: asked.append(1) or route(self, *a, **options)
-    )
+    asked, route = [], code_index.CodeIndex.route
+
+    def counted(self: code_index.CodeIndex, queries: Tensor, k: int, *, allowed: Any = None) -> tuple[Tensor, Tensor]:
+        asked.append(len(queries))
+        return route(self, queries, k, allowed=allowed)
+
+    monkeypatch.setattr(code_index.CodeIndex, "route", counted)
     answers = []
     for _ in range(2):
         with attached(tmp_path / "m", "codes:pruned") as session:
@@ -256,14 +258,13 @@ def test_pruned_routing_reads_and_answers_where_blocks_are_left_out(
 
 
 def test_pruned_routing_scores_all_blocks_of_several_documents(tmp_path: Path) -> None:
-    model, sizes = tiny("llama"), {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
-    results = []
+    model, retrieval, results = tiny("llama"), Retrieval(top_k=3), []
     for index in ("exact", "codes:pruned"):
-        options = {"retrieval": Retrieval(top_k=3), "index": index, **sizes}
-        with memstore.attach(model, tmp_path / "m", **options) as memory, torch.no_grad():
+        attaching = memstore.attach(model, tmp_path / "m", retrieval=retrieval, index=index, **SIZES)
+        with attaching as memory, torch.no_grad():
             memory.read(TEXT, document="one")
             memory.read(tokens(300, seed=7), document="two")
-            results.append(model(QUESTION[None]).logits)  # type: ignore[operator]  # every causal LM is called
+            results.append(model(QUESTION[None]).logits)
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
 
 

@@ -139,7 +139,7 @@ def test_an_index_file_that_is_not_of_this_memory_as_it_is_now_is_not_believed(
     assert list((folder / "index").glob("*.index"))
     text = harm(folder, index)
     for mode in ("r", "a", "r"):  # whoever may write keeps a right one, which is used next
-        with memstore.open(folder, mode=mode, index=index) as opened:  # type: ignore[arg-type]  # of a tuple
+        with memstore.open(folder, mode=mode, index=index) as opened:
             finds_the_truth(opened, text)
 
 
