@@ -210,7 +210,7 @@ def test_it_is_the_index_that_chooses(family: Family, tmp_path: Path, monkeypatc
         assert not torch.allclose(session.logits(), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("index", ["faiss:IVF8,Flat;nprobe=1", "faiss:IVF8,SQ8;nprobe=1", "faiss:HNSW4;ef_search=1"])
+@pytest.mark.parametrize("index", ["faiss:IVF8,SQ8;nprobe=1", "faiss:HNSW4;ef_search=1"])
 @pytest.mark.parametrize("family", SEARCHING)
 def test_an_index_that_misses_blocks_gives_answers_all_the_same(family: Family, index: str, tmp_path: Path) -> None:
     with family(tmp_path / "m", index) as session:
