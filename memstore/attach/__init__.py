@@ -154,12 +154,16 @@ def _check_sizes(block_size: int, **sizes: int) -> None:
 def _check_memory(
     memory: Memory, fingerprint: Fingerprint, retrieval: Retrieval, index_layers: tuple[int, ...]
 ) -> None:
+    from memstore.memory.layer_index import cannot_score
+
     differences = fingerprint.differences(memory.spec.fingerprint)
     if differences:
         raise ForeignMemory(
             f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it was "
             "made by, or read the text into a new memory"
         )
+    if not memory.index_capabilities.dense:
+        raise InvalidArgument(cannot_score(memory.index))
     routes = memory.spec.key_dtype == "bit"
     if routes != (retrieval.share == "model"):
         has = "one router for all layers" if routes else "landmarks of every layer"

@@ -13,7 +13,7 @@ from memstore.attach.architecture import Architecture, LayerPlan
 from memstore.attach.trace import Retrieved, Trace
 from memstore.attach.visible import Candidates
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
-from memstore.attention.routing import inherited
+from memstore.attention.routing import best_inherited, inherited
 from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
 
@@ -113,15 +113,35 @@ class Selection:
     def _route_row(
         self, candidates: Candidates, layer: int, codes: Tensor, step: int, row: int
     ) -> tuple[Tensor, Tensor]:
-        scores = self.routed(candidates, layer, codes)
-        numbers, best = choose(scores, self.slots(candidates))
+        found = self._pruned(candidates, layer, codes)
+        numbers, best = (
+            choose(self.routed(candidates, layer, codes), self.slots(candidates)) if found is None else found
+        )
         self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
         return numbers[None], best[None]
 
+    def _pruned(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As ``choose`` of ``routed``, by an index that need not score every block; None where that cannot be.
+
+        Such an index knows one run of blocks and one group of query tokens.
+        """
+        parts = [(source, blocks) for source, blocks in candidates.parts if blocks]
+        asking = self._asking(codes)
+        if len(parts) != 1 or len(asking) > self.retrieval.span:
+            return None
+        ((document, memory), blocks), top_k = parts[0], self.slots(candidates)
+        if not document.memory.index_capabilities.routes:
+            return None
+        scores, ids = document.layer(layer).route(asking[:, memory], top_k, allowed=blocks)
+        return best_inherited(scores, ids - blocks.start, len(blocks), top_k)
+
+    def _asking(self, codes: Tensor) -> Tensor:
+        """Those of the query codes ``[t, ...]`` that choose."""
+        return codes if self.retrieval.query == "all" else codes[-self.retrieval.span :]
+
     def routed(self, candidates: Candidates, layer: int, codes: Tensor) -> Tensor:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``."""
-        options = self.retrieval
-        codes = codes if options.query == "all" else codes[-options.span :]
+        options, codes = self.retrieval, self._asking(codes)
         scores = candidates.score(layer, [each[None] for each in codes.unbind(1)])[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
         return inherited(blocks, candidates.consecutive())

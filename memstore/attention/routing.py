@@ -92,6 +92,21 @@ def inherited(scores: Tensor, consecutive: Tensor) -> Tensor:
     return torch.where(consecutive, torch.maximum(scores, INHERITED * before), scores)
 
 
+def best_inherited(scores: Tensor, numbers: Tensor, count: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """As ``choose`` of ``inherited`` scores of ``count`` consecutive blocks, from the ``top_k`` best before that.
+
+    ``scores [k]`` of the blocks ``numbers [k]`` are the best of all: a block that none of them precedes cannot inherit
+    more than the last of them has, so it cannot come before any.
+    """
+    after = numbers + 1
+    heirs = after[~torch.isin(after, numbers) & (after < count)]
+    near, order = torch.cat((numbers, heirs)).sort()
+    values = torch.cat((scores, scores.new_full((len(heirs),), float("-inf"))))[order]
+    consecutive = F.pad(near[1:] == near[:-1] + 1, (1, 0))
+    places, best = choose(inherited(values, consecutive), top_k)
+    return near[places], best
+
+
 def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int) -> Tensor:
     """Scores of the blocks for each of ``lists`` lists: ``[H, T, N]`` inner products to ``[lists, N]``.
 

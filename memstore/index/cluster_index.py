@@ -39,7 +39,9 @@ LOGGED = 4096
 ENOUGH = 256
 """Different ones, without which nothing is learned."""
 MEASURED_K = 8
-MEASURED = ("probes", "recall", "learned_from")
+GATHERED_NUMBERS = 1 << 22
+"""Of keys, fetched at a time to be scored again."""
+MEASURED = ("probes", "recall", "learned_from", "curve")
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Base:
     """Of the best 8 keys, measured on queries that were put aside."""
     learned_from: int
     """Queries of each head."""
+    curve: list[list[float]] = field(default_factory=list)
+    """What was measured: lists looked into, and the recall with so many."""
     dead: Tensor = field(init=False)
     """``[n]``: blocks that were removed."""
 
@@ -73,13 +77,14 @@ class Base:
 class ClusterIndex(VectorIndex):
     """Keys ``[G, D]`` of ``P`` per block, found by clusters that are made in the metric of the queries.
 
-    ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``. Every score
-    that is returned is true. Blocks with equal scores are ordered by id, the smaller first.
+    ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``; with 1 they
+    look into all lists. Every score that is returned is true. Blocks with equal scores are ordered by id, the smaller
+    first.
 
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
 
-    capabilities = IndexCapabilities(exact=False, dense=False)
+    capabilities = IndexCapabilities(exact=False, dense=True)
 
     def __init__(
         self,
@@ -147,6 +152,29 @@ class ClusterIndex(VectorIndex):
         founds = [self._search_base(self._base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
         old = (torch.stack(parts).reshape(near.ids.shape) for parts in zip(*founds, strict=True))
         return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
+
+    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``; this looks into all lists."""
+        self._adopt()
+        scores, ids = self._tail.score(queries, allowed=allowed)
+        if self._base is None:
+            return scores, ids
+        wanted = _wanted(self._base, allowed)
+        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        of_keys = [head.score(rows, self.dtype) for head, rows in zip(self._base.heads, grouped, strict=True)]
+        best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
+        ids, order = torch.cat((ids, self._base.ids[wanted])).sort()
+        return torch.cat((scores, best.reshape(*queries.shape[:2], -1)), 2)[..., order], ids
+
+    def aim(self, recall: float) -> None:
+        """Find this share of the best blocks from now on, by what was measured when the clusters were made.
+
+        Not more than they were made for: what takes more lists was not measured.
+        """
+        self.wanted_recall, base = recall, self._base
+        if base is not None and base.curve:
+            probes, base.recall = next((each for each in base.curve if each[1] >= recall), base.curve[-1])
+            base.probes = int(probes)
 
     def finish(self) -> None:
         """Make new clusters of all blocks and all logged queries now, and wait for them."""
@@ -269,10 +297,13 @@ class ClusterIndex(VectorIndex):
         size = self.keys_per_block
         selector = _selector(base, size, allowed)
         # Several keys of one block may be among the best; with twice as many a list is rarely short.
-        scores, numbers = base.heads[head].search(queries, k if size == 1 else 2 * k, base.probes, selector)
-        rows = numbers.div(size, rounding_mode="floor")
-        found = Found(scores, torch.where(numbers < 0, -1, base.ids[rows.clamp(min=0)]), numbers % size)
-        return _best(found._replace(offsets=torch.where(numbers < 0, -1, found.offsets)), k)
+        count = k * (size if self.wanted_recall == 1 else min(size, 2))
+        step = max(1, GATHERED_NUMBERS // (count * size * self.key_dim))
+        founds = [
+            _best(_found(base.heads[head], base.ids, rows, count, size, base.probes, selector), k)
+            for rows in queries.split(step)
+        ]
+        return Found(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
 
     @staticmethod
     def _require(good: Tensor, ids: Tensor, problem: str) -> None:
@@ -299,12 +330,13 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
         aside = torch.arange(len(seen)) % 8 == 0
         heads.append(Clusters.learn(rows, seen[~aside], count))
         tests.append((seen[aside], _true_numbers(rows, seen[aside])))
-    probes, recall = 4, 0.0
+    probes, curve = count if wanted == 1 else min(4, count), list[list[float]]()
     while True:
         recall = min(_recall(head, *test, probes) for head, test in zip(heads, tests, strict=True))
-        if recall >= wanted or probes >= count:
-            return Base(ids, heads, min(probes, count), recall, logged.shape[1])
-        probes += probes // 2
+        curve.append([probes, recall])
+        if recall >= wanted or probes == count:
+            return Base(ids, heads, probes, recall, logged.shape[1], curve)
+        probes = min(probes + probes // 2, count)
 
 
 def _joined(tail: tuple[Tensor, Tensor], old: Old) -> tuple[Tensor, Tensor]:
@@ -336,17 +368,35 @@ def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> floa
 def _selector(base: Base, size: int, allowed: range | Tensor | None) -> Any:
     """FAISS's word for the keys that may be found; None for all."""
     faiss = require_faiss()
-    if allowed is None and not bool(base.dead.any()):
-        return None
-    wanted = ~base.dead
-    if isinstance(allowed, range) and allowed.step == 1:
+    if not bool(base.dead.any()) and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
+        if allowed is None:
+            return None
         first, stop = (int(torch.searchsorted(base.ids, place)) for place in (allowed.start, allowed.stop))
-        if not bool(base.dead.any()):
-            return faiss.IDSelectorRange(size * first, size * max(first, stop))
-        wanted[:first], wanted[max(first, stop) :] = False, False
-    elif allowed is not None:
-        wanted &= torch.isin(base.ids, torch.as_tensor(allowed, dtype=torch.int64))
+        return faiss.IDSelectorRange(size * first, size * max(first, stop))
+    wanted = _wanted(base, allowed)
     return faiss.IDSelectorBitmap(np.packbits(wanted.repeat_interleave(size).numpy(), bitorder="little"))
+
+
+def _found(head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, selector: Any) -> Found:
+    """The blocks of the ``count`` best keys for ``queries [R, D]``, each as often as it has some among them."""
+    scores, numbers = head.search(queries, count, probes, selector)
+    rows = numbers.div(size, rounding_mode="floor")
+    offsets = rows.new_zeros(rows.shape)
+    if size > 1:  # the best key of a block may lie in a list that was not looked into
+        keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
+        scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
+    none = rows < 0
+    blocks = ids[rows.clamp(min=0)]
+    return Found(scores.masked_fill(none, -torch.inf), blocks.masked_fill(none, -1), offsets.masked_fill(none, -1))
+
+
+def _wanted(base: Base, allowed: range | Tensor | None) -> Tensor:
+    """Which of the blocks ``[n]`` of the clusters may be found."""
+    if allowed is None:
+        return ~base.dead
+    if isinstance(allowed, range) and allowed.step == 1:
+        return ~base.dead & (base.ids >= allowed.start) & (base.ids < allowed.stop)
+    return ~base.dead & torch.isin(base.ids, torch.as_tensor(allowed, dtype=torch.int64))
 
 
 def _best(found: Found, k: int) -> Found:

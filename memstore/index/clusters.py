@@ -14,6 +14,7 @@ FAISS (``pip install 'torch-memstore[faiss]'``) scans the lists.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -107,22 +108,41 @@ class Clusters:
 
     def content(self) -> tuple[Tensor, Tensor]:
         """The keys ``[n, D]`` float32 and the list of each ``[n]``, as they were given."""
-        faiss, invlists = self._faiss, self._index.invlists
-        dim = self.centres.shape[1]
-        keys, lists = np.empty((self.count, dim), np.float32), np.empty(self.count, np.int64)
+        keys, lists = torch.empty(self.count, self.centres.shape[1]), torch.empty(self.count, dtype=torch.int64)
+        for number, members, stored in self._lists():
+            keys[members], lists[members] = stored, number
+        return keys, lists
+
+    def keys(self, numbers: Tensor) -> Tensor:
+        """The keys ``[..., D]`` with the ``numbers [...]``. The first call makes a table of where each one lies."""
+        if self._index.direct_map.no():
+            self._index.make_direct_map()
+        wanted, places = numbers.unique(return_inverse=True)
+        return torch.from_numpy(self._index.reconstruct_batch(wanted.numpy()))[places]
+
+    def score(self, queries: Tensor, dtype: torch.dtype) -> Tensor:
+        """Scores ``[R, n]`` float32 of all keys for ``queries [R, D]``, products in ``dtype``."""
+        scores = torch.empty(len(queries), self.count)
+        for _, members, stored in self._lists():
+            scores[:, members] = (queries.to(dtype) @ stored.to(dtype).T).float()
+        return scores
+
+    def _lists(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each list that is not empty, the numbers ``[m]`` of its keys, and these ``[m, D]``: as FAISS holds them."""
+        faiss, invlists, dim = self._faiss, self._index.invlists, self.centres.shape[1]
         for number in range(len(self.centres)):
             size = invlists.list_size(number)
             if size:
                 members = faiss.rev_swig_ptr(invlists.get_ids(number), size)
                 stored = faiss.rev_swig_ptr(invlists.get_codes(number), size * dim * 4)
-                keys[members] = stored.view(np.float32).reshape(size, dim)
-                lists[members] = number
-        return torch.from_numpy(keys), torch.from_numpy(lists)
+                rows = stored.view(np.float32).reshape(size, dim)
+                yield number, torch.from_numpy(members), torch.from_numpy(rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, their numbers and centres."""
-        return self.count * (4 * self.centres.shape[1] + 8) + self.centres.nbytes + self.radii.nbytes
+        """Bytes of keys, their numbers, the table of their places and centres."""
+        each = 4 * self.centres.shape[1] + (8 if self._index.direct_map.no() else 16)
+        return self.count * each + self.centres.nbytes + self.radii.nbytes
 
 
 def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:

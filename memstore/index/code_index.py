@@ -6,14 +6,15 @@ scores that are standardised and have a floor). That needs the score of *every* 
 can help. What helps is that codes are small whole numbers: signs, or codes rounded to 8 bits. They are kept as int8,
 which is exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
 
-``route`` is faster still. It scores all blocks with every fourth dimension of the codes, and with all dimensions those
-that then look best, together with a sample from which mean and deviation of all blocks are estimated. It may miss
-blocks at the end of the list; ``benchmarks/index.py`` reports how many.
+``route`` is faster still, and what attached models ask where the index is ``codes:pruned``. It scores all blocks with
+every fourth dimension of the codes, and with all dimensions those that then look best, together with a sample from
+which mean and deviation of all blocks are estimated. It may miss blocks at the end of the list;
+``benchmarks/index.py`` reports how many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from memstore.index import checks, files
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
 
 LARGEST = 127
+PRUNED = "pruned"
 COARSE = 4
 """The first look at a block takes every so many-th dimension."""
 CANDIDATES = 512
@@ -50,12 +52,10 @@ class CodeIndex(VectorIndex):
     Queries are rounded to 8 bits, by a scale for each, unless they are such numbers themselves: then every score is
     exact. ``search`` returns true scores in any case; which blocks it finds may differ at the end of the list, where
     scores differ by less than one part in 100. ``score`` is of the rounded queries. Blocks with equal scores are
-    ordered by id, the smaller first.
+    ordered by id, the smaller first. ``settings`` is empty, or ``pruned``: whoever routes may ask ``route``.
 
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
-
-    capabilities = IndexCapabilities(exact=False, dense=True)
 
     def __init__(
         self,
@@ -71,8 +71,9 @@ class CodeIndex(VectorIndex):
                 raise InvalidArgument(f"{name} must be at least 1, not {size}.")
         if torch.device(device).type != "cpu":
             raise InvalidArgument(f"An index of codes is searched on the CPU, not on {device}; use 'exact' there.")
-        if settings:
-            raise InvalidArgument(f"An index of codes has no settings; write 'codes', not 'codes:{settings}'.")
+        if settings not in ("", PRUNED):
+            raise InvalidArgument(f"Write 'codes', or 'codes:{PRUNED}', not 'codes:{settings}'.")
+        self.capabilities = IndexCapabilities(exact=False, dense=True, routes=settings == PRUNED)
         self.key_heads = key_heads
         self.key_dim = key_dim
         self.keys_per_block = keys_per_block
@@ -161,7 +162,7 @@ class CodeIndex(VectorIndex):
         else:
             coarse = self._maxima(self._coarse, tokens[:, ::COARSE], 0, rows)
             moments = _moments(coarse)
-            best = _summed(coarse, *moments).topk(CANDIDATES).indices.sort().values
+            best = _summed(coarse, *moments).topk(min(max(CANDIDATES, k), rows.numel())).indices.sort().values
             some = torch.linspace(0, rows.numel() - 1, SAMPLE).long()
             sample = self._maxima(self._keys, tokens, 0, rows[some])
             mean, deviation = _estimated(sample, coarse[:, some], *moments)
@@ -169,6 +170,10 @@ class CodeIndex(VectorIndex):
             summed = _summed(exact, mean, deviation)
         top = summed.topk(min(k, rows.numel()))
         return top.values, self._ids[rows[top.indices]]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Its kind, and whether routing leaves blocks out."""
+        return {"kind": "codes", "pruned": self.capabilities.routes}
 
     def save(self, path: Path) -> None:
         """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""

@@ -31,6 +31,8 @@ class IndexCapabilities:
     """Search returns the true top k."""
     dense: bool
     """``score`` is available."""
+    routes: bool = False
+    """``route`` is available, and takes less than scoring every block."""
 
 
 class VectorIndex(ABC):
@@ -74,6 +76,13 @@ class VectorIndex(ABC):
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score of every block: ``([H, T, N] float32, ids [N])``. Only where ``capabilities.dense``."""
         raise NotImplementedError(f"{type(self).__name__} cannot score every block; use search()")
+
+    def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The best blocks for the query tokens ``[T, D]`` together, by late interaction: ``(scores [k], ids [k])``.
+
+        Best first, fewer where there are fewer. Only where ``capabilities.routes``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot route; use score()")
 
     def finish(self) -> None:  # noqa: B027 - most indexes have nothing to do
         """Do now, and wait for, what the index would do beside the next searches (training, rebuilding)."""

@@ -143,7 +143,8 @@ class FaissIndex(ExactIndex):
         """Its kind and settings, and what FAISS knows of its blocks."""
         known = 0 if self._base is None else len(self._base.ids) - self._base.hidden
         settings = self.settings._asdict() | {"blocks_in_faiss": known, "blocks_searched_exactly": len(self) - known}
-        return {"kind": "faiss", **settings}
+        where = {} if self._base is None else {"searched_on": self._base.where}
+        return {"kind": "faiss", **settings, **where}
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class FaissIndex(ExactIndex):
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = super()._tensors()
-        if self._base is None:
+        if self._base is None or not self._chunks:
             return tensors
         places = torch.cat([_alive_places(number, chunk.alive[: chunk.used]) for number, chunk in self._chunks.items()])
         rows = torch.searchsorted(places, self._base.places)

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.index import faiss_gpu
 
 ADDED_KEYS = 1 << 16
 """Keys that are converted and added at a time."""
 TRAINING_KEYS = 39
-"""Keys for each list that FAISS wants to train with."""
+"""Keys for each list that FAISS wants to train with, at least."""
+MOST_TRAINING_KEYS = 64
+"""Of more it does not get, for k-means over a million keys and 4,096 lists takes minutes; FAISS itself takes 256."""
 Array = npt.NDArray[Any]
 
 
@@ -93,11 +96,17 @@ class Base:
         self._keys_per_block = keys_per_block
         self._by_id = ids.argsort()
         self._removes = all(isinstance(index, self._faiss.IndexIVF) for index in heads)
+        self._gpu = faiss_gpu.copies(self._faiss, self.heads)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the structures, nearly."""
         return sum(_bytes(self._faiss, index) for index in self.heads)
+
+    @property
+    def where(self) -> str:
+        """Where searches among all blocks run, for people: "GPU 0", or why it is the CPU."""
+        return self._gpu.where if self._gpu.heads is None or not self.hidden else "CPU: blocks have left since"
 
     @property
     def hidden(self) -> int:
@@ -133,15 +142,24 @@ class Base:
 
     def candidates(self, queries: Tensor, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Tensor:
         """Places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for what repeats."""
-        parameters, keep = self._parameters(self.heads[head], count, wanted, settings)
-        self._faiss.omp_set_num_threads(torch.get_num_threads())
         rows = np.ascontiguousarray(queries.numpy(), dtype=np.float32)
-        _, numbers = self.heads[head].search(rows, min(count, max(1, self.heads[head].ntotal)), params=parameters)
-        del keep
-        found = torch.from_numpy(numbers)
+        found = torch.from_numpy(self._numbers_of_best(rows, head, count, wanted, settings))
         blocks = found.div(self._keys_per_block, rounding_mode="floor").sort(dim=1).values
         repeated = torch.nn.functional.pad(blocks[:, 1:] == blocks[:, :-1], (1, 0))
         return torch.where((blocks < 0) | repeated, -1, self.places[blocks.clamp(min=0)])
+
+    def _numbers_of_best(self, rows: Array, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Array:
+        """Numbers ``[R, count]`` of the best keys, on a GPU where there is one that can; -1 for none."""
+        index, count = self.heads[head], min(count, max(1, self.heads[head].ntotal))
+        nprobe = _probes(index, settings)
+        everything = not self.hidden and (wanted is None or bool(wanted.all()))
+        if self._gpu.heads is not None and everything and max(count, nprobe or 0) <= faiss_gpu.MOST:
+            return faiss_gpu.search(self._gpu.heads[head], rows, count, nprobe)
+        parameters, keep = self._parameters(index, count, wanted, settings)
+        self._faiss.omp_set_num_threads(torch.get_num_threads())
+        numbers: Array = index.search(rows, count, params=parameters)[1]
+        del keep
+        return numbers
 
     def _parameters(self, index: Any, count: int, wanted: Tensor | None, settings: Settings) -> tuple[Any, Any]:
         """How to search, and what FAISS reads meanwhile, which must not be collected."""
@@ -150,9 +168,8 @@ class Base:
         if wanted is not None:
             bits = np.packbits(wanted.repeat_interleave(self._keys_per_block).numpy(), bitorder="little")
             chosen["sel"] = self._faiss.IDSelectorBitmap(bits)
-        if lists(index):
-            nprobe = settings.nprobe or max(8, lists(index) // 16)
-            return self._faiss.SearchParametersIVF(nprobe=min(nprobe, lists(index)), **chosen), bits
+        if (nprobe := _probes(index, settings)) is not None:
+            return self._faiss.SearchParametersIVF(nprobe=nprobe, **chosen), bits
         if isinstance(index, self._faiss.IndexHNSW):
             return self._faiss.SearchParametersHNSW(efSearch=max(settings.ef_search, count), **chosen), bits
         return self._faiss.SearchParameters(**chosen), bits
@@ -168,6 +185,13 @@ class Base:
             f"faiss_{head}": torch.from_numpy(self._faiss.serialize_index(index))
             for head, index in enumerate(self.heads)
         }
+
+
+def _probes(index: Any, settings: Settings) -> int | None:
+    """Inverted lists that a search reads; None where there are none."""
+    if not lists(index):
+        return None
+    return min(settings.nprobe or max(8, lists(index) // 16), lists(index))
 
 
 def _bytes(faiss: ModuleType, index: Any) -> int:
@@ -201,7 +225,7 @@ def trained(factory: str, keys: Sequence[Tensor], head: int) -> Any:
     mean = sum(piece.float().sum(0) for piece in flat) / total
     index = make(factory, flat[0].shape[1])
     if not index.is_trained:
-        most = max(1 << 16, 256 * lists(index))
+        most = max(1 << 16, MOST_TRAINING_KEYS * lists(index))
         step = -(-total // most)
         sample = torch.cat([piece[::step] for piece in flat]).float() - mean
         _quieten(index)

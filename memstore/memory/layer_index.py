@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError
+from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import Found, VectorIndex
 from memstore.memory.handle import Handle
 from memstore.memory.index_files import Source
@@ -20,6 +20,14 @@ from memstore.memory.state import DocumentState
 
 WORTH_KEEPING = 1 << 14
 """Keys of a head from which on an index is kept when its memory is closed; fewer are built faster than found."""
+
+
+def cannot_score(index: str) -> str:
+    """What to say to somebody who wants every block scored by an index that only finds the best."""
+    return (
+        f"the index {index!r} finds the best blocks and cannot score all of them, as attached models, lists that heads "
+        "or tokens share, and searches by vectors need: open the memory with index='exact' (nothing stored changes)."
+    )
 
 
 class LayerIndex:
@@ -57,9 +65,17 @@ class LayerIndex:
             return found
 
     def score(self, queries: Tensor, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Score all blocks that are complete and committed now."""
+        """Score all blocks that are complete and committed now. Raises ``InvalidArgument`` where the index cannot."""
         with self._lock:
-            return self._synced().score(queries, allowed=allowed)
+            index = self._synced()
+            if not index.capabilities.dense:
+                raise InvalidArgument(cannot_score(self._handle.shared.index))
+            return index.score(queries, allowed=allowed)
+
+    def route(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
+        """Route among all blocks that are complete and committed now; see ``VectorIndex.route``."""
+        with self._lock:
+            return self._synced().route(queries, top_k, allowed=allowed)
 
     def build(self) -> None:
         """Bring the index up to the last commit, let it finish, measure it, and keep it beside the store.
@@ -89,6 +105,13 @@ class LayerIndex:
             finally:
                 self._index = None
                 index.close()
+
+    def drop(self) -> None:
+        """Let go of the index of a document that was forgotten, which is not kept."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
 
     def facts(self) -> dict[str, Any] | None:
         """What there is to tell of the index; None before the first search."""
@@ -138,7 +161,7 @@ class LayerIndex:
     def _catch_up(self, state: DocumentState) -> VectorIndex:
         complete = state.complete(self._handle.shared.spec.block_size)
         if self._index is None or self._edits != state.edits:
-            self._index, self._edits = self._handle.shared.new_index(), state.edits
+            self._index, self._edits = self._renewed(), state.edits
             self._held, self._dropped = range(complete.start, complete.start), dropped(state)
             self._load(complete)
         self._dropped = dropped(state)  # a copy passes over the blocks that its source lacks, without an edit
@@ -163,7 +186,12 @@ class LayerIndex:
             self._kept = self._held
             self._measured = {name: facts[name] for name in facts if name.startswith("recall")}
         elif len(self._index):  # what it took from a file was not what the file promised
-            self._index = self._handle.shared.new_index()
+            self._index = self._renewed()
+
+    def _renewed(self) -> VectorIndex:
+        """An empty index in place of the one that there was."""
+        self.drop()
+        return self._handle.shared.new_index()
 
     def _keep(self, blocks: range) -> None:
         """Drop what is not in ``blocks``; an empty range stays where it is, so that new blocks follow it."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory
+from memstore.index import IndexCapabilities
 from memstore.memory import keeping, verify
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.audit import Finding
@@ -75,10 +76,10 @@ def open_memory(
         writable = mode != "r" and not opened.store.read_only
         files = IndexFiles(folder_of(folder(url)), header.spec, index, writable=writable)
         shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper, files)
-        shared.new_index()  # so that an unknown kind is an error now, not at the first search
+        memory = Memory(shared, opened)
+        _ = memory.index_capabilities  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
-        memory = Memory(shared, opened)
         if max_bytes is not None or when_full is not None:
             rules = shared.keeper.rules()
             memory.limit(rules.max_bytes if max_bytes is None else max_bytes, when_full or rules.when_full)
@@ -127,6 +128,16 @@ class Memory:
         return self._shared.mode
 
     @property
+    def index(self) -> str:
+        """Kind of its vector indexes, as it was opened with."""
+        return self._shared.index
+
+    @property
+    def index_capabilities(self) -> IndexCapabilities:
+        """What the vector indexes of this memory can do."""
+        return self._shared.capabilities
+
+    @property
     def traces(self) -> Traces:
         """What was recorded while models were generating, beside the memory; see ``attached.record`` and others."""
         return self._traces
@@ -161,7 +172,10 @@ class Memory:
             self._shared.store.write(forgetting(self._shared, [number]))
             self._sweep()
         with self._lock:
-            self._documents.pop(name, None)
+            document = self._documents.pop(name, None)
+        for view in () if document is None else document.views():
+            if view.index is not None:
+                view.index.drop()
 
     def prefetch(self, document: str, blocks: Mapping[int, Sequence[int]]) -> None:
         """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""

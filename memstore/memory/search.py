@@ -89,10 +89,7 @@ def _scored(document: Document, queries: Tensor, layer: int) -> tuple[Tensor, Te
     view, there = document.layer(layer), document.complete_blocks
     total, blocks = torch.zeros(len(there)), torch.empty(0, dtype=torch.int64)
     for piece in queries.split(max(1, AT_ONCE // max(1, len(queries) * len(there))), dim=1):
-        try:
-            scores, blocks = view.score(piece, allowed=there)  # fixed, for somebody may append meanwhile
-        except NotImplementedError as error:
-            raise InvalidArgument(f"{error}: open the memory with index='exact' to search it like this.") from None
+        scores, blocks = view.score(piece, allowed=there)  # fixed, for somebody may append meanwhile
         total[blocks - there.start] += scores.sum(1).mean(0)
     return blocks, total[blocks - there.start] / queries.shape[1]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.index import VectorIndex, open_index
+from memstore.index import IndexCapabilities, VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
 from memstore.memory.history import history_runs
 from memstore.memory.index_files import IndexFiles
@@ -72,6 +73,13 @@ class Shared:
             keys_per_block=spec.keys_per_block,
             dtype=index_dtype(spec.key_dtype),
         )
+
+    @cached_property
+    def capabilities(self) -> IndexCapabilities:
+        """What its indexes can do. Raises ``InvalidArgument`` for an unknown kind, or one that cannot be made here."""
+        index = self.new_index()
+        index.close()
+        return index.capabilities
 
     def documents(self) -> list[int]:
         """Numbers of the documents, in the order they were made. Raises ``DamagedError``."""

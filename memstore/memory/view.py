@@ -61,10 +61,24 @@ class LayerView:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The score of every complete block: ``([H, T, N] float32, blocks [N])``. Raises ``DamagedError``."""
+        """The score of every complete block: ``([H, T, N] float32, blocks [N])``.
+
+        Raises ``InvalidArgument`` where the index cannot score every block, and ``DamagedError``.
+        """
         index = self._searchable()
         try:
             return index.score(queries, allowed)
+        except DamagedError as error:
+            raise self._blame_landmarks(self._handle.current().live(), error) from error
+
+    def route(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
+
+        Only where ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
+        """
+        index = self._searchable()
+        try:
+            return index.route(queries, top_k, allowed)
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 

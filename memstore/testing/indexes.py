@@ -254,6 +254,17 @@ class IndexTests(ABC):
         index.load(tmp_path / "index")
         assert len(index) == 0
 
+    def test_an_index_that_has_become_empty_can_be_saved(self, tmp_path: Path) -> None:
+        index, ids, keys = self.filled(40)
+        index.finish()
+        index.remove(ids)
+        index.save(tmp_path / "index")
+        other, _, _ = self.filled(4)
+        other.load(tmp_path / "index")
+        assert len(other) == 0
+        other.add(ids[:4], keys[:4])
+        self.check(other, ids[:4], keys[:4], small_integers(2, 2, 8, seed=1), 5)
+
     def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(self, tmp_path: Path) -> None:
         index, ids, keys = self.filled(40)
         index.save(tmp_path / "index")

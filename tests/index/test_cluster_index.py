@@ -82,6 +82,46 @@ def test_what_was_asked_for_is_found_and_reported() -> None:
     assert recall(index, keys, queries[:, 400:]) == pytest.approx(facts["recall"], abs=0.06)
 
 
+def test_clusters_that_were_made_for_much_can_be_asked_for_less() -> None:
+    keys, queries = mismatched(4_000)
+    index, other = trained(keys, queries, "0.99"), trained(keys, queries, "0.8")
+    most = index.facts()["probes"]
+    index.aim(0.8)
+    assert index.facts() == other.facts()
+    assert index.facts()["probes"] < most
+    assert index.facts()["recall"] >= 0.8
+    index.aim(1)
+    assert index.facts()["probes"] == most, "more was not measured"
+
+
+def test_every_block_is_scored_in_clusters_and_in_the_tail() -> None:
+    keys, queries = mismatched(4_000)
+    index = trained(keys, queries)
+    index.remove(torch.arange(0, 4_000, 3))
+    index.add(torch.arange(5_000, 5_010), keys[:10])
+    alive = torch.tensor([*(block for block in range(4_000) if block % 3), *range(5_000, 5_010)])
+    rows = torch.cat((keys, keys[:1_000], keys[:10]))[alive, 0, 0]
+    scores, ids = index.score(queries[:, :5])
+    assert torch.equal(ids, alive)
+    torch.testing.assert_close(scores, queries[:, :5] @ rows.T)
+    scores, ids = index.score(queries[:, :5], allowed=range(3_990, 5_002))
+    assert ids.tolist() == [block for block in alive.tolist() if 3_990 <= block < 5_002]
+    torch.testing.assert_close(scores, queries[:, :5] @ rows[(alive >= 3_990) & (alive < 5_002)].T)
+
+
+def test_one_means_all_lists_and_all_keys_of_a_block() -> None:
+    keys = torch.randn(800, 1, 8, 16, generator=torch.Generator().manual_seed(0))
+    queries = torch.randn(1, 400, 16, generator=torch.Generator().manual_seed(1))
+    index = ClusterIndex(1, 16, 8, settings="1")
+    index.add(torch.arange(800), keys)
+    for query in queries[0]:
+        index.search(query[None, None], 1)
+    index.finish()
+    facts = index.facts()
+    assert (facts["probes"], facts["exact_blocks"], facts["recall"]) == (facts["lists"], 0, 1.0)
+    assert torch.equal(index.search(queries, 8).ids, brute_force(torch.arange(800), keys, queries, 8).ids)
+
+
 def test_the_metric_of_the_queries_finds_more_in_as_many_lists() -> None:
     keys, queries = mismatched(4_000)
     rows, seen, asked = keys[:, 0, 0], queries[0, :400], queries[0, 400:]
@@ -100,6 +140,21 @@ def test_every_score_is_true_and_every_list_in_order() -> None:
     true = torch.einsum("tkd,td->tk", keys[found.ids[0], 0, 0], queries[0])
     torch.testing.assert_close(found.scores[0], true)
     assert torch.equal(found.scores, found.scores.sort(dim=-1, descending=True).values)
+
+
+def test_a_block_has_the_score_of_its_best_key_wherever_that_lies() -> None:
+    keys = torch.randn(1_000, 1, 4, 16, generator=torch.Generator().manual_seed(0))
+    queries = torch.randn(1, 500, 16, generator=torch.Generator().manual_seed(1))
+    index = ClusterIndex(1, 16, 4, settings="0.5")
+    index.add(torch.arange(1_000), keys)
+    for query in queries[0]:
+        index.search(query[None, None], 1)
+    index.finish()
+    assert index.facts()["probes"] < index.facts()["lists"] / 4
+    found = index.search(queries, 5)
+    scores = torch.einsum("tkpd,td->tkp", keys[found.ids[0], 0], queries[0])
+    torch.testing.assert_close(found.scores[0], scores.amax(2))
+    torch.testing.assert_close(scores.gather(2, found.offsets[0].unsqueeze(2)).squeeze(2), found.scores[0])
 
 
 def test_new_blocks_are_found_before_and_after_new_clusters() -> None:

@@ -101,6 +101,23 @@ def test_eight_bits_lose_little() -> None:
     assert F.cosine_similarity(codes, rounded).min() > 0.999
 
 
+def test_more_blocks_can_be_routed_to_than_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_index, "CANDIDATES", 4)
+    monkeypatch.setattr(code_index, "SAMPLE", 8)
+    index = CodeIndex(1, 24, 7)
+    index.add(torch.arange(90), signs(90, 1, 7, 24))
+    for k, found in ((3, 3), (20, 20), (90, 90), (99, 90)):
+        scores, ids = index.route(signs(4, 24, seed=1), k)
+        assert len(ids.unique()) == found
+        assert torch.equal(scores, scores.sort(descending=True).values)
+
+
+def test_only_a_pruned_index_is_asked_to_route() -> None:
+    for settings, routes in (("", False), (":pruned", True)):
+        index = open_index(f"codes{settings}", key_heads=1, key_dim=8, keys_per_block=1)
+        assert index.capabilities.routes == index.facts()["pruned"] == routes
+
+
 def test_blocks_that_are_not_allowed_are_not_routed_to() -> None:
     index, codes = CodeIndex(1, 24, 7), signs(50, 1, 7, 24)
     index.add(torch.arange(50), codes)
@@ -129,7 +146,7 @@ def test_routing_needs_one_key_head() -> None:
 
 
 def test_what_the_index_cannot_be_is_said() -> None:
-    with pytest.raises(InvalidArgument, match="write 'codes'"):
+    with pytest.raises(InvalidArgument, match="Write 'codes', or 'codes:pruned'"):
         open_index("codes:8", key_heads=1, key_dim=8, keys_per_block=1)
     with pytest.raises(InvalidArgument, match="on the CPU"):
         CodeIndex(1, 8, 1, device="meta")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from memstore.index import codes, exact, faiss, open_index, sieve
+from memstore.index import VectorIndex, auto, cluster_index, code_index, codes, exact, faiss, open_index, sieve
 from memstore.testing.indexes import assert_found, brute_force, small_integers
 
 HEADS, PER_BLOCK, DIM = 2, 2, 8
@@ -38,6 +38,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (sieve, "LARGEST_SHARE", 1),
         (faiss, "FEWEST_KEYS", 16),
         (faiss, "FEWEST_WANTED", 1),
+        (cluster_index, "SMALLEST", 24),
+        (cluster_index, "ENOUGH", 2),
+        (code_index, "CHUNK_KEYS", 20),
+        (code_index, "TILE_KEYS", 9),
+        (auto, "LARGE", 64),
     ]:
         monkeypatch.setattr(module, name, value)
 
@@ -56,10 +61,8 @@ class Machine(RuleBasedStateMachine):
         self.queries = small_integers(2 * HEADS, 2, DIM, seed=seed + 1)
         self.next = 0
 
-    def make(self) -> exact.ExactIndex:
-        index = open_index(self.name, key_heads=HEADS, key_dim=DIM, keys_per_block=PER_BLOCK, dtype=self.dtype)
-        assert isinstance(index, exact.ExactIndex)
-        return index
+    def make(self) -> VectorIndex:
+        return open_index(self.name, key_heads=HEADS, key_dim=DIM, keys_per_block=PER_BLOCK, dtype=self.dtype)
 
     def add(self, ids: list[int]) -> None:
         keys = torch.stack([self.pool[(7 * block + len(self.there)) % 500] for block in ids])
@@ -122,6 +125,11 @@ class Machine(RuleBasedStateMachine):
             assert block in wanted
             at = (scores.ids[head, row] == block).nonzero()
             assert float(found.scores[tuple(place)]) == float(scores.scores[head, row, at])
+        if self.index.capabilities.dense and self.dtype == torch.float32:  # products of others are rounded to them
+            every, blocks = self.index.score(self.queries, allowed=allowed)
+            assert blocks.tolist() == ids
+            order = scores.ids[..., : len(ids)].sort(dim=-1).indices
+            assert torch.equal(every, scores.scores[..., : len(ids)].gather(-1, order))
         unique = [len({*row.tolist()} - {-1}) == int((row >= 0).sum()) for row in found.ids.flatten(0, 1)]
         assert all(unique)
 
@@ -144,9 +152,13 @@ class Machine(RuleBasedStateMachine):
         ("faiss:IVF2,Flat;nprobe=1", torch.float32),
         ("faiss:IVF2,SQ8", torch.float32),
         ("faiss:HNSW4", torch.float32),
+        ("clusters:0.3", torch.float32),
+        ("clusters:1", torch.bfloat16),
+        ("codes", torch.float32),
+        ("auto:recall=0.3", torch.float32),
     ],
 )
-def test_any_history_equals_the_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_history_equals_the_model(name: str, dtype: torch.dtype) -> None:
     machine: Any = type("Named", (Machine,), {"name": name, "dtype": dtype})
     machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
     machine.TestCase("runTest").runTest()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import memstore
 from tests.tools.conftest import BLOCK, SIZE, Cli, tiny_spec
 
-USAGE, NOT_FOUND, REFUSED = 2, 3, 5
+FAILED, USAGE, NOT_FOUND = 1, 2, 3
 
 
-def memory(folder: Path, blocks: int) -> Path:
+def filled(folder: Path, blocks: int) -> Path:
     with memstore.open(folder, spec=tiny_spec()) as opened:
         if blocks:
             states = torch.randn(blocks, 2, BLOCK, SIZE)
@@ -23,7 +27,7 @@ def memory(folder: Path, blocks: int) -> Path:
 
 
 def test_an_index_is_built_measured_and_found_again(cli: Cli, tmp_path: Path) -> None:
-    path = memory(tmp_path / "notes.mem", 5000)
+    path = filled(tmp_path / "notes.mem", 5000)
     done = cli("index", path, "--index", "faiss:IVF16,Flat", "--json")
     assert done.code == 0, done.err
     (kept,) = done.json["indexes"]
@@ -37,7 +41,82 @@ def test_an_index_is_built_measured_and_found_again(cli: Cli, tmp_path: Path) ->
 
 
 def test_what_cannot_be_built_is_told(cli: Cli, tmp_path: Path) -> None:
-    empty = memory(tmp_path / "empty.mem", 0)
+    empty = filled(tmp_path / "empty.mem", 0)
     assert "nothing to index" in cli("index", empty).out
     assert cli("index", empty, "--index", "tree").code == USAGE
     assert cli("index", tmp_path / "none.mem").code == NOT_FOUND
+
+
+LACKING = [
+    ("faiss:Flat", "faiss", "pip install 'torch-memstore[faiss]'"),
+    ("clusters", "faiss", "pip install 'torch-memstore[faiss]'"),
+    ("milvus:{tmp}/a.db", "pymilvus", "pip install 'torch-memstore[milvus]'"),
+    ("milvus:{tmp}/a.db", "milvus_lite", "pip install 'torch-memstore[milvus]'"),
+]
+
+
+@pytest.mark.parametrize(("name", "library", "says"), LACKING)
+@pytest.mark.parametrize("verb", ["index", "stats"])
+def test_the_command_line_says_in_one_line_what_to_install(
+    verb: str,
+    name: str,
+    library: str,
+    says: str,
+    cli: Cli,
+    memory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    done = cli(verb, memory, "--index", name.format(tmp=tmp_path))
+    assert (done.code, done.out, done.err.count("\n")) == (USAGE, "", 1)
+    assert says in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("tree", USAGE, "there is: auto, clusters, codes, exact, faiss, milvus"),
+        ("exact:8", USAGE, "write 'exact'"),
+        ("auto:0", USAGE, "auto:recall=0.99"),
+        ("clusters:many", USAGE, "clusters:0.99"),
+        ("codes:8", USAGE, "'codes:pruned'"),
+        ("faiss:Tree", USAGE, "FAISS cannot make 'Tree'"),
+        ("faiss:PQ4", USAGE, "cannot filter or remove"),
+        ("faiss:Flat;speed=2", USAGE, "'speed=2' is no option"),
+        ("milvus:somewhere", USAGE, "a file that ends in .db"),
+        ("milvus:http://127.0.0.1:9", FAILED, "no Milvus answers at http://127.0.0.1:9"),
+    ],
+)
+def test_the_command_line_says_what_an_index_could_be(name: str, code: int, says: str, cli: Cli, memory: Path) -> None:
+    kind, _, _ = name.partition(":")
+    pytest.importorskip({"faiss": "faiss", "milvus": "pymilvus", "clusters": "faiss"}.get(kind, "torch"))
+    done = cli("index", memory, "--index", name)
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1), done
+    assert says in done.err
+
+
+def damage(folder: Path) -> None:
+    for file in folder.glob("index/*.index"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+
+
+def lose(folder: Path) -> None:
+    shutil.rmtree(folder / "index")
+
+
+@pytest.mark.parametrize("harm", [damage, lose])
+def test_the_command_line_finds_the_same_beside_a_damaged_index(
+    harm: Callable[[Path], None], cli: Cli, memory: Path
+) -> None:
+    assert cli("index", memory).code == 0
+    before = cli("search", memory, "--block", "whale:0", "--top-k", "99", "--json")
+    assert (before.code, len(before.json["matches"])) == (0, 2), "all that there is, where more is asked for"
+    harm(memory)
+    after = cli("search", memory, "--block", "whale:0", "--top-k", "99", "--json")
+    assert (after.code, after.json) == (0, before.json)
+    assert cli("verify", memory).code == 0
+    assert cli("index", memory).code == 0
+    assert cli("search", memory, "--block", "whale:0", "--top-k", "99", "--json").json == before.json
