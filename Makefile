@@ -44,7 +44,7 @@ format: $(READY) ## Put the code into the house format
 bench: $(READY) ## Measure: speed and needles, some minutes each
 	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
 
-faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (half an hour)
+faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (an hour and a quarter)
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)
 
 gpu: $(READY) ## On a GPU: test the kernels there, and measure them

@@ -28,6 +28,9 @@ from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
 States = tuple[Tensor, Tensor]
 """Keys and values ``[B, G, n, D]``."""
 
+LOOKS_BACK = 6.0
+"""Bias towards one distance that outweighs a window of hundreds of tokens."""
+
 
 class Neighbours(NamedTuple):
     """What a memory found for the queries of a segment."""
@@ -68,8 +71,12 @@ class WindowAttention(nn.Module):
         window: int = 512,
         buckets: int = 32,
         farthest: int = 128,
+        previous: int = 0,
     ) -> None:
-        """``buckets`` and ``farthest`` are those of ``t5_buckets``."""
+        """``buckets`` and ``farthest`` are those of ``t5_buckets``; ``previous`` heads begin by looking back.
+
+        The first of them looks at the token before, the second at the one before that, and so on.
+        """
         super().__init__()
         self.heads = heads
         self.groups = heads if key_value_heads is None else key_value_heads
@@ -80,12 +87,20 @@ class WindowAttention(nn.Module):
             )
         if window < 1:
             raise InvalidArgument(f"window must be at least 1, not {window}")
+        if not 0 <= previous <= min(heads, buckets // 2 - 1):  # nearer distances have buckets of their own
+            raise InvalidArgument(
+                f"previous must be from 0 to {min(heads, buckets // 2 - 1)} for {heads} heads and {buckets} buckets, "
+                f"not {previous}"
+            )
         self.window, self.farthest = window, farthest
         dim = hidden // heads if head_dim is None else head_dim
         self.q = nn.Linear(hidden, heads * dim, bias=False)
         self.kv = nn.Linear(hidden, 2 * self.groups * dim, bias=False)
         self.out = nn.Linear(heads * dim, hidden, bias=False)
-        self.bias = nn.Parameter(torch.zeros(buckets, heads))
+        bias = torch.zeros(buckets, heads)
+        for head in range(previous):
+            bias[head + 1, head] = LOOKS_BACK
+        self.bias = nn.Parameter(bias)
 
     def forward(self, x: Tensor, past: States | None = None, empty: Tensor | None = None) -> tuple[Tensor, States]:
         """``x [B, T, hidden]`` after ``past``, of which the first ``empty [B]`` tokens of each row do not exist.

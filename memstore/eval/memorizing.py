@@ -1,8 +1,8 @@
 """The tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
 
-As in the paper (Wu et al. 2022, section 4) the text is read in order as one document, and every token of it but the
-first is scored. All rows score the same tokens, so they differ by the memory alone; columns tell what a memory is worth
-at the beginning of a document and far into it.
+As in the paper (Wu et al. 2022, section 4) documents are read in order, each with a memory that begins empty, and every
+token but the first of each is scored. All rows score the same tokens, so they differ by the memory alone; columns tell
+what a memory is worth at the beginning of a document and far into it.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ class MemoryRow:
 
 def by_memory_size(
     model: MemorizingForCausalLM,
-    tokens: Tensor,
+    documents: Sequence[Tensor],
     sizes: Sequence[int],
     *,
     positions: Sequence[int] = SIZES,
     advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[MemoryRow]:
-    """Perplexity of the document ``tokens [n]`` with a memory of each of ``sizes``.
+    """Perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``.
 
     ``positions`` are where parts of the document begin; those after its end are left out. Raises ``InvalidArgument``
     for a size or a text that does not fit, and for a model without a layer that looks tokens up.
     """
-    _check(model, tokens, sizes)
-    starts = sorted({1, *(each for each in positions if 1 < each < len(tokens))})
-    parts = list(zip(starts, [*starts[1:], len(tokens)], strict=True))
+    _check(model, documents, sizes)
+    longest = max(map(len, documents))
+    starts = sorted({1, *(each for each in positions if 1 < each < longest)})
+    parts = list(zip(starts, [*starts[1:], longest], strict=True))
     for size in sizes:
-        losses = document_losses(model, tokens, size, advance).double()
+        losses = [document_losses(model, tokens, size, advance).double() for tokens in documents]
         yield MemoryRow(
             memory_size=size,
-            perplexity=float(losses.mean().exp()),
+            perplexity=float(torch.cat(losses).mean().exp()),
             by_position={
-                f"{0 if start == 1 else start:,}-{end:,}": float(losses[start - 1 : end - 1].mean().exp())
+                f"{0 if start == 1 else start:,}-{end:,}": _perplexity(losses, start - 1, end - 1)
                 for start, end in parts
             },
         )
@@ -92,9 +93,17 @@ def document_losses(
     return torch.cat(losses)
 
 
-def _check(model: MemorizingForCausalLM, tokens: Tensor, sizes: Sequence[int]) -> None:
-    if len(tokens) < 2:
-        raise InvalidArgument(f"the text has {len(tokens)} tokens; at least 2 are needed. Name a longer text")
+def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
+    """Of what lies between two positions of each document."""
+    return float(torch.cat([each[start:end] for each in losses]).mean().exp())
+
+
+def _check(model: MemorizingForCausalLM, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    if not documents:
+        raise InvalidArgument("there is no document to score: name a text")
+    shortest = min(map(len, documents))
+    if shortest < 2:
+        raise InvalidArgument(f"a text has {shortest} tokens; at least 2 are needed. Name a longer text")
     if not sizes or min(sizes) < 0:
         raise InvalidArgument(f"sizes of a memory are numbers of tokens from 0 on, not {list(sizes)}")
     if model.config.memory_layer is None and max(sizes):

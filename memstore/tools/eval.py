@@ -21,7 +21,7 @@ from memstore.tools.eval_memorizing import MemorySizes, memory_table
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
 from memstore.tools.options import Device, Threads, use_threads
 from memstore.tools.output import Json, Page, Report
-from memstore.tools.texts import read_text
+from memstore.tools.texts import read_documents, read_text
 
 if TYPE_CHECKING:
     from memstore.eval.run import Plan, Row
@@ -218,7 +218,8 @@ def perplexity(
     For a DRT the same last tokens are scored after contexts of each length: with all of it in a memory, and by the same
     weights with retrieval off. For a landmark model there are the paper's two tables, by length and by granularity, and
     with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all. For a
-    Memorizing Transformer the text is one document, scored with memories of each size, as a whole and by position.
+    Memorizing Transformer a text, or each .txt file of a folder, is a document, scored with memories of each size, as a
+    whole and by position.
 
     Example:
 
@@ -226,15 +227,15 @@ def perplexity(
 
     In Python: memstore.eval.perplexity, memstore.eval.landmark and memstore.eval.memorizing.
     """
-    content = read_text(text)
     require_transformers()
     from memstore.eval.models import LANDMARK, MEMORIZING, kind_of, model_folder
 
     options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
     if model is not None and kind_of(folder := model_folder(model)) == MEMORIZING:
         _refuse({**options, "lengths": lengths, "scored": scored}, "a Memorizing Transformer")
-        return memory_table(content, folder, memory_sizes, device=device, threads=threads, json=json)
+        return memory_table(read_documents(text), folder, memory_sizes, device=device, threads=threads, json=json)
     _refuse({"memory_sizes": memory_sizes}, "a DRT or a landmark model")
+    content = read_text(text)
     if model is not None and kind_of(folder := model_folder(model)) == LANDMARK:
         if scored is not None:
             raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,8 +73,10 @@ def lookup(
     return Report(data=data, text=lambda page: _show_lookup(page, data))
 
 
-def memory_table(text: str, folder: Path, sizes: str | None, *, device: str, threads: int | None, json: bool) -> Report:
-    """The table of the model in ``folder`` for ``text``, read as one document."""
+def memory_table(
+    texts: Sequence[str], folder: Path, sizes: str | None, *, device: str, threads: int | None, json: bool
+) -> Report:
+    """The table of the model in ``folder`` for ``texts``, each read as a document."""
     import torch
 
     from memstore.eval.memorizing import SIZES, by_memory_size, fitting
@@ -85,12 +88,13 @@ def memory_table(text: str, folder: Path, sizes: str | None, *, device: str, thr
     check_device(device)
     with quiet_transformers():
         model, tokenizer = load_memorizing(folder, device)
-    tokens = torch.tensor(encode(tokenizer, text), dtype=torch.int64)
+    documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
+    total = sum(map(len, documents))
     if chosen is None:
-        chosen = [0] if model.config.memory_layer is None else fitting(SIZES, len(tokens))
-    with progress_bar("perplexity", 0, len(chosen) * len(tokens), not json and sys.stderr.isatty()) as advance:
-        rows = [row.to_dict() for row in by_memory_size(model, tokens, chosen, advance=advance)]
-    data = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows}
+        chosen = [0] if model.config.memory_layer is None else fitting(SIZES, max(map(len, documents)))
+    with progress_bar("perplexity", 0, len(chosen) * total, not json and sys.stderr.isatty()) as advance:
+        rows = [row.to_dict() for row in by_memory_size(model, documents, chosen, advance=advance)]
+    data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
     return Report(data=data, text=lambda page: _show(page, rows))
 
 

@@ -24,6 +24,17 @@ def read_text(source: str, *, encoding: str = "utf-8") -> str:
     return text.replace("\r\n", "\n")
 
 
+def read_documents(source: str) -> list[str]:
+    """The text in a file, or those of the ``*.txt`` files of the folder ``source``, in order; see ``read_text``."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return [read_text(source)]
+    files = sorted(folder.rglob("*.txt"))
+    if not files:
+        raise InvalidArgument(f"the folder {source} has no .txt files; name a text file or a folder of them.")
+    return [read_text(str(file)) for file in files]
+
+
 def _read_bytes(source: str) -> bytes:
     if source == STDIN:
         return sys.stdin.buffer.read()

@@ -13,7 +13,7 @@ from memstore.tools.options import Threads
 from memstore.tools.output import Json, Report
 
 Init = Annotated[Path | None, typer.Option(help="Start from the Memorizing Transformer in this folder.")]
-Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")]
+Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), small, or paper.")]
 MemorySize = Annotated[
     int | None, typer.Option(min=0, help="Tokens of a document that can be found; 0: none. May differ from --init's.")
 ]

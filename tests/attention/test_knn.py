@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from memstore.attention.knn import KNNAttention, Neighbours, States, after
+from memstore.attention.knn import KNNAttention, Neighbours, States, WindowAttention, after
 from memstore.attention.knn_memory import RUN, RecentTokens, largest
 from memstore.attention.layers import merged
 from memstore.attention.positions import t5_buckets
@@ -28,6 +28,21 @@ def load(name: str) -> dict[str, Tensor]:
 def test_buckets_are_those_of_t5() -> None:
     published = load("knn_lucidrains_t5bias.npz")
     torch.testing.assert_close(t5_buckets(-published["rel"]), published["bucket"])
+
+
+def test_heads_that_look_back_begin_with_the_tokens_before() -> None:
+    layer = WindowAttention(8, 4, window=20, previous=2)
+    values = torch.eye(12).expand(1, 4, 12, 12)
+    nothing = torch.zeros(1, 4, 12, 2)  # all scores are equal but for the bias
+    weights = layer.attend(nothing, nothing, values, layer.mask(nothing, nothing, None), None)[0, :, -1]
+    assert weights[0].argmax() == 10
+    assert weights[0, 10] > 0.9
+    assert weights[1].argmax() == 9
+    assert weights[1, 9] > 0.9
+    torch.testing.assert_close(weights[2:], torch.full((2, 12), 1 / 12))
+    for previous in (-1, 5):
+        with pytest.raises(InvalidArgument, match="previous must be from 0 to 4"):
+            WindowAttention(8, 4, previous=previous)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_every_token_but_the_first_is_scored_as_in_one_call() -> None:
 def test_parts_of_a_document_make_up_the_whole() -> None:
     heard: list[int] = []
     rows = list(
-        by_memory_size(small_memorizing(), TEXT, [0, 48, 500], positions=(0, 20, 150, 200), advance=heard.append)
+        by_memory_size(small_memorizing(), [TEXT], [0, 48, 500], positions=(0, 20, 150, 200), advance=heard.append)
     )
     assert [row.memory_size for row in rows] == [0, 48, 500]
     assert sum(heard) == 3 * 199
@@ -52,16 +52,25 @@ def test_a_memory_makes_no_difference_before_the_window_is_full_and_its_size_non
 
 def test_a_model_without_memory_has_one_row() -> None:
     model = small_memorizing(memory_layer=None)
-    (row,) = by_memory_size(model, TEXT, [0])
+    (row,) = by_memory_size(model, [TEXT], [0])
     assert row.perplexity > 1
     with pytest.raises(InvalidArgument, match="its only size is 0"):
-        list(by_memory_size(model, TEXT, [0, 64]))
+        list(by_memory_size(model, [TEXT], [0, 64]))
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     for tokens, sizes, words in ((TEXT[:1], [0], "at least 2"), (TEXT, [], "from 0 on"), (TEXT, [-1], "from 0 on")):
         with pytest.raises(InvalidArgument, match=words):
-            list(by_memory_size(small_memorizing(), tokens, sizes))
+            list(by_memory_size(small_memorizing(), [tokens], sizes))
+
+
+def test_each_document_begins_with_an_empty_memory() -> None:
+    model, pieces = small_memorizing(), [TEXT[:70], TEXT[70:]]
+    (row,) = by_memory_size(model, pieces, [100], positions=(0, 60, 100))
+    each = [document_losses(model, piece, 100, lambda tokens: None) for piece in pieces]
+    assert row.perplexity == pytest.approx(float(torch.cat(each).double().mean().exp()))
+    assert row.by_position["100-130"] == pytest.approx(float(each[1][99:].double().mean().exp()))
+    assert row.by_position["60-100"] == pytest.approx(float(torch.cat([e[59:99] for e in each]).double().mean().exp()))
 
 
 def test_sizes_go_as_far_as_the_text() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -211,6 +211,14 @@ def test_what_is_not_a_text_of_this_model_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="there is no preset"):
         MemorizingConfig.preset("large")
     assert MemorizingConfig.preset("paper").memory_layer == 8
+
+
+def test_layers_below_the_memory_begin_by_looking_back() -> None:
+    model = MemorizingForCausalLM(MemorizingConfig(num_hidden_layers=3, memory_layer=1, previous_token_heads=2))
+    biases = [layer.attention.bias for layer in cast("Any", model.model.layers)]
+    assert [bias.argmax(0).tolist() for bias in biases] == [[1, 2, 0, 0], [0] * 4, [0] * 4]
+    plain = MemorizingForCausalLM(MemorizingConfig())
+    assert not any(layer.attention.bias.any() for layer in cast("Any", plain.model.layers))
 
 
 @torch.no_grad()

@@ -50,6 +50,20 @@ def test_a_table_for_people(cli: Cli, text: Path, model: Path) -> None:
         assert words in shown.out
 
 
+def test_files_of_a_folder_are_documents(cli: Cli, text: Path, model: Path, tmp_path: Path) -> None:
+    whole = text.read_text()
+    for name, part in (("one.txt", whole[:1_500]), ("two.txt", whole[1_500:])):
+        (tmp_path / name).write_text(part)
+    measured = cli("eval", "perplexity", "--model", model, "--text", tmp_path, "--memory-sizes", "0,64", "--json")
+    assert measured.code == 0, measured.err
+    assert measured.json["documents"] == 2
+    assert measured.json["tokens"] == len(whole.encode())
+    (tmp_path / "empty").mkdir()
+    refused = cli("eval", "perplexity", "--model", model, "--text", tmp_path / "empty")
+    assert refused.code == USAGE
+    assert "has no .txt files" in refused.err
+
+
 def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> None:
     command = ("eval", "lookup", "--model", model, "--text", text, "--examples", 2)
     data = cli(*command, "--json").json

@@ -39,6 +39,9 @@ class MemorizingConfig(PreTrainedConfig):
         joint: one softmax over the window and what was found, and no gate, as in a well-known reimplementation.
         distance_buckets: of the bias by distance.
         farthest: the distance, in tokens, from which on all share a bucket.
+        previous_token_heads: heads of each layer below the one with the memory that begin by looking at the token
+            before, at the one before that, and so on; 0: all biases begin at 0. What followed a word earlier is
+            found by what stood before it, and small models do not find such heads by themselves.
     """
 
     model_type = "memstore-memorizing"
@@ -60,6 +63,7 @@ class MemorizingConfig(PreTrainedConfig):
         joint: bool = False,
         distance_buckets: int = 32,
         farthest: int = 128,
+        previous_token_heads: int = 0,
         layer_norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
@@ -79,6 +83,7 @@ class MemorizingConfig(PreTrainedConfig):
         self.joint = joint
         self.distance_buckets = distance_buckets
         self.farthest = farthest
+        self.previous_token_heads = previous_token_heads
         self.layer_norm_eps = layer_norm_eps
         self.initializer_range = initializer_range
         self.use_cache = use_cache
@@ -92,12 +97,12 @@ class MemorizingConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> MemorizingConfig:
-        """``tiny`` (for a CPU), or ``paper``: 12 layers of 1024, 8 heads of 128, memory at the 9th (section 4.2)."""
+        """``tiny`` and ``small`` (for a CPU), or ``paper``: 12 layers of 1024, memory at the 9th (section 4.2)."""
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
         check_sizes(self, SIZES)
-        check_sizes(self, ("memory_size",), least=0)
+        check_sizes(self, ("memory_size", "previous_token_heads"), least=0)
         if self.memory_layer is not None and self.memory_layer not in range(self.num_hidden_layers):
             raise InvalidArgument(
                 f"memory_layer must be from 0 to {self.num_hidden_layers - 1}, or None, not {self.memory_layer!r}"
@@ -120,4 +125,11 @@ _PAPER = {
     "retrieval_top_k": 32,
     "window": 512,
 }
-PRESETS: dict[str, dict[str, Any]] = {"tiny": {}, "paper": _PAPER}
+_SMALL = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "previous_token_heads": 2,
+    "initializer_range": 0.05,
+}
+PRESETS: dict[str, dict[str, Any]] = {"tiny": {"previous_token_heads": 2}, "small": _SMALL, "paper": _PAPER}

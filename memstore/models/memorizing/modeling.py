@@ -36,6 +36,8 @@ class MemorizingLayer(nn.Module):
         if number == config.memory_layer:
             self.attention = KNNAttention(hidden, heads, top_k=config.retrieval_top_k, joint=config.joint, **options)
         else:
+            looks_back = config.memory_layer is not None and number < config.memory_layer
+            options["previous"] = config.previous_token_heads if looks_back else 0
             self.attention = WindowAttention(hidden, heads, **options)
         self.attention_norm = nn.LayerNorm(hidden, config.layer_norm_eps)
         self.norm = nn.LayerNorm(hidden, config.layer_norm_eps)
