@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, cast
 
+import torch
+
+from memstore.attention.knn import KNNAttention
 from memstore.errors import InvalidArgument
-from memstore.models.memorizing import MemorizingConfig
+from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
 from memstore.train import corpora
 from memstore.train.family import MEMORIZING
 from memstore.train.memorizing import MemorizingTrainer
@@ -16,6 +20,9 @@ from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
 from memstore.train.streams import Streams, collate, segments_of, shared_out
 from memstore.train.tokens import train_tokenizer
+
+LATE_GATE = -2.0
+"""Where the gates of a model begin that was trained without a memory: an eighth of what is found."""
 
 
 def train_on_documents(
@@ -40,7 +47,7 @@ def train_on_documents(
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: the folder of a Memorizing Transformer to start from, instead of ``config``.
         memory_size: tokens that can be found, as the configuration says if None; also where ``init`` was trained with
-            fewer or none, which the paper finds to catch up soon.
+            fewer or none, which the paper finds to catch up soon. After none, gates begin nearly closed.
         refresh_every: steps after which the memory is computed again with the present weights; None: never.
         column: of a dataset.
         optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.
@@ -48,6 +55,7 @@ def train_on_documents(
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
     start = starting(config, init, tokenizer, family=MEMORIZING)
+    late = init is not None and start.config.memory_size == 0 and bool(memory_size)
     if memory_size is not None:
         start = _with_memory(start, memory_size)
     documents = corpora.Documents(texts, column=column)
@@ -59,7 +67,7 @@ def train_on_documents(
         "optimisation": optimisation.to_dict(),
     }
     with session(out, settings, optimisation, runtime) as opened:
-        return opened.run.report or _on_documents(opened, start, documents, refresh_every)
+        return opened.run.report or _on_documents(opened, start, documents, refresh_every, late)
 
 
 def _with_memory(start: Start, memory_size: int) -> Start:
@@ -74,7 +82,17 @@ def _with_memory(start: Start, memory_size: int) -> Start:
     return start
 
 
-def _on_documents(opened: Session, start: Start, documents: corpora.Documents, refresh_every: int | None) -> Report:
+@torch.no_grad()
+def _close_gates(model: MemorizingForCausalLM) -> None:
+    """Let little of the memory through at first: its layer has learned to do without."""
+    gate = cast("KNNAttention", cast("Any", model.model.layers)[model.config.memory_layer].attention).gate
+    if gate is not None:
+        gate.fill_(LATE_GATE)
+
+
+def _on_documents(
+    opened: Session, start: Start, documents: corpora.Documents, refresh_every: int | None, late: bool
+) -> Report:
     wanted, config = opened.optimisation, start.config
     with opened.state.main_process_first():
         tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, config.vocab_size))
@@ -86,6 +104,8 @@ def _on_documents(opened: Session, start: Start, documents: corpora.Documents, r
     data = Streams(streamed, window=config.window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)
     model = start.model(tokenizer, wanted.seed)
     model.config.memory_size = config.memory_size
+    if late:
+        _close_gates(model)
     trainer = MemorizingTrainer(
         opened.run,
         model,
