@@ -94,7 +94,9 @@ def environment() -> dict[str, Any]:
 def main() -> int:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--long", action="store_true", help="the long form, about an hour for both stores")
+    parser.add_argument(
+        "--long", action="store_true", help="the long form, about an hour and a quarter for both stores"
+    )
     parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone; may be given several times")
     parser.add_argument("--store", choices=STORES, action="append", help="this store alone")
     parser.add_argument("--rounds", type=int, help="so many, instead of those of the form")

@@ -109,14 +109,20 @@ def test_every_block_is_scored_in_clusters_and_in_the_tail() -> None:
     torch.testing.assert_close(scores, queries[:, :5] @ rows[(alive >= 3_990) & (alive < 5_002)].T)
 
 
-def test_one_means_all_lists_and_all_keys_of_a_block() -> None:
-    keys = torch.randn(800, 1, 8, 16, generator=torch.Generator().manual_seed(0))
-    queries = torch.randn(1, 400, 16, generator=torch.Generator().manual_seed(1))
-    index = ClusterIndex(1, 16, 8, settings="1")
-    index.add(torch.arange(800), keys)
-    for query in queries[0]:
+def of_random_blocks(blocks: int, size: int, *, queries: int, settings: str) -> tuple[ClusterIndex, Tensor, Tensor]:
+    """An index of random blocks of ``size`` keys that has seen all the queries, the keys, and the queries."""
+    keys = torch.randn(blocks, 1, size, 16, generator=torch.Generator().manual_seed(0))
+    asked = torch.randn(1, queries, 16, generator=torch.Generator().manual_seed(1))
+    index = ClusterIndex(1, 16, size, settings=settings)
+    index.add(torch.arange(blocks), keys)
+    for query in asked[0]:
         index.search(query[None, None], 1)
     index.finish()
+    return index, keys, asked
+
+
+def test_one_means_all_lists_and_all_keys_of_a_block() -> None:
+    index, keys, queries = of_random_blocks(800, 8, queries=400, settings="1")
     facts = index.facts()
     assert (facts["probes"], facts["exact_blocks"], facts["recall"]) == (facts["lists"], 0, 1.0)
     assert torch.equal(index.search(queries, 8).ids, brute_force(torch.arange(800), keys, queries, 8).ids)
@@ -143,13 +149,7 @@ def test_every_score_is_true_and_every_list_in_order() -> None:
 
 
 def test_a_block_has_the_score_of_its_best_key_wherever_that_lies() -> None:
-    keys = torch.randn(1_000, 1, 4, 16, generator=torch.Generator().manual_seed(0))
-    queries = torch.randn(1, 500, 16, generator=torch.Generator().manual_seed(1))
-    index = ClusterIndex(1, 16, 4, settings="0.5")
-    index.add(torch.arange(1_000), keys)
-    for query in queries[0]:
-        index.search(query[None, None], 1)
-    index.finish()
+    index, keys, queries = of_random_blocks(1_000, 4, queries=500, settings="0.5")
     assert index.facts()["probes"] < index.facts()["lists"] / 4
     found = index.search(queries, 5)
     scores = torch.einsum("tkpd,td->tkp", keys[found.ids[0], 0], queries[0])
