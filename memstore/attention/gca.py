@@ -231,12 +231,16 @@ class GroupedCrossAttention(nn.Module):
 
     def own(self, prepared: Prepared) -> Prepared | Folded:
         """The list with this layer's projections in it, where that is faster."""
-        return fold(prepared, self.query.weight, self.out.weight) or prepared
+        plain = type(self.query) is type(self.out) is nn.Linear  # what adapters add is not in the weights
+        if not plain or prepared.keys.dtype not in (torch.float32, torch.float64):  # lengths would be rounded
+            return prepared
+        query = self.query.weight * (self.norm.weight * self.norm.weight.numel() ** 0.5)
+        return fold(prepared, query, self.out.weight) or prepared
 
     def added(self, x: Tensor, prepared: Prepared | Folded) -> Tensor:
         """``x [B, T, hidden]``: the tokens of each row's list, plus what they found."""
         if isinstance(prepared, Folded):
-            return attend_folded(x, self.norm(x), prepared)
+            return attend_folded(x, self.norm.lengths(x), prepared)
         found: Tensor = self.out(attend(self.query(self.norm(x)), prepared))
         return x + found
 

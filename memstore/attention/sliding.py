@@ -97,7 +97,7 @@ class Window:
         scores = torch.bmm(queries.view(heads * tiles, tile, dim), turned).view(batch, head_count, tiles, tile, seen)
         scores.exp_().mul_(self.tile_factor)
         total = scores.sum(-1, keepdim=True)
-        if not (float(total.min()) > torch.finfo(q.dtype).tiny and float(total.max()) < math.inf):
+        if not fits(total):
             return self._attend_folded(q, k, v)
         overlapping = values.as_strided((heads * tiles, seen, dim), (tile * dim, dim, 1))
         out = torch.bmm(scores.view(heads * tiles, tile, seen), overlapping)
@@ -115,6 +115,56 @@ class Window:
     def _folded(self, x: Tensor) -> Tensor:
         """``[B, G, size - 1 + n * tile, D]`` -> ``[B * n, G, tile + size - 1, D]``, each with the keys of one tile."""
         return x.unfold(2, self.tile + self.size - 1, self.tile).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+class Tiles:
+    """Windows of one row on a CPU, in tiles of queries that share keys with their neighbours in memory.
+
+    As ``Window`` does it, for those who have queries, keys and values by heads already: nothing is copied, and head by
+    head the scores stay in the processor's cache.
+    """
+
+    def __init__(self, size: int, slopes: Tensor | None = None) -> None:
+        """``size``: items that a query sees, itself included. ``slopes [H]``: those of ALiBi."""
+        self.size = size
+        self.tile = max(LEAST_TILE, size // 2)
+        bias = _bias(self.tile, size - 1, size, None, slopes, torch.float32, "cpu")
+        self._factor = F.pad(bias.exp(), (1, 0))[0]  # [H or 1, tile, size + tile], the first key never seen
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, missing: int = 0) -> Tensor | None:
+        """``q [H, M, D]``, scaled, over ``k, v [G, size + M, D]`` -> ``[H, M, D]``.
+
+        Query ``i`` is that of key ``size + i``. The first ``missing`` keys do not exist: at least the zeroth is never
+        seen. None where exponentials of scores do not fit into the type. All three are contiguous but for heads.
+        """
+        heads, tokens, dim = q.shape
+        tiles, rest = -(-tokens // self.tile), -tokens % self.tile
+        if rest:
+            q, k, v = (F.pad(x, (0, 0, 0, rest)) for x in (q, k, v))
+        out = q.new_empty(heads, tiles * self.tile, dim)
+        for head in range(heads):
+            group = head * len(k) // heads
+            if not self._attend_head(q[head], k[group], v[group], head, missing, out[head]):
+                return None
+        return out[:, :tokens]
+
+    def _attend_head(self, q: Tensor, k: Tensor, v: Tensor, head: int, missing: int, out: Tensor) -> bool:
+        tile, dim = self.tile, q.shape[1]
+        tiles, seen, step = len(q) // tile, self.size + tile, tile * dim
+        scores = torch.bmm(q.view(tiles, tile, dim), k.as_strided((tiles, dim, seen), (step, 1, dim)))
+        scores.exp_().mul_(self._factor[head % len(self._factor)])
+        for first in range(min(tiles, -(-missing // tile))):
+            scores[first, :, : missing - first * tile] = 0
+        total = scores.sum(-1, keepdim=True)
+        overlapping = v.as_strided((tiles, seen, dim), (step, dim, 1))
+        torch.bmm(scores, overlapping, out=out.view(tiles, tile, dim)).div_(total)
+        return fits(total)
+
+
+def fits(total: Tensor) -> bool:
+    """Whether sums of exponentials are numbers that others can be divided by."""
+    least, most = total.aminmax()
+    return float(least) > torch.finfo(total.dtype).tiny and float(most) < math.inf
 
 
 def _bias(

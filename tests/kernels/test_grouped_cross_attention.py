@@ -78,8 +78,9 @@ def test_projections_may_be_in_the_list(case: Case, tokens: int) -> None:
     )
     folded = fold(prepared, query, out)
     assert folded is not None
-    want = 2 * x + attend(x @ query.T, prepared) @ out.T
-    torch.testing.assert_close(attend_folded(2 * x, x, folded), want, rtol=1e-12, atol=1e-12)
+    lengths = torch.rand(batch * lists, tokens, 1, generator=generator, dtype=torch.float64) + 0.5
+    want = x + attend(x / lengths @ query.T, prepared) @ out.T
+    torch.testing.assert_close(attend_folded(x, lengths, folded), want, rtol=1e-12, atol=1e-12)
 
 
 def test_projections_of_large_models_stay_outside() -> None:

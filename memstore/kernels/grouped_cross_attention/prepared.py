@@ -96,9 +96,9 @@ def fold(prepared: Prepared, query: Tensor, out: Tensor) -> Folded | None:
     return Folded(folded_keys, folded_values, size)
 
 
-def attend_folded(x: Tensor, normed: Tensor, folded: Folded) -> Tensor:
-    """``x [B, T, hidden]`` plus what ``normed``, the same after its norm, finds in the list of its row."""
+def attend_folded(x: Tensor, lengths: Tensor, folded: Folded) -> Tensor:
+    """``x [B, T, hidden]`` plus what it finds, divided by ``lengths [B, T, 1]``, in the list of its row."""
     keys, values, size = folded
-    scores = torch.bmm(normed, keys)
+    scores = torch.bmm(x, keys).div_(lengths)
     p = scores.view(*scores.shape[:2], keys.shape[2] // size, size).softmax(-1).view(scores.shape)
     return torch.baddbmm(x, p, values)

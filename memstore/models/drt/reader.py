@@ -28,8 +28,9 @@ from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_workers, progress_bar
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
+from memstore.models.drt.blocks import FORWARD_BLOCKS, BlockMaker, TooLarge
 from memstore.models.drt.cache import DRTCache
-from memstore.models.drt.modeling import DRTForCausalLM
+from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import Listening, MemoryTable, OnError
 from memstore.models.drt.tracing import DRTTracing, group_layers
@@ -37,9 +38,6 @@ from memstore.models.reading import DocumentReader, codec_of, evaluating
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
-FORWARD_BLOCKS = 96
-"""Blocks of one forward pass: more leave the processor's cache, fewer pay more often for what every pass costs."""
-
 SWITCH_SECONDS = 0.0005
 """After which a thread that computes in Python lets others go on, while several read."""
 
@@ -225,6 +223,7 @@ class Reader(DocumentReader):
         begun = time.perf_counter()
         commit: Future[None] | None = None
         computing: deque[tuple[Tensor, Future[tuple[Tensor, Tensor]]]] = deque()
+        maker = BlockMaker(self.model.model) if BlockMaker.serves(self.model.model) else None
         with (
             evaluating(self.model),
             _taking_turns(),
@@ -252,7 +251,7 @@ class Reader(DocumentReader):
                     except BaseException as error:  # noqa: BLE001 - raised again once what came before it is kept
                         failure = error
                         break
-                    computing.append((tokens, workers.submit(self._blocks, context, tokens)))
+                    computing.append((tokens, workers.submit(self._blocks, maker, context, tokens)))
                     if len(computing) > self._workers:
                         commit = finish_one()
                 while computing:
@@ -288,24 +287,31 @@ class Reader(DocumentReader):
         first = count // config.tokens_per_block - math.ceil(window / config.block_size)
         return max(first, self.document.blocks.start if len(self.document) else 0, 0)
 
-    @torch.no_grad()
-    def _blocks(self, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _blocks(self, maker: BlockMaker | None, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
-        config = self.model.config
-        text = config.tokens_per_block
-        known = len(context) // text
-        cache = DRTCache(config, 1)
-        made = [
-            self._segment(self.model.model.read_blocks, piece, cache)
-            for piece in torch.cat([context, tokens]).split(FORWARD_BLOCKS * text)
-        ]
-        states = [blocks[0][0].cpu() for blocks in made if blocks is not None]
-        landmarks = [blocks[1][0, :, None, None].cpu() for blocks in made if blocks is not None]
-        if cache.offsets[0]:  # the place of the incomplete block is kept; it has no states before it is complete
+        text = self.model.config.tokens_per_block
+        given = torch.cat([context, tokens])
+        try:
+            made = self._passes(given) if maker is None else list(maker(given))
+        except TooLarge:
+            made = self._passes(given)
+        dtype = DTYPES[self.model.config.state_dtype]
+        states = [blocks.to(dtype) for blocks, _ in made]
+        landmarks = [each[:, None, None].to(dtype) for _, each in made]
+        if len(given) % text:  # the place of the incomplete block is kept; it has no states before it is complete
             spec = self.memory.spec
-            states.append(torch.zeros(1, *spec.fields["c"]))
-            landmarks.append(torch.zeros(1, 1, 1, spec.key_dim))
+            states.append(torch.zeros(1, *spec.fields["c"], dtype=dtype))
+            landmarks.append(torch.zeros(1, 1, 1, spec.key_dim, dtype=dtype))
+        known = len(context) // text
         return torch.cat(states)[known:], torch.cat(landmarks)[known:]
+
+    @torch.no_grad()
+    def _passes(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """States and landmarks of the blocks that ``tokens`` fill, as the model itself makes them."""
+        cache = DRTCache(self.model.config, 1)
+        pieces = tokens.split(FORWARD_BLOCKS * self.model.config.tokens_per_block)
+        made = [self._segment(self.model.model.read_blocks, piece, cache) for piece in pieces]
+        return [(blocks[0][0].cpu(), blocks[1][0].cpu()) for blocks in made if blocks is not None]
 
     def _commit(self, tokens: Tensor, states: Tensor, landmarks: Tensor) -> None:
         with self.document.append(tokens) as batch:
