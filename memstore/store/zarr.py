@@ -44,7 +44,7 @@ from memstore.store.contract import (
     beyond_limit,
 )
 from memstore.store.environment import DATA_NAME
-from memstore.store.lmdb import used_bytes
+from memstore.store.lmdb_values import used_bytes
 from memstore.store.manifest import COUNTERS, Extent, Place, Series
 from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects
 from memstore.store.records import damaged
