@@ -12,6 +12,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, NotFound
 from memstore.store import paging, runs
@@ -23,6 +24,7 @@ STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
 """Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
 
 KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
+_MOST_SUMS = 1 << 16  # remembered: about 10 MB
 Transaction = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 
 
@@ -35,6 +37,8 @@ class Values:
     def __init__(self, path: Path, lengths: Sequence[int]) -> None:
         self._path = path
         self._lengths = lengths
+        # Checksums of whole values that were verified, headers and all: what has the same is the same, and verified.
+        self._sums: dict[bytes, int] = {}
 
     def run(self, key: Key) -> Key:
         """The key of the LMDB value that ``key`` lies in."""
@@ -46,20 +50,28 @@ class Values:
         ``waits`` says that the disk will have to be waited for. Raises ``NotFound`` or ``DamagedError``.
         """
         values = np.empty((len(keys), reader.size), np.uint8)
-        single = max(self._lengths) == 1
-        places = [KEY.pack(*key) for key in keys] if single else [pack(self.run(key)) for key in keys]
+        names = [KEY.pack(*key) for key in keys]
+        places = names if max(self._lengths) == 1 else [pack(self.run(key)) for key in keys]
         if waits:
             self._fetch(txn, dict(sorted(zip(places, keys, strict=True))))
-        flat, size, find, holds = values.reshape(-1).data, reader.size, txn.get, reader.holds
-        for at, place, key in zip(range(0, len(flat), size), places, keys, strict=True):
+        flat, size, find, known = values.reshape(-1).data, reader.size, txn.get, self._sums.get
+        for start, key, name, place in zip(range(0, len(flat), size), keys, names, places, strict=True):
             view = find(place)
             if view is None or len(view) != size:
                 view = self._part(view, key, reader)
-            copy = flat[at : at + size]
+            copy = flat[start : start + size]
             copy[:] = view
-            if not holds(copy, key):
-                reader.explain(self._part(find(place), key, reader), 0, key)
+            if checksum(copy) != known(name):
+                self._verify(txn, copy, key, reader)
         return values
+
+    def _verify(self, txn: Transaction, copy: memoryview, key: Key, reader: ValueReader) -> None:
+        """Raise the error for a copy that is not, to the last bit, a value of ``key``; remember it if it is one."""
+        if not reader.holds(copy, key):
+            reader.explain(self._part(txn.get(pack(self.run(key))), key, reader), 0, key)
+        if len(self._sums) >= _MOST_SUMS:
+            self._sums.clear()
+        self._sums[pack(key)] = checksum(copy)
 
     def _part(self, view: memoryview | None, key: Key, reader: ValueReader) -> memoryview:
         """What the LMDB value ``view`` has of ``key``: as many bytes as there should be, yet to be verified."""
