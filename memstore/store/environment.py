@@ -187,7 +187,7 @@ def _identity(data: Path) -> tuple[int, int, int]:
     except OSError as error:  # a name that is too long, links in a circle
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
     if facts.st_size < _FIRST_PAGES:
-        raise DamagedError(f"{data} was truncated: {facts.st_size} bytes are left; restore it from a copy")
+        raise _truncated(data, f"{facts.st_size} bytes are left")
     return facts.st_dev, facts.st_ino, os.getpid()
 
 
@@ -238,10 +238,14 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = data.stat().st_size
     if length + _TAIL_BYTES < needed:
-        raise DamagedError(f"{data} was truncated: {length} of {needed} bytes; restore it from a copy")
+        raise _truncated(data, f"{length} of {needed} bytes are left")
     if length < needed and not env.flags()["readonly"]:
         with suppress(OSError), data.open("r+b") as file:
             os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, whatever a writer does now
+
+
+def _truncated(data: Path, what: str) -> DamagedError:
+    return DamagedError(f"{data} was truncated: {what}. None of it was used; restore it from a copy")
 
 
 def tree_problem(env: lmdb.Environment, folder: Path, key_bytes: int) -> str | None:
