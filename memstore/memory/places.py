@@ -47,10 +47,6 @@ class Places:
         at = bisect_right(self._stops, block)
         return self.home if at == len(self._stops) else self._spans[at].owner
 
-    def owners(self, blocks: Sequence[int]) -> list[int]:
-        """The numbers under which blocks lie."""
-        return [self.home] * len(blocks) if not self._spans else [self.owner(block) for block in blocks]
-
     def pieces(self, blocks: range) -> list[Piece]:
         """``blocks`` in order, cut where the owner changes."""
         everything = [*self._spans, Piece(self.home, range(self.start, LAST_ITEM))]
@@ -76,6 +72,13 @@ class Places:
     def block(self, layer: int, block: int) -> Key:
         """Key of the states of a block."""
         return Address(self.owner(block)).block(layer, block)
+
+
+def owners(number: int, state: DocumentState, blocks: Sequence[int]) -> list[int]:
+    """The numbers under which blocks of document ``number`` lie. Asked at every gather: most documents have one."""
+    if state.spans:
+        return list(map(Places(number, state).owner, blocks))
+    return [number if state.home is None else state.home] * len(blocks)
 
 
 def dropped(state: DocumentState) -> list[range]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
-from memstore.memory.places import Places, dropped, dropped_message
+from memstore.memory.places import Places, dropped, dropped_message, owners
 from memstore.memory.state import DocumentState
 from memstore.store.tiered import Changed, Wanted
 
@@ -182,8 +182,11 @@ class LayerView:
 
     def _wanted(self, blocks: Sequence[int], state: DocumentState) -> Wanted:
         number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
-        owners, stop = Places(number, state).owners(blocks), state.complete(self._shared.spec.block_size).stop
-        return Wanted(number, state.edits, self._layer, blocks, owners, stop)
+        return Wanted(number, state.edits, self._layer, blocks, owners(number, state, blocks), self._stop(state))
+
+    def _stop(self, state: DocumentState) -> int:
+        """Blocks from here on are not complete."""
+        return max(state.first, state.tokens // self._shared.spec.block_size)
 
     def _unedited(self, state: DocumentState) -> Callable[[], bool]:
         """Whether the document was truncated since it was in ``state``: then the names of its blocks are others."""
@@ -198,10 +201,10 @@ class LayerView:
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
-        live, gone = state.live(), dropped(state)
-        if gone and (lost := [block for block in blocks if any(block in each for each in gone)]):
+        if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in dropped(state))]):
             raise NotFound(dropped_message(self._name, lost[0]))
-        if blocks and not live.start <= min(blocks) <= max(blocks) < live.stop:
+        if blocks and not state.first <= min(blocks) <= max(blocks) < state.blocks:
+            live = state.live()
             wrong = next(block for block in blocks if block not in live)
             there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
             raise NotFound(f"document {self._name!r} has no block {wrong}; it has {there}.")

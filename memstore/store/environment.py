@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 import tempfile
 import threading
 from contextlib import suppress
@@ -27,8 +28,9 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
+from memstore.store import tree
 from memstore.store.records import MAGIC
-from memstore.store.space import RESERVE_NAME
+from memstore.store.space import RESERVE_NAME, free_bytes
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -46,6 +48,7 @@ _FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, s
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
 _TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
 
+_ATTEMPTS = 5  # to look at a tree that a writer changes
 _LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -184,7 +187,7 @@ def _identity(data: Path) -> tuple[int, int, int]:
     except OSError as error:  # a name that is too long, links in a circle
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
     if facts.st_size < _FIRST_PAGES:
-        raise DamagedError(f"{data} was truncated: {facts.st_size} bytes are left; restore it from a copy")
+        raise _truncated(data, f"{facts.st_size} bytes are left")
     return facts.st_dev, facts.st_ino, os.getpid()
 
 
@@ -235,10 +238,27 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = data.stat().st_size
     if length + _TAIL_BYTES < needed:
-        raise DamagedError(f"{data} was truncated: {length} of {needed} bytes; restore it from a copy")
+        raise _truncated(data, f"{length} of {needed} bytes are left")
     if length < needed and not env.flags()["readonly"]:
         with suppress(OSError), data.open("r+b") as file:
             os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, whatever a writer does now
+
+
+def _truncated(data: Path, what: str) -> DamagedError:
+    return DamagedError(f"{data} was truncated: {what}. None of it was used; restore it from a copy")
+
+
+def tree_problem(env: lmdb.Environment, folder: Path, key_bytes: int) -> str | None:
+    """What is wrong with the pages that lead to the values, or None; see ``tree.py``."""
+    for _ in range(_ATTEMPTS):
+        with env.begin() as txn:
+            transaction = txn.id()
+            what = tree.problem(folder / DATA_NAME, transaction, env.stat()["psize"], key_bytes)
+        # A reader that may not even lock can be overtaken by a writer; then it looks again.
+        with env.begin() as txn:
+            if what is None or txn.id() == transaction:
+                return what
+    return None
 
 
 def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
@@ -260,12 +280,34 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
     return DamagedError(f"memory {folder} is damaged or its disk fails: {error}; run verify, or restore a copy")
 
 
+def failure(error: lmdb.Error, folder: Path, needed: int) -> MemstoreError:
+    """``translate`` for what went wrong in a transaction that was to write ``needed`` bytes, 0 for one that reads."""
+    # LMDB reports a write that was cut short as EIO, and a nearly full disk cuts writes short.
+    if needed and error.code == errno.EIO and not has_room(folder, needed):
+        return full(folder, "the disk took only part of it")
+    return translate(error, folder)
+
+
 def full(folder: Path, why: str) -> StoreFull:
     """The error for a batch that found no room."""
     return StoreFull(
         f"no room for this batch in memory {folder} ({why}); none of it was stored, what was committed before stands. "
         "Free some space, or forget documents, and try again"
     )
+
+
+def check_room(folder: Path, needed: int, used: int) -> None:
+    """Raise ``StoreFull`` before anything is written, where it can be known: free space, and what the file has.
+
+    ``needed`` are the bytes to be written, ``used`` those that the values take.
+    """
+    try:
+        free = free_bytes(folder)
+        spare = (folder / DATA_NAME).stat().st_blocks * 512 - used
+    except OSError:
+        return  # then LMDB finds out
+    if needed > free + max(spare, 0):
+        raise full(folder, f"{needed:,} bytes are needed, the disk has {free:,}")
 
 
 def has_room(folder: Path, nbytes: int) -> bool:
@@ -288,3 +330,29 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_folder(folder: Path) -> Path:
+    """Make the folder, or accept one that is empty or holds what an interrupted creation left.
+
+    Raises ``NotAMemory`` or ``ReadOnlyMemory``.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        strange = strangers(folder)
+    except (FileExistsError, NotADirectoryError):
+        raise NotAMemory(f"{folder} is a file; a memory is a folder, choose another path") from None
+    except OSError as error:
+        raise ReadOnlyMemory(f"memory {folder} cannot be created ({error.strerror}); choose another folder") from None
+    if strange:
+        raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
+    return folder
+
+
+def allocated(path: Path) -> int:
+    """Bytes on disk of a file, 0 for anything else, and for what has left since it was listed."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return 0
+    return facts.st_blocks * 512 if stat.S_ISREG(facts.st_mode) else 0

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from memstore.errors import ReadOnlyMemory
 from memstore.store.checks import MAX_LAYER
 from memstore.store.contract import Key, Layout, Record, Scanned
-from memstore.store.lmdb import TAIL_FORMAT, LmdbStore, _pack
+from memstore.store.lmdb import TAIL_FORMAT, LmdbStore
+from memstore.store.lmdb_values import pack
 from memstore.store.manifest import COUNTERS, STORE, Extent, Series, from_record
 from memstore.store.records import decode_value, value_reader
 
@@ -40,7 +41,7 @@ class Tail(LmdbStore):
 
     def apply(self, txn: Any, deletes: Deletes, puts: Puts) -> None:
         """More changes of the same kind, in a transaction that ``then`` was called with."""
-        self._apply(txn, deletes, puts)
+        self._changes.apply(txn, deletes, puts)
 
     def check_writable(self) -> None:
         """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""
@@ -97,7 +98,7 @@ class Snapshot:
 
     def series(self, first: Series, last: Series) -> list[Series]:
         """The layers that have something sealed, from ``first`` to ``last`` (included), in order."""
-        keys = self._tail._keys(self._txn, first.manifest, last.manifest)
+        keys = self._tail.values.keys(self._txn, first.manifest, last.manifest)
         return [Series(key.layer, key.item) for key in keys]
 
     def all_series(self) -> list[Series]:
@@ -114,20 +115,20 @@ class Snapshot:
 
     def keys(self, first: Key, last: Key) -> list[Key]:
         """Keys in the tail, in order. Raises ``DamagedError``."""
-        return self._tail._keys(self._txn, first, last)
+        return self._tail.values.keys(self._txn, first, last)
 
     def scan(self) -> Iterator[Scanned]:
         """Every value of the tail; of the manifest's own only damaged ones."""
-        return (entry for entry in self._tail._scan(self._txn) if entry.key.document != STORE or entry.damage)
+        return (entry for entry in self._tail.values.scan(self._txn) if entry.key.document != STORE or entry.damage)
 
     def read(self, keys: Mapping[int, Key], layouts: tuple[Layout, ...], rows: Sequence[Sequence[memoryview]]) -> None:
         """Fill ``rows[i]`` with the value of ``keys[i]``, verified. Raises ``NotFound`` or ``DamagedError``."""
         reader = value_reader(layouts)
-        values = self._tail._take(self._txn, list(keys.values()), reader)
+        values = self._tail.values.take(self._txn, list(keys.values()), reader, waits=self._tail._waits)
         for row, *payloads in zip(keys, *reader.payloads(values), strict=True):
             for target, payload in zip(rows[row], payloads, strict=True):
                 target[:] = payload.data
 
     def _raw(self, key: Key) -> bytes | None:
-        view = self._txn.get(_pack(key))
+        view = self._txn.get(pack(key))
         return None if view is None else bytes(view)

@@ -81,6 +81,7 @@ class Tiers:
         """``layouts`` are those of the records of a block; ``workers`` makes the thread that reads ahead."""
         self._store = store
         self._layouts = list(layouts)
+        self._block_bytes = sum(layout.nbytes for layout in layouts)
         self._workers = workers
         on_gpu = device is not None and device.type == "cuda"
         self._host = Pool(host_bytes, layouts, torch.device("cpu"), pinned=on_gpu)
@@ -119,7 +120,7 @@ class Tiers:
 
         What cannot be read is left to whoever asks for it: reading it again there gives the error.
         """
-        count = max(1, PIECE_BYTES // max(1, sum(layout.nbytes for layout in self._layouts)))
+        count = max(1, PIECE_BYTES // max(1, self._block_bytes))
         with self._lock:
             if not self.prefetches:
                 return
@@ -196,7 +197,7 @@ class Tiers:
                 self._disk.misses += 1
             raise
         with self._lock:
-            self._disk.found(len(wanted.blocks), sum(each.nbytes for each in rows), begun)
+            self._disk.found(len(wanted.blocks), len(wanted.blocks) * self._block_bytes, begun)
         if not still():
             raise Changed
         return list(map(as_tensor, rows, self._layouts))

@@ -8,14 +8,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from memstore._version import __version__
-from memstore.errors import DamagedError, InvalidArgument, MemstoreError, ReadOnlyMemory
-from memstore.memory.trace_file import NAME as TRACES
+from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
 from memstore.tools.compact import compact
@@ -34,7 +32,7 @@ from memstore.tools.interrupts import pressed
 from memstore.tools.limit import limit
 from memstore.tools.ls import ls
 from memstore.tools.models import DRT, is_drt
-from memstore.tools.options import Dtype, Threads, on_disk, use_threads
+from memstore.tools.options import Dtype, Threads, use_threads
 from memstore.tools.output import Json, Report, verb
 from memstore.tools.pin import pin, unpin
 from memstore.tools.plot import plot
@@ -47,8 +45,9 @@ from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
-from memstore.tools.verify import ONLY_A_COPY, verify
+from memstore.tools.verify import verify
 from memstore.tools.view import view
+from memstore.tools.ways_out import with_way_out
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
@@ -201,7 +200,7 @@ def _run(arguments: Sequence[str]) -> int:
         code: int = command.main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interrupted):
-            return report_failure(_with_way_out(error, arguments), json=json)
+            return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode
         raise BrokenPipeError from None
@@ -217,19 +216,6 @@ def _run(arguments: Sequence[str]) -> int:
         code = INTERRUPTED
     # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interrupted itself.
     return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
-
-
-def _with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
-    """Damage, with what to type next; where only a copy helps, or it is in the traces, the error says so itself."""
-    memory = next((each for each in arguments[1:] if on_disk(each)), None)
-    said = any(words in str(error) for words in ("memstore repair", ONLY_A_COPY, TRACES))
-    if memory is None or not isinstance(error, DamagedError) or said:
-        return error
-    quoted = quote(memory)
-    return DamagedError(
-        f"{error}\nThe rest is as it was. What is wrong: memstore verify {quoted}; to put it right: memstore repair "
-        f"{quoted}"
-    )
 
 
 def _check_text(arguments: Sequence[str]) -> None:

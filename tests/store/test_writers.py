@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -207,7 +208,7 @@ def test_reading_in_a_folder_of_somebody_else(tmp_path: Path) -> None:
         pytest.skip("only root can become somebody else")
     make_memory(tmp_path / "m")
     for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_mode & 0o5 != 0o5 and folder.is_relative_to("/tmp"):  # noqa: S108 - pytest's own folders
+        if folder.stat().st_mode & 0o5 != 0o5 and folder.is_relative_to(tempfile.gettempdir()):  # pytest's own
             folder.chmod(0o755)
     program = read_only_program(tmp_path / "m", first="LmdbStore; os.setgroups([]); os.setgid(65534); os.setuid(65534)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -7,7 +7,11 @@ import re
 import resource
 import shlex
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ from tests.faults.lmdb_pages import by_kind
 from tests.faults.processes import run
 from tests.tools.conftest import Cli, Outcome, append, tiny_spec
 from tests.tools.test_failures import flip
+from tests.tools.test_read_ask import wait_for_tokens
 
 READING = (["ls"], ["show", "whale", "1"], ["stats"])
 WRITING = (["forget", "ship"], ["pin", "ship"], ["limit", "--max-bytes", "1GB"], ["compact"])
@@ -84,7 +89,8 @@ def call(cli: Cli, memory: object, verb: list[str]) -> Outcome:
 
 def typed(done: Outcome) -> list[list[str]]:
     """The commands that an outcome tells to type, without the word memstore."""
-    found = re.findall(r"memstore ((?:verify|repair|compact|forget|ls) .*?)(?=;|$)", done.out + done.err, re.MULTILINE)
+    verbs = "verify|repair|compact|copy|forget|limit|ls"
+    found = re.findall(rf"memstore ((?:{verbs}) .*?)(?=;|$)", done.out + done.err, re.MULTILINE)
     return [shlex.split(command) for command in found]
 
 
@@ -201,6 +207,8 @@ def test_a_memory_that_somebody_writes(cli: Cli, notes: Path) -> None:
         for verb in (*WRITING, ["repair"]):
             done = call(cli, notes, verb)
             assert (done.code, f"process {os.getpid()}" in done.err, "wait for it" in done.err) == (5, True, True)
+            assert "Nothing was changed" in done.err
+            assert call(cli, notes, typed(done)[0][:1]).code == 0
         assert [call(cli, notes, verb).code for verb in (*READING, ["verify"])] == [0] * 4
     finally:
         lock.release()
@@ -225,6 +233,8 @@ def test_a_folder_that_may_not_be_written(cli: Cli, notes: Path, archive: Path, 
         for verb in (*WRITING, ["repair"]):
             done = call(cli, url, verb)
             assert (done.code, "cannot be written" in done.err) == (5, True), done
+            assert "Nothing was changed" in done.err
+            assert typed(done) == [["copy", url, "NEW"]]
         assert [call(cli, url, verb).code for verb in READING] == [0, 0, 0]
         say("all is said")
 
@@ -234,18 +244,69 @@ def test_a_folder_that_may_not_be_written(cli: Cli, notes: Path, archive: Path, 
     assert ending.lines == ["all is said"]
 
 
-def test_a_full_disk(cli: Cli, notes: Path, tmp_path: Path) -> None:
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """No file can grow beyond ``nbytes``, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:
-        done = call(cli, notes, ["copy", str(tmp_path / "copy")])
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk(cli: Cli, notes: Path, tmp_path: Path) -> None:
+    with at_most(40_000):
+        done = call(cli, notes, ["copy", str(tmp_path / "copy")])
     assert done.code == 5, done
     assert "no room" in done.err
     assert "Free some space" in done.err
     assert call(cli, notes, ["copy", str(tmp_path / "copy")]).code == 0
     assert call(cli, tmp_path / "copy", ["verify"]).code == 0
+
+
+@pytest.mark.parametrize("store", ["lmdb", "zarr"])
+def test_a_disk_that_is_full_in_a_memory_with_documents(cli: Cli, notes: Path, archive: Path, store: str) -> None:
+    folder, url = (notes, str(notes)) if store == "lmdb" else (archive / "tail", f"zarr:{archive}")
+    with at_most((folder / "data.mdb").stat().st_size):
+        done = call(cli, url, ["fork", "whale", "minke"])
+        assert (done.code, "what was committed before stands" in done.err) == (5, True), done
+        forget, compact = typed(done)
+        assert (forget, compact) == (["forget", url, "DOCUMENT"], ["compact", url])
+        assert [each["document"] for each in cli("ls", url, "--json").json["documents"]] == ["whale", "ship"]
+    assert call(cli, url, ["forget", "ship"]).code == 0
+    assert call(cli, url, ["compact"]).code == 0
+    assert call(cli, url, ["fork", "whale", "minke"]).code == 0
+    assert call(cli, url, ["verify"]).code == 0
+
+
+def test_a_limit_without_room(cli: Cli, notes: Path, tmp_path: Path) -> None:
+    assert cli("export", notes, tmp_path / "out").code == 0
+    assert call(cli, notes, ["forget", "whale"]).code == 0
+    assert call(cli, notes, ["limit", "--max-bytes", "33KB"]).code == 0
+    done = call(cli, tmp_path / "out", ["import", str(notes)])
+    assert (done.code, "limit" in done.err, "what was committed before stands" in done.err) == (5, True, True), done
+    assert typed(done) == [["forget", str(notes), "DOCUMENT"], ["limit", str(notes), "--max-bytes", "MORE"]]
+    assert [each["document"] for each in cli("ls", notes, "--json").json["documents"]] == ["ship"]
+
+
+@pytest.mark.parametrize("store", ["lmdb", "zarr"])
+def test_a_process_that_was_killed(cli: Cli, model_folder: Path, tmp_path: Path, store: str) -> None:
+    """What it had committed is there, the lock is free, and the same command goes on."""
+    text, folder = tmp_path / "log.txt", tmp_path / "log.mem"
+    text.write_text("".join(f"Line {i} of the log tells of nothing new. " for i in range(2400)))
+    url = str(folder) if store == "lmdb" else f"zarr:{folder}"
+    reading = ["read", str(text), url, "--model", str(model_folder), "--dtype", "float32"]
+    process = subprocess.Popen([sys.executable, "-m", "memstore.tools.app", *reading], stderr=subprocess.DEVNULL)
+    wait_for_tokens(url)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    (document,) = call(cli, url, ["ls", "--json"]).json["documents"]
+    assert 0 < document["tokens"] < len(text.read_text())
+    verified = call(cli, url, ["verify"])
+    assert (verified.code, verified.out.startswith("clean: 1 document")) == (0, True), verified
+    done = cli(*reading, "--json").json
+    assert (done["reused_tokens"], done["tokens"]) == (document["tokens"], len(text.read_text()))
 
 
 def shards(archive: Path) -> list[Path]:

@@ -117,7 +117,7 @@ def test_an_interrupted_read_says_how_to_go_on(tmp_path: Path, model_folder: Pat
     assert done["tokens"] == len(TEXT) * 60
 
 
-def wait_for_tokens(path: Path) -> None:
+def wait_for_tokens(path: Path | str) -> None:
     """Return when the memory holds the first tokens."""
     for _ in range(600):
         time.sleep(0.05)

@@ -1,0 +1,169 @@
+"""Reading the sealed blocks of a memory in Zarr: where the manifest says they are, verified by its checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
+
+from memstore.errors import DamagedError, MemstoreError
+from memstore.store import manifest
+from memstore.store.contract import Key, Layout, Record, Scanned, Table
+from memstore.store.manifest import Extent, Place, Series
+from memstore.store.objects import Objects, Piece
+from memstore.store.records import damaged
+from memstore.store.shards import shard_index
+from memstore.store.tail import Cache, Snapshot, Tail
+
+
+class Sealed(NamedTuple):
+    """A sealed block that is wanted, and the rows it goes to."""
+
+    key: Key
+    place: Place
+    sums: list[int]
+    rows: list[memoryview]
+
+
+class Failed(NamedTuple):
+    """A sealed block that could not be read."""
+
+    sealed: Sealed
+    error: DamagedError
+
+
+class SealedBlocks:
+    """Reads of sealed blocks, as snapshots of ``tail`` name them."""
+
+    def __init__(self, tail: Tail, objects: Objects) -> None:
+        self._tail = tail
+        self._objects = objects
+        self.cache = Cache()
+        """What was read of the manifest."""
+
+    def from_tail(
+        self, snapshot: Snapshot, keys: Sequence[Key], layouts: Sequence[Layout], rows: list[list[memoryview]]
+    ) -> list[Sealed]:
+        """Fill the rows of what is not sealed; return what is."""
+        sealed: list[Sealed] = []
+        unsealed: dict[int, Key] = {}
+        extents: dict[Series, tuple[Extent, ...]] = {}
+        for row, key in enumerate(keys):
+            place = self.place(snapshot, key, extents)
+            if place is None:
+                unsealed[row] = key
+            else:
+                _check_sealed(key, place, layouts)
+                sums = snapshot.sums(place.extent, place.shard, self.cache)[place.slot].tolist()
+                sealed.append(Sealed(key, place, sums, rows[row]))
+        snapshot.read(unsealed, tuple(layouts), rows)
+        return sealed
+
+    def place(self, snapshot: Snapshot, key: Key, known: dict[Series, tuple[Extent, ...]]) -> Place | None:
+        """Where a sealed block lies, None for what is not sealed; ``known`` are extents that were looked up before."""
+        if key.table != Table.BLOCKS:
+            return None
+        series = Series(key.document, key.layer)
+        if series not in known:
+            known[series] = snapshot.extents(series, self.cache)
+        return manifest.find(known[series], key.item)
+
+    def fill(self, sealed: list[Sealed]) -> Failed | None:
+        """Fill the rows of sealed blocks: per shard and field one read for each row of neighbours, then checksums."""
+        order = sorted(sealed, key=lambda one: (one.place.extent.number, one.place.shard, one.place.slot))
+        pieces: list[Piece] = []
+        blocks: list[list[Sealed]] = []
+        for run in _neighbours(order):
+            for record in range(len(run[0].rows)):
+                pieces.append(_piece(run, record))
+                blocks.append(run)
+        for problem, run in zip(self._objects.read(pieces), blocks, strict=True):
+            if problem:
+                return Failed(run[0], damaged(run[0].key, problem))
+        for one in order:
+            for record, (row, expected) in enumerate(zip(one.rows, one.sums, strict=True)):
+                if checksum(row) != expected:
+                    path = one.place.extent.shard_path(record, one.place.shard)
+                    what = f"the checksum of record {record} does not match (slot {one.place.slot} of shard {path})"
+                    return Failed(one, damaged(one.key, what))
+        return None
+
+    def scan(self, snapshot: Snapshot) -> Iterator[Scanned]:
+        """Every sealed block, in order, verified; damaged ones are reported, not raised."""
+        for series in snapshot.all_series():
+            try:
+                extents = snapshot.extents(series, self.cache)
+            except MemstoreError:
+                continue  # the scan of the tail has met it
+            places = ((item, extent.place(item)) for extent in extents for item in items(extent))
+            for item, place in sorted(places, key=lambda pair: pair[0]):
+                if place and (scanned := self._scan_block(snapshot, series.block(item), place)):
+                    yield scanned
+
+    def _scan_block(self, snapshot: Snapshot, key: Key, place: Place) -> Scanned | None:
+        """One sealed block, and with the first of a shard the shard's index; None for one that has been deleted."""
+        layouts = place.extent.layouts
+        rows = [np.empty(layout.nbytes, np.uint8) for layout in layouts]
+        try:
+            sums = snapshot.sums(place.extent, place.shard, self.cache)[place.slot].tolist()
+        except MemstoreError as error:
+            return Scanned(key, (), damaged(key, f"its checksums are lost ({error})"))
+        failed = self.fill([Sealed(key, place, sums, [row.data for row in rows])])
+        if failed is None and (place.slot == 0 or key.item in {start for start, _ in place.extent.live}):
+            failed = self._check_index(Sealed(key, place, sums, []))
+        if failed is None:
+            return Scanned(key, tuple(Record(*pair) for pair in zip(layouts, rows, strict=True)), None)
+        with self._tail.snapshot() as newer:
+            gone = self.place(newer, key, {}) != place
+        return None if gone else Scanned(key, (), failed.error)
+
+    def _check_index(self, sealed: Sealed) -> Failed | None:
+        """What Zarr tools find blocks by; nothing here depends on it."""
+        extent, shard, _ = sealed.place
+        for record, layout in enumerate(extent.layouts):
+            expected = shard_index(extent.shard_blocks, layout.nbytes)
+            found = bytearray(len(expected))
+            path = extent.shard_path(record, shard)
+            piece = Piece(path, extent.shard_blocks * layout.nbytes, (memoryview(found),))
+            (problem,) = self._objects.read([piece])
+            if problem or found != expected:
+                return Failed(
+                    sealed, damaged(sealed.key, problem or f"the index of its shard {path} is not as written")
+                )
+        return None
+
+
+def items(extent: Extent) -> Iterator[int]:
+    """The living blocks of an extent."""
+    return (item for start, stop in extent.live for item in range(start, stop))
+
+
+def _neighbours(order: list[Sealed]) -> Iterator[list[Sealed]]:
+    """Sealed blocks in order of their places, those side by side together."""
+    run: list[Sealed] = []
+    for one in order:
+        if run and not _follows(run[-1].place, one.place):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
+
+
+def _follows(before: Place, after: Place) -> bool:
+    return (before.extent.number, before.shard, before.slot + 1) == (after.extent.number, after.shard, after.slot)
+
+
+def _piece(run: list[Sealed], record: int) -> Piece:
+    """The bytes of one field of neighbours."""
+    extent, shard, slot = run[0].place
+    start = slot * extent.layouts[record].nbytes
+    return Piece(extent.shard_path(record, shard), start, tuple(one.rows[record] for one in run))
+
+
+def _check_sealed(key: Key, place: Place, layouts: Sequence[Layout]) -> None:
+    """Raise ``DamagedError`` unless a sealed block is of these layouts."""
+    if place.extent.layouts != tuple(layouts):
+        raise damaged(key, f"it holds {list(place.extent.layouts)}, and {list(layouts)} was expected")
