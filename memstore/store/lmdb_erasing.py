@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import lmdb
 
-from memstore.errors import DamagedError, MemoryInUse
+from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
 from memstore.store.contract import Progress
 from memstore.store.environment import DATA_NAME
 from memstore.store.pages import erase_unused
@@ -35,7 +36,7 @@ def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
 
 
 def erase(folder: Path, progress: Progress | None) -> None:
-    """Erase, and give the space back. Nothing may write meanwhile. Raises ``DamagedError``."""
+    """Erase, and give the space back. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
     try:
         handle = os.open(folder / DATA_NAME, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -45,7 +46,12 @@ def erase(folder: Path, progress: Progress | None) -> None:
     except OSError as error:
         if isinstance(error, DamagedError):
             raise
+        kept = "what is stored is whole, but bytes of what was deleted are still in the file"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ReadOnlyMemory(
+                f"memory {folder} may not be written to any more ({error.strerror}); {kept}. Give the right back, then "
+                "compact again"
+            ) from error
         raise DamagedError(
-            f"memory {folder} could not be compacted ({error.strerror}); what is stored is whole, but bytes of "
-            "what was deleted are still in the file. Check the disk, then compact again"
+            f"memory {folder} could not be compacted ({error.strerror}); {kept}. Check the disk, then compact again"
         ) from error

@@ -18,6 +18,8 @@ from memstore.store import Batch, Layout, LmdbStore, Record, pages
 from memstore.store import lmdb as lmdb_store
 from memstore.store.pages import Survey, erase_unused
 from memstore.testing.stores import BLOCKS, block, put_blocks, same, value
+from tests.faults.processes import run
+from tests.faults.read_only import NOBODY
 
 Fill = Callable[[lmdb.Environment], None]
 
@@ -300,3 +302,30 @@ def test_readers_in_other_processes_read_on_while_the_file_is_compacted(path: Pa
         assert reader.returncode == 0, errors
         assert int(out) > 0
     store.close()
+
+
+def test_a_writer_that_has_lost_its_rights_cannot_erase_and_says_so(path: Path) -> None:
+    """What it has open it may write; erasing opens the file once more."""
+    for folder in path.parents[:3]:
+        folder.chmod(folder.stat().st_mode | 0o755)
+
+    def without_rights(say: Callable[[str], None]) -> None:
+        if not os.getuid():
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        store = LmdbStore.create(path / "m")
+        put_blocks(store, range(20))
+        store.write(Batch(deletes=[(block(0), block(9))]))
+        (path / "m" / "data.mdb").chmod(0o444)
+        with pytest.raises(ReadOnlyMemory, match="Give the right back, then compact again"):
+            store.compact()
+        assert store.get(block(12)) is not None
+        (path / "m" / "data.mdb").chmod(0o644)
+        store.compact()
+        store.close()
+        say("erased")
+
+    path.mkdir()
+    path.chmod(0o777)
+    assert run(without_rights).lines == ["erased"]
