@@ -169,8 +169,9 @@ class StoreTests:
             store.read([block(1), block(7)], LAYOUTS, rows(2))
 
     def test_wrong_layout(self, store: BlockStore) -> None:
-        """Other shapes, dtypes or numbers of records than asked for are damage, not data."""
+        """Other shapes, dtypes or numbers of records than asked for are damage, not data, however often it was read."""
         put_blocks(store, range(1))
+        store.read([block(0)], LAYOUTS, rows(1))
         wrong = [
             (Layout("float32", (5, 2)), LAYOUTS[1]),
             (LAYOUTS[0], Layout("float16", (3,))),
