@@ -64,7 +64,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.url = self.new_url()
         self.expected: dict[str, Expected] = {}
-        self.rules = Rules()
+        self.kept = Rules()
         self.now = 1.8e9
         self._clock = patch.object(keeping, "utc", lambda: self.now)
         self._clock.start()
@@ -105,25 +105,25 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _overdue(self, but: str | None = None) -> set[str]:
         """The documents that the next append to ``but`` forgets because of the time."""
-        times = self.rules.expires.items()
-        return {name for name, when in times if when <= self.now and name not in (*self.rules.pinned, but)}
+        times = self.kept.expires.items()
+        return {name for name, when in times if when <= self.now and name not in (*self.kept.pinned, but)}
 
     def _victims(self, but: str) -> list[str]:
         """Those that a limit may forget at an append to ``but``, the first made first."""
-        if self.rules.max_bytes is None or self.rules.when_full == "refuse":
+        if self.kept.max_bytes is None or self.kept.when_full == "refuse":
             return []
-        return [name for name in self.expected if name not in (*self.rules.pinned, *self._overdue(but), but)]
+        return [name for name in self.expected if name not in (*self.kept.pinned, *self._overdue(but), but)]
 
     def _check_room(self, evicted: set[str], victims: list[str]) -> None:
         """After an append: the limit holds, and who was evicted was in turn."""
-        if self.rules.max_bytes is not None:
-            assert self._used() <= self.rules.max_bytes
-        if self.rules.when_full == "evict-oldest-document":
+        if self.kept.max_bytes is not None:
+            assert self._used() <= self.kept.max_bytes
+        if self.kept.when_full == "evict-oldest-document":
             assert evicted == set(victims[: len(evicted)])
 
     def _check_full(self, victims: list[str]) -> None:
         """An append found no room: where the store takes all in one transaction, nobody has gone for nothing."""
-        assert self.rules.max_bytes is not None
+        assert self.kept.max_bytes is not None
         gone = set(self.expected) - {each.name for each in self.memory.documents()}
         whole = type(self.memory._shared.store).write_within is not BlockStore.write_within
         assert gone <= (set() if whole else set(victims))
@@ -134,8 +134,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _forget(self, names: Collection[str]) -> None:
         self.expected = {name: each for name, each in self.expected.items() if name not in names}
-        kept = self.rules.only(self.expected)
-        self.rules = replace(self.rules, pinned=kept.pinned, expires=kept.expires)
+        left = self.kept.only(self.expected)
+        self.kept = replace(self.kept, pinned=left.pinned, expires=left.expires)
 
     @rule(name=NAMES, tokens=TOKENS, when_full=st.sampled_from(get_args(WhenFull)), room=st.sampled_from([0, 50, 5000]))
     def limit(self, name: str, tokens: list[int], when_full: WhenFull, room: int) -> None:
@@ -150,18 +150,18 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _limit(self, max_bytes: int | None, when_full: WhenFull) -> None:
         self.memory.limit(max_bytes, when_full)
-        self.rules = replace(self.rules, max_bytes=max_bytes, when_full=when_full)
+        self.kept = replace(self.kept, max_bytes=max_bytes, when_full=when_full)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         """Pin a document, or take the pin back."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
-        pinned = name not in self.rules.pinned
+        pinned = name not in self.kept.pinned
         document = self.memory.document(name)
         (document.pin if pinned else document.unpin)()
-        others = tuple(each for each in self.rules.pinned if each != name)
-        self.rules = replace(self.rules, pinned=(*others, name) if pinned else others)
+        others = tuple(each for each in self.kept.pinned if each != name)
+        self.kept = replace(self.kept, pinned=(*others, name) if pinned else others)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), seconds=st.none() | st.sampled_from([1.0, HOUR, 9 * HOUR]))
@@ -169,8 +169,8 @@ class MemoryMachine(RuleBasedStateMachine):
         """Give a document some time to live, or all."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.memory.document(name).expire(seconds)
-        times = {each: when for each, when in self.rules.expires.items() if each != name}
-        self.rules = replace(self.rules, expires=times if seconds is None else {**times, name: self.now + seconds})
+        times = {each: when for each, when in self.kept.expires.items() if each != name}
+        self.kept = replace(self.kept, expires=times if seconds is None else {**times, name: self.now + seconds})
 
     @rule(hours=st.integers(1, 10))
     def wait(self, hours: int) -> None:
@@ -236,8 +236,9 @@ class MemoryMachine(RuleBasedStateMachine):
         assert {document.name for document in self.memory.documents()} == set(self.expected)
         for name, expected in self.expected.items():
             _check(self.memory.document(name), expected)
-        rules = self.memory.rules()
-        assert replace(rules, pinned=set(rules.pinned)) == replace(self.rules, pinned=set(self.rules.pinned))
+        found = self.memory.rules()
+        assert set(found.pinned) == set(self.kept.pinned)
+        assert replace(found, pinned=()) == replace(self.kept, pinned=())
 
     @rule()
     def verify(self) -> None:

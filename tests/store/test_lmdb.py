@@ -20,7 +20,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table, lmdb_values
-from memstore.store.lmdb import STORE_KEY
+from memstore.store.lmdb_values import STORE_KEY
 from memstore.store.records import encode_value
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
 
