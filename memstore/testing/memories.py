@@ -10,16 +10,24 @@ A new back end proves with it that whole memories work on it::
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import get_args
+from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from memstore.memory import Document, Finding, Fingerprint, Memory, MemorySpec, open_memory
+from memstore.errors import StoreFull
+from memstore.memory import Document, Finding, Fingerprint, Memory, MemorySpec, keeping, open_memory
+from memstore.memory.keeping import WhenFull
+from memstore.memory.rules import Rules
+from memstore.store import BlockStore
 
 BLOCK, HEADS, DIM, LAYERS = 2, 1, 8, 2
+HOUR = 3600.0
 NAMES = st.sampled_from("abcd")
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 """Few different tokens, so that texts often begin alike."""
@@ -44,7 +52,10 @@ class Expected:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Append, fork, reuse, truncate, forget, evict (with ``capacity``), reopen. Subclasses say where."""
+    """Append, fork, reuse, truncate, forget, evict (with ``capacity``), reopen; limits, pins and times to live.
+
+    Subclasses say where.
+    """
 
     capacity: int | None = None
     """Blocks per document."""
@@ -53,6 +64,10 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.url = self.new_url()
         self.expected: dict[str, Expected] = {}
+        self.kept = Rules()
+        self.now = 1.8e9
+        self._clock = patch.object(keeping, "utc", lambda: self.now)
+        self._clock.start()
         self.memory = self._open()
 
     def new_url(self) -> str:
@@ -64,17 +79,110 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, tokens=TOKENS)
     def append(self, name: str, tokens: list[int]) -> None:
-        """Append to a document, a new one if there is none."""
+        """Append to a document, a new one if there is none; what has expired goes, and what a limit has no room for."""
+        self._append(name, tokens)
+
+    def _append(self, name: str, tokens: list[int]) -> None:
         document, old = self.memory.document(name), self.expected.get(name, Expected())
-        with document.append(tokens) as batch:
-            kept = old.tokens[batch.blocks.start * BLOCK :]
-            blocks = _in_blocks((*kept, *tokens))
-            for layer in range(LAYERS):
-                batch.put(layer, landmarks=_landmarks(blocks) if layer else None, k=_states(blocks, layer))
+        overdue, victims = self._overdue(but=name), self._victims(but=name)
+        try:
+            with document.append(tokens) as batch:
+                kept = old.tokens[batch.blocks.start * BLOCK :]
+                blocks = _in_blocks((*kept, *tokens))
+                for layer in range(LAYERS):
+                    batch.put(layer, landmarks=_landmarks(blocks) if layer else None, k=_states(blocks, layer))
+        except StoreFull:
+            self._check_full(victims)
+            return
+        gone = set(self.expected) - {each.name for each in self.memory.documents()}
+        assert overdue <= gone <= overdue | set(victims)
+        self._check_room(gone - overdue, victims)
+        self._forget(gone)
         new = Expected((*old.tokens, *tokens), old.first)
         if self.capacity is not None:
             new = replace(new, first=max(new.first, new.blocks - self.capacity))
         self.expected[name] = new
+
+    def _overdue(self, but: str | None = None) -> set[str]:
+        """The documents that the next append to ``but`` forgets because of the time."""
+        times = self.kept.expires.items()
+        return {name for name, when in times if when <= self.now and name not in (*self.kept.pinned, but)}
+
+    def _victims(self, but: str) -> list[str]:
+        """Those that a limit may forget at an append to ``but``, the first made first."""
+        if self.kept.max_bytes is None or self.kept.when_full == "refuse":
+            return []
+        return [name for name in self.expected if name not in (*self.kept.pinned, *self._overdue(but), but)]
+
+    def _check_room(self, evicted: set[str], victims: list[str]) -> None:
+        """After an append: the limit holds, and who was evicted was in turn."""
+        if self.kept.max_bytes is not None:
+            assert self._used() <= self.kept.max_bytes
+        if self.kept.when_full == "evict-oldest-document":
+            assert evicted == set(victims[: len(evicted)])
+
+    def _check_full(self, victims: list[str]) -> None:
+        """An append found no room: where the store takes all in one transaction, nobody has gone for nothing."""
+        assert self.kept.max_bytes is not None
+        gone = set(self.expected) - {each.name for each in self.memory.documents()}
+        whole = type(self.memory._shared.store).write_within is not BlockStore.write_within
+        assert gone <= (set() if whole else set(victims))
+        self._forget(gone)
+
+    def _used(self) -> int:
+        return self.memory._shared.store.used_bytes()
+
+    def _forget(self, names: Collection[str]) -> None:
+        self.expected = {name: each for name, each in self.expected.items() if name not in names}
+        left = self.kept.only(self.expected)
+        self.kept = replace(self.kept, pinned=left.pinned, expires=left.expires)
+
+    @rule(name=NAMES, tokens=TOKENS, when_full=st.sampled_from(get_args(WhenFull)), room=st.sampled_from([0, 50, 5000]))
+    def limit(self, name: str, tokens: list[int], when_full: WhenFull, room: int) -> None:
+        """Leave ``room`` for so many bytes more than are used now, then append."""
+        self._limit(self._used() + room, when_full)
+        self._append(name, tokens)
+
+    @rule()
+    def lift_the_limit(self) -> None:
+        """No limit."""
+        self._limit(None, "refuse")
+
+    def _limit(self, max_bytes: int | None, when_full: WhenFull) -> None:
+        self.memory.limit(max_bytes, when_full)
+        self.kept = replace(self.kept, max_bytes=max_bytes, when_full=when_full)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """Pin a document, or take the pin back."""
+        name = data.draw(st.sampled_from(sorted(self.expected)))
+        pinned = name not in self.kept.pinned
+        document = self.memory.document(name)
+        (document.pin if pinned else document.unpin)()
+        others = tuple(each for each in self.kept.pinned if each != name)
+        self.kept = replace(self.kept, pinned=(*others, name) if pinned else others)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), seconds=st.none() | st.sampled_from([1.0, HOUR, 9 * HOUR]))
+    def live_for(self, data: st.DataObject, seconds: float | None) -> None:
+        """Give a document some time to live, or all."""
+        name = data.draw(st.sampled_from(sorted(self.expected)))
+        self.memory.document(name).expire(seconds)
+        times = {each: when for each, when in self.kept.expires.items() if each != name}
+        self.kept = replace(self.kept, expires=times if seconds is None else {**times, name: self.now + seconds})
+
+    @rule(hours=st.integers(1, 10))
+    def wait(self, hours: int) -> None:
+        """Time goes by; not so much that a writer would doubt the clock."""
+        self.now += hours * HOUR
+
+    @rule()
+    def expire(self) -> None:
+        """Forget what has lived its time."""
+        overdue = self._overdue()
+        assert set(self.memory.expire()) == overdue
+        self._forget(overdue)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), name=NAMES)
@@ -114,7 +222,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """Forget a document."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.memory.forget(name)
-        del self.expected[name]
+        self._forget([name])
 
     @rule()
     def reopen(self) -> None:
@@ -124,10 +232,13 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_same(self) -> None:
-        """Tokens, states and search results of every document are those of the dict."""
+        """Tokens, states and search results of every document are those of the dict, and the rules are as they were."""
         assert {document.name for document in self.memory.documents()} == set(self.expected)
         for name, expected in self.expected.items():
             _check(self.memory.document(name), expected)
+        found = self.memory.rules()
+        assert set(found.pinned) == set(self.kept.pinned)
+        assert replace(found, pinned=()) == replace(self.kept, pinned=())
 
     @rule()
     def verify(self) -> None:
@@ -140,6 +251,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The last look."""
+        self._clock.stop()
         assert self.findings() == []
         self.memory.close()
 

@@ -9,17 +9,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import DamagedError, InvalidArgument, NotFound, StoreFull
 from memstore.store import Batch, BlockStore, Key, Layout, Record, Table
+from memstore.store.checks import document_ranges
 
 LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
 """Two records per value: 40 bytes, and 6 bytes, which no alignment suits."""
+
+LARGE = 1 << 19
 
 BLOCKS = (Key(Table.BLOCKS), Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**64 - 1))
 """The range of all keys of the table of blocks."""
@@ -47,6 +50,17 @@ def put_blocks(store: BlockStore, items: range, **where: int) -> None:
     for item in items:
         batch.put(block(item, **where), *value(item))
     store.write(batch)
+
+
+def large(document: int) -> Batch:
+    """A block of ``LARGE`` bytes, more than a store needs beside its values."""
+    payload = np.full(LARGE, document, np.uint8)
+    return Batch(puts=[(block(0, document=document), (Record(Layout("uint8", (LARGE,)), payload),))])
+
+
+def evictions(documents: Iterable[int]) -> Iterator[Batch]:
+    """What takes documents away, one after the other."""
+    return (Batch(deletes=document_ranges(document)) for document in documents)
 
 
 def same(found: tuple[Record, ...] | None, expected: tuple[Record, ...]) -> bool:
@@ -155,8 +169,9 @@ class StoreTests:
             store.read([block(1), block(7)], LAYOUTS, rows(2))
 
     def test_wrong_layout(self, store: BlockStore) -> None:
-        """Other shapes, dtypes or numbers of records than asked for are damage, not data."""
+        """Other shapes, dtypes or numbers of records than asked for are damage, not data, however often it was read."""
         put_blocks(store, range(1))
+        store.read([block(0)], LAYOUTS, rows(1))
         wrong = [
             (Layout("float32", (5, 2)), LAYOUTS[1]),
             (LAYOUTS[0], Layout("float16", (3,))),
@@ -290,6 +305,35 @@ class StoreTests:
         payload = np.ones(1 << 20, np.uint8)
         store.write(Batch(puts=[(block(0), (Record(Layout("uint8", (payload.size,)), payload),))]))
         assert store.size_bytes() >= before + payload.size
+
+    def test_what_is_deleted_is_not_counted_as_used(self, store: BlockStore) -> None:
+        """A limit on bytes goes by it: otherwise everything would be evicted, and there would still be no room."""
+        empty = store.used_bytes()
+        store.write(large(0))
+        assert store.used_bytes() >= empty + LARGE
+        store.delete(0)
+        assert store.used_bytes() < empty + LARGE // 2
+
+    def test_no_more_is_evicted_for_a_batch_than_is_needed(self, store: BlockStore) -> None:
+        """The first ones first, and the batch is there."""
+        for document in range(4):
+            store.write(large(document))
+        limit = store.used_bytes() + LARGE // 2
+        assert store.write_within(large(4), limit, evictions(range(4))) == 1
+        assert store.used_bytes() <= limit
+        assert [document for document in range(5) if store.get(block(0, document=document))] == [1, 2, 3, 4]
+        assert store.write_within(Batch(), limit, evictions(range(1, 4))) == 0
+
+    def test_a_batch_that_a_limit_has_no_room_for_is_not_there(self, store: BlockStore) -> None:
+        """Whatever is evicted, and where nothing may be; the store goes on."""
+        store.write(large(0))
+        for limit, victims in ((store.used_bytes() + LARGE // 2, range(0)), (LARGE // 2, range(1))):
+            with pytest.raises(StoreFull, match="has no room"):
+                store.write_within(large(1), limit, evictions(victims))
+            assert store.get(block(0, document=1)) is None
+            assert not any(scanned.damage for scanned in store.scan())
+        put_blocks(store, range(3), document=2)
+        assert same(store.get(block(2, document=2)), value(2))
 
     def test_reads_see_whole_batches(self, store: BlockStore) -> None:
         """One thread writes, others read: all rows of one read are from the same batch."""

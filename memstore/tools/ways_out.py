@@ -20,6 +20,8 @@ def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
     """
     memories = [each for each in arguments[1:] if on_disk(each)]
     named = [each for each in memories if each.startswith("zarr+") or each.removeprefix("zarr:") in str(error)]
+    if isinstance(error, StoreFull):
+        named = named or memories  # a limit says what it is, not whose
     match error:
         case DamagedError() if memories and not _said(error):
             return DamagedError(f"{error}\n{_damaged(memories[0])}")

@@ -19,8 +19,9 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table
-from memstore.store.lmdb import STORE_KEY
+from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table, lmdb_values
+from memstore.store.lmdb_values import STORE_KEY
+from memstore.store.records import encode_value
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
 
 
@@ -282,6 +283,40 @@ def test_damage_is_named_and_found_by_scan(tmp_path: Path, length: int) -> None:
     assert len(list(store.scan())) == 20
     store.delete(1)
     assert list(store.scan()) == []
+    store.close()
+
+
+@pytest.mark.parametrize("length", [1, 8])
+@pytest.mark.parametrize("most", [3, 1000])
+def test_what_was_sound_once_is_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, most: int
+) -> None:
+    """Whatever bit of it changes after it was read, in a payload or in a header; what is written again is read."""
+    monkeypatch.setattr(lmdb_values, "_MOST_SUMS", most)
+    store = LmdbStore.create(tmp_path / "m", blocks_per_value=length)
+    put_blocks(store, range(10))
+    keys = [block(item) for item in range(10)]
+    for _ in range(3):
+        store.read(keys, LAYOUTS, rows(10))
+    store.write(Batch(puts=[(block(4), value(104))]))
+    (found, _) = store.gather(keys, LAYOUTS)
+    assert found[4].tobytes() == value(104)[0].payload.tobytes()
+    whole = encode_value(block(7), value(7))
+    data = tmp_path / "m" / "data.mdb"
+    raw = data.read_bytes()
+    places = [at for at in range(len(raw)) if raw.startswith(whole, at)]
+    for byte in (0, 30, 79, 80, 95, 100, 135, 136, 144, 230, len(whole) - 1):
+        with data.open("r+b") as file:
+            for place in places:
+                file.seek(place + byte)
+                file.write(bytes([whole[byte] ^ 4]))
+        with pytest.raises(DamagedError, match="block 7 is damaged"):
+            store.read(keys, LAYOUTS, rows(10))
+        with data.open("r+b") as file:
+            for place in places:
+                file.seek(place)
+                file.write(whole)
+        store.read(keys, LAYOUTS, rows(10))
     store.close()
 
 
