@@ -67,7 +67,7 @@ class FaissIndex(ExactIndex):
         """An index with the blocks of ``index``, which is not used any more; nothing is copied."""
         made = cls(index.key_heads, index.key_dim, index.keys_per_block, index.dtype, index.device, settings)
         made._chunks, made._next = index._chunks, index._next
-        made._centre, made._largest_id = index._centre, index._largest_id
+        made._frame, made._largest_id = index._frame, index._largest_id
         made._start()
         return made
 
