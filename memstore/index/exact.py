@@ -351,8 +351,9 @@ class ExactIndex(VectorIndex):
             here = (places.div(PLACES, rounding_mode="floor") == number).nonzero()
             for step in torch.split(here, per_step):
                 row, column = step.unbind(1)
-                keys = chunk.keys[head][places[row, column] % PLACES]  # [w, P, D]
-                products = torch.bmm(keys.float(), queries[row].unsqueeze(2)).squeeze(2)
+                keys = chunk.keys[head].flatten(1).index_select(0, places[row, column] % PLACES)
+                keys = keys.float().view(-1, self.keys_per_block, self.key_dim)
+                products = keys.bmm(queries[row].unsqueeze(2)).squeeze(2)
                 scores[row, column], offsets[row, column] = products.max(1)
         return scores, offsets
 

@@ -32,6 +32,8 @@ class Frame(NamedTuple):
     """``[G, D, D]`` float64 for keys; ``[G, 0, 0]`` where they are coded as they are."""
     back: Tensor
     """``[G, D, D]`` float64 for queries: ``turn[g] @ back[g].T`` is the identity."""
+    stretch: Tensor
+    """``[G]`` float64: how much longer than in this frame the difference of a key and the centre can be."""
 
     @classmethod
     def of(cls, keys: Tensor) -> Frame:
@@ -40,13 +42,14 @@ class Frame(NamedTuple):
         centre, dim = keys.mean(1), keys.shape[2]
         if dim > LARGEST_DIM:
             none = torch.empty(len(keys), 0, 0, dtype=torch.float64)
-            return cls(centre.float(), none, none)
+            return cls(centre.float(), none, none, torch.ones(len(keys), dtype=torch.float64))
         apart = keys - centre[:, None]
         variances, directions = torch.linalg.eigh(apart.mT @ apart / keys.shape[1])
         least = (variances.amax(1, keepdim=True) * SMALLEST_VARIANCE).clamp(min=1e-30)
         lengths = variances.maximum(least)[:, None] ** EXPONENT
         mixed = _cosines(dim)
-        return cls(centre.float(), directions / lengths @ mixed, directions * lengths @ mixed)
+        turn, back = directions / lengths @ mixed, directions * lengths @ mixed
+        return cls(centre.float(), turn, back, lengths.amax((1, 2)))
 
     @classmethod
     def named(cls, tensors: Mapping[str, Tensor]) -> Frame:
@@ -62,10 +65,6 @@ class Frame(NamedTuple):
     def queries(self, queries: Tensor, head: int) -> Tensor:
         """``queries [R, D]`` of a key head in this frame, float32."""
         return (queries.double() @ self.back[head]).float() if self.back.numel() else queries
-
-    def stretch(self, head: int) -> float:
-        """How much longer than in this frame the difference of a key and the centre can be."""
-        return float(torch.linalg.matrix_norm(self.back[head], 2)) if self.back.numel() else 1.0
 
 
 def _cosines(dim: int) -> Tensor:

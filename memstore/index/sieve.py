@@ -16,8 +16,8 @@ from torch import Tensor
 
 from memstore.index.codes import Codes, encode_queries, products
 
-TILE_PRODUCTS = 1 << 20
-"""Computed at a time: they stay in the processor's caches until the best of each group were found."""
+TILE_PRODUCTS = 1 << 18
+"""Computed at a time by each thread: they stay in its cache until the best of each group were found."""
 TILE_KEYS = 1 << 16
 NEIGHBOURS = 32
 """Groups whose best product stands for all of them, once more."""
@@ -60,7 +60,7 @@ class Look:
         self._highest = self._scores.view(-1, NEIGHBOURS, len(queries)).amax(1)  # [n / NEIGHBOURS, R]
         # What sums in float32 can differ by, here and where the winners are scored.
         reach = float(self._longest.max()) + float(self._lost.max())
-        lengths = queries.norm(dim=1) / self._queries.scales * (reach * frame.stretch(head) + float(centre.norm()))
+        lengths = queries.norm(dim=1) / self._queries.scales * (reach * float(frame.stretch[head]) + float(centre.norm()))
         self._rounding = (lengths + self._queries.lengths * reach) * (4 * (len(centre) + 8) * 2.0**-24)
 
     def best(self, k: int) -> Pairs:
@@ -98,17 +98,18 @@ class Look:
 
 def _best_of_groups(parts: Sequence[Part], queries: Tensor, head: int, total: int) -> Tensor:
     """Best product of each group with each of ``queries [R, D]`` int8: ``[n, R]`` float32, -inf where none counts."""
-    rows = len(queries)
-    best = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, rows, dtype=torch.int32)
-    per_group = parts[0].codes.keys_per_group
-    step = max(1, min(TILE_PRODUCTS // rows, TILE_KEYS) // per_group)
-    room = torch.empty(min(step, total) * per_group * rows, dtype=torch.int32)
+    rows, per_group = len(queries), parts[0].codes.keys_per_group
+    best = torch.zeros(-(-total // NEIGHBOURS) * NEIGHBOURS, rows, dtype=torch.int32)
+    keys = min(TILE_PRODUCTS * torch.get_num_threads() // rows, TILE_KEYS)
+    step = min(max(1, keys // per_group), total)
+    room = torch.empty(step * per_group * rows, dtype=torch.int32)
     start = 0
     for codes, whole in parts:
+        values = codes.values[head, : codes.groups]
         for first in range(0, codes.groups, step):
             last = min(first + step, codes.groups)
             if whole is None or bool(whole[first:last].any()):
-                products(codes.values[head, first:last], queries, room, best[start + first : start + last])
+                products(values[first:last], queries, room, best[start + first : start + last])
         start += codes.groups
     scales = torch.cat([codes.scales[head, : codes.groups] for codes, _ in parts])
     scores = best.float().mul_(_padded(scales).unsqueeze(1))
