@@ -111,6 +111,29 @@ class ClusterIndex(VectorIndex):
         self._worker: ThreadPoolExecutor | None = None
         self._coming: Future[Base] | None = None
         self._gone: list[Tensor] = []  # ids removed since the coming clusters were begun
+        self._largest_share = 1  # first clusters are not used if they look into more than one of so many lists
+        self.refused: Base | None = None
+        """Clusters that were made and not used."""
+
+    @classmethod
+    def around(cls, index: ExactIndex, settings: str, *, largest_share: int) -> ClusterIndex:
+        """An index with the blocks of ``index``, which is not used any more; nothing is copied.
+
+        They are searched exactly until there are clusters that reach the recall with one of ``largest_share`` lists.
+        """
+        made = cls(index.key_heads, index.key_dim, index.keys_per_block, index.dtype, settings=settings)
+        made._tail, made._largest_share = index, largest_share
+        return made
+
+    @property
+    def base(self) -> Base | None:
+        """The clusters that are searched; None: there are none yet."""
+        return self._base
+
+    @property
+    def tail(self) -> ExactIndex:
+        """The blocks that are searched exactly."""
+        return self._tail
 
     def __len__(self) -> int:
         return len(self._tail) + (0 if self._base is None else int((~self._base.dead).sum()))
@@ -286,6 +309,9 @@ class ClusterIndex(VectorIndex):
             return
         coming, self._coming = self._coming, None
         base = coming.result()
+        if self._base is None and base.probes * self._largest_share > len(base.heads[0].centres):
+            self.refused = base
+            return
         if self._gone:
             base.drop(torch.cat(self._gone))
         newer, _ = self._tail_content()

@@ -7,9 +7,9 @@ can help. What helps is that codes are small whole numbers: signs, or codes roun
 which is exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
 
 ``route`` is faster still, and what attached models ask where the index is ``codes:pruned``. It scores all blocks by
-sums of four tokens' codes, and by the codes themselves those that then look best, together with a sample from which mean
-and deviation of all blocks are estimated. It may miss blocks at the end of the list; ``benchmarks/index.py`` reports how
-many.
+sums of four tokens' codes, and by the codes themselves those that then look best, together with a sample from which
+mean and deviation of all blocks are estimated. It may miss blocks at the end of the list; ``benchmarks/index.py``
+reports how many.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _rounded(queries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summed_runs(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of runs of tokens of ``codes [G, n, P, D]`` in 8 bits, ``[G, n, ceil(P / RUN), D]``, and scales ``[G, n]``."""
+    """Sums of runs of tokens of ``codes [G, n, P, D]``: ``[G, n, ceil(P / RUN), D]`` int8, and scales ``[G, n]``."""
     runs = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[2] % RUN)).float().unflatten(2, (-1, RUN)).sum(3)
     scales = runs.abs().amax((2, 3)).clamp_(min=1).div_(LARGEST)
     return runs.div_(scales[:, :, None, None]).round_().to(torch.int8), scales

@@ -1,7 +1,8 @@
 """Keys in 8 bits, with a bound on what that changes: most of a chunk need not be read to know that it holds no winner.
 
-Blocks lie in groups of about 32 keys. A code is ``round(key / scale)`` with one scale for each group, of keys ``x`` and
-queries ``q`` in the coordinates of ``frame.py``. The product of codes ``x'`` and ``q'`` differs from ``q . x`` by at most
+Blocks lie in groups of about 32 keys. A code is ``round(key / scale)``, with one scale for each group. Of a key ``x``
+and a query ``q``, both in the coordinates of ``frame.py``, the product of codes ``x'`` and ``q'`` differs from
+``q . x`` by at most
 
     ``|q| |x - x'| + |q - q'| |x'|``  (Cauchy-Schwarz, both codes multiplied by their scales),
 

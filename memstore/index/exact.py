@@ -172,7 +172,7 @@ class ExactIndex(VectorIndex):
     def _about(self) -> dict[str, Any]:
         """What a file must agree with."""
         sizes = {"key_heads": self.key_heads, "keys_per_block": self.keys_per_block, "key_dim": self.key_dim}
-        return sizes | {"dtype": str(self.dtype).removeprefix("torch.")}
+        return {"index": "exact", **sizes, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def _tensors(self) -> dict[str, Tensor]:
         """All blocks, in the order of their places, with their codes."""
@@ -321,7 +321,8 @@ class ExactIndex(VectorIndex):
             groups = scan.chunk.keys[head].flatten()[: scan.chunk.used // per_group * numbers].view(-1, numbers)
             for here in (part == number).nonzero().squeeze(1).split(step):
                 keys = groups.index_select(0, pairs.group[here] - look.starts[number]).float()
-                products = keys.view(-1, numbers // self.key_dim, self.key_dim).bmm(queries[pairs.query[here]].unsqueeze(2))
+                keys = keys.view(-1, numbers // self.key_dim, self.key_dim)
+                products = keys.bmm(queries[pairs.query[here]].unsqueeze(2))
                 scores[here] = products.view(-1, per_group, self.keys_per_block).amax(2)
         return scores
 

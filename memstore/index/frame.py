@@ -1,9 +1,10 @@
 """The coordinates in which keys are coded: what makes 8 bits lose less.
 
 A product of a key and a query does not change when keys are turned by one matrix and queries by the inverse of its
-transpose, and ``query . centre`` is the same for all keys. So keys are taken around their mean, their long directions are
-shortened (those of queries grow as much), and all directions are mixed, so that no number of a key or a query stands
-out: the largest number decides how coarse a code is. Any frame is right; a good one leaves less to look at again.
+transpose, and ``query . centre`` is the same for all keys. So keys are taken around their mean, their long directions
+are shortened (those of queries grow as much), and all directions are mixed, so that no number of a key or a query
+stands out: the largest number decides how coarse a code is. Any frame is right; a good one leaves less to look at
+again.
 """
 
 from __future__ import annotations

@@ -60,8 +60,9 @@ class Look:
         self._highest = self._scores.view(-1, NEIGHBOURS, len(queries)).amax(1)  # [n / NEIGHBOURS, R]
         # What sums in float32 can differ by, here and where the winners are scored.
         reach = float(self._longest.max()) + float(self._lost.max())
-        lengths = queries.norm(dim=1) / self._queries.scales * (reach * float(frame.stretch[head]) + float(centre.norm()))
-        self._rounding = (lengths + self._queries.lengths * reach) * (4 * (len(centre) + 8) * 2.0**-24)
+        apart = reach * float(frame.stretch[head]) + float(centre.norm())
+        lengths = queries.norm(dim=1) / self._queries.scales * apart + self._queries.lengths * reach
+        self._rounding = lengths * (4 * (len(centre) + 8) * 2.0**-24)
 
     def best(self, k: int) -> Pairs:
         """The ``k`` groups that look best for each query, ordered by query. There must be at least as many."""

@@ -43,6 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (code_index, "CHUNK_KEYS", 20),
         (code_index, "TILE_PRODUCTS", 9),
         (auto, "LARGE", 64),
+        (auto, "LARGEST_SHARE", 1),
     ]:
         monkeypatch.setattr(module, name, value)
 
