@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memstore.index.codes import Codes
+from memstore.index.frame import Frame
 
 
 class Tile(NamedTuple):
@@ -25,7 +26,7 @@ class Tile(NamedTuple):
 class Chunk:
     """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, of which rows ``< used`` are filled.
 
-    With a ``centre [G, D]``, complete groups of blocks are also kept as int8 codes around it.
+    With a ``frame``, complete groups of blocks are also kept as int8 codes in it.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class Chunk:
         sizes: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
-        centre: Tensor | None = None,
+        frame: Frame | None = None,
     ) -> None:
         heads, keys_per_block, dim = sizes
         with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
             self.keys = torch.empty(heads, capacity, keys_per_block, dim, dtype=dtype, device=device)
             self.ids = torch.empty(capacity, dtype=torch.int64, device=device)
             self.alive = torch.zeros(capacity, dtype=torch.bool, device=device)
-            self.codes = None if centre is None else Codes(capacity, sizes, centre)
+            self.codes = None if frame is None else Codes(capacity, sizes, frame)
         self.used = 0
         self.count = 0
         """Blocks that are there."""

@@ -60,6 +60,8 @@ class Base:
     """What was measured: lists looked into, and the recall with so many."""
     dead: Tensor = field(init=False)
     """``[n]``: blocks that were removed."""
+    whole: bool = field(init=False, default=True)
+    """Whether none was."""
 
     def __post_init__(self) -> None:
         self.dead = torch.zeros(len(self.ids), dtype=torch.bool)
@@ -72,6 +74,7 @@ class Base:
     def drop(self, ids: Tensor) -> None:
         """Remove those of ``ids`` that are here."""
         self.dead |= torch.isin(self.ids, ids)
+        self.whole = not bool(self.dead.any())
 
 
 class ClusterIndex(VectorIndex):
@@ -103,10 +106,34 @@ class ClusterIndex(VectorIndex):
         self.key_heads, self.key_dim, self.keys_per_block, self.dtype = key_heads, key_dim, keys_per_block, dtype
         self._base: Base | None = None
         self._log: deque[Tensor] = deque()  # of [G, m, D], the newest last
+        self._kept = 0  # queries of each head in it
         self._tried = 0  # queries that were there when clusters were last made
         self._worker: ThreadPoolExecutor | None = None
         self._coming: Future[Base] | None = None
         self._gone: list[Tensor] = []  # ids removed since the coming clusters were begun
+        self._largest_share = 1  # first clusters are not used if they look into more than one of so many lists
+        self.refused: Base | None = None
+        """Clusters that were made and not used."""
+
+    @classmethod
+    def around(cls, index: ExactIndex, settings: str, *, largest_share: int) -> ClusterIndex:
+        """An index with the blocks of ``index``, which is not used any more; nothing is copied.
+
+        They are searched exactly until there are clusters that reach the recall with one of ``largest_share`` lists.
+        """
+        made = cls(index.key_heads, index.key_dim, index.keys_per_block, index.dtype, settings=settings)
+        made._tail, made._largest_share = index, largest_share
+        return made
+
+    @property
+    def base(self) -> Base | None:
+        """The clusters that are searched; None: there are none yet."""
+        return self._base
+
+    @property
+    def tail(self) -> ExactIndex:
+        """The blocks that are searched exactly."""
+        return self._tail
 
     def __len__(self) -> int:
         return len(self._tail) + (0 if self._base is None else int((~self._base.dead).sum()))
@@ -226,6 +253,7 @@ class ClusterIndex(VectorIndex):
         self._base, self._tail = base, self._new_tail()
         self._tail.add(tensors["tail_ids"], tensors["tail_keys"])
         self._log = deque([tensors["logged"].clone()])
+        self._kept = tensors["logged"].shape[1]
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -250,13 +278,10 @@ class ClusterIndex(VectorIndex):
         """Keep some of the queries ``[G, R, D]``: at most so many, and of a long run no more than a few."""
         step = max(1, queries.shape[1] // (LOGGED // 16))
         self._log.append(queries[:, ::step].clone())
+        self._kept += self._log[-1].shape[1]
         while self._kept - self._log[0].shape[1] >= LOGGED:
-            self._log.popleft()
+            self._kept -= self._log.popleft().shape[1]
         self._consider()
-
-    @property
-    def _kept(self) -> int:
-        return sum(part.shape[1] for part in self._log)
 
     def _consider(self) -> None:
         """Begin new clusters if the tail has become long and there are queries to learn from."""
@@ -284,6 +309,9 @@ class ClusterIndex(VectorIndex):
             return
         coming, self._coming = self._coming, None
         base = coming.result()
+        if self._base is None and base.probes * self._largest_share > len(base.heads[0].centres):
+            self.refused = base
+            return
         if self._gone:
             base.drop(torch.cat(self._gone))
         newer, _ = self._tail_content()
@@ -368,7 +396,7 @@ def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> floa
 def _selector(base: Base, size: int, allowed: range | Tensor | None) -> Any:
     """FAISS's word for the keys that may be found; None for all."""
     faiss = require_faiss()
-    if not bool(base.dead.any()) and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
+    if base.whole and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
         if allowed is None:
             return None
         first, stop = (int(torch.searchsorted(base.ids, place)) for place in (allowed.start, allowed.stop))

@@ -6,10 +6,10 @@ scores that are standardised and have a floor). That needs the score of *every* 
 can help. What helps is that codes are small whole numbers: signs, or codes rounded to 8 bits. They are kept as int8,
 which is exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
 
-``route`` is faster still, and what attached models ask where the index is ``codes:pruned``. It scores all blocks with
-every fourth dimension of the codes, and with all dimensions those that then look best, together with a sample from
-which mean and deviation of all blocks are estimated. It may miss blocks at the end of the list;
-``benchmarks/index.py`` reports how many.
+``route`` is faster still, and what attached models ask where the index is ``codes:pruned``. It scores all blocks by
+sums of four tokens' codes, and by the codes themselves those that then look best, together with a sample from which
+mean and deviation of all blocks are estimated. It may miss blocks at the end of the list; ``benchmarks/index.py``
+reports how many.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import checks, files
+from memstore.index.codes import products
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
 
 LARGEST = 127
 PRUNED = "pruned"
-COARSE = 4
-"""The first look at a block takes every so many-th dimension."""
+RUN = 4
+"""Tokens that the first look at a block takes together."""
 CANDIDATES = 512
-SAMPLE = 2048
-"""Blocks that are looked at with all dimensions: those that looked best, and some from everywhere."""
+SAMPLE = 1024
+"""Blocks that are looked at token by token: those that looked best, and some from everywhere."""
 FLOOR = 1.0
 CHUNK_KEYS = 1 << 18
-TILE_KEYS = 1 << 13
+TILE_PRODUCTS = 1 << 18
+"""Computed at a time by each thread: they stay in its cache until the best of each block were found."""
 
 
 def eight_bits(codes: Tensor) -> Tensor:
@@ -79,7 +81,8 @@ class CodeIndex(VectorIndex):
         self.keys_per_block = keys_per_block
         self._room = max(1, CHUNK_KEYS // keys_per_block)
         self._keys: list[Tensor] = []  # of [G, room, P, D] int8
-        self._coarse: list[Tensor] = []  # of [G, room, P, ceil(D / COARSE)] int8
+        self._runs: list[Tensor] = []  # of [G, room, ceil(P / RUN), D] int8, where blocks are longer than a run
+        self._scales = torch.empty(key_heads, 0)  # of the runs of each used row
         self._ids = torch.empty(0, dtype=torch.int64)  # of each used row, -1 where it is free
 
     def __len__(self) -> int:
@@ -91,7 +94,7 @@ class CodeIndex(VectorIndex):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for codes and ids."""
-        return sum(part.nbytes for part in (*self._keys, *self._coarse, self._ids))
+        return sum(part.nbytes for part in (*self._keys, *self._runs, self._scales, self._ids))
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
@@ -110,7 +113,9 @@ class CodeIndex(VectorIndex):
             stop = min(start + self._room - row, ids.numel())
             rows = slice(row, row + stop - start)
             self._keys[chunk][:, rows] = codes[:, start:stop]
-            self._coarse[chunk][:, rows] = codes[:, start:stop, :, ::COARSE]
+            if self.keys_per_block > RUN:
+                self._runs[chunk][:, rows], scales = _summed_runs(codes[:, start:stop])
+                self._scales = torch.cat((self._scales, scales), 1)
             self._ids = torch.cat((self._ids, ids[start:stop]))
             start = stop
 
@@ -121,9 +126,9 @@ class CodeIndex(VectorIndex):
         self._ids = torch.where(torch.isin(self._ids, ids), -1, self._ids)
         alive = (self._ids >= 0).nonzero()
         used = int(alive[-1]) + 1 if alive.numel() else 0
-        self._ids = self._ids[:used]
+        self._ids, self._scales = self._ids[:used], self._scales[:, :used]
         chunks = -(-used // self._room)
-        del self._keys[chunks:], self._coarse[chunks:]
+        del self._keys[chunks:], self._runs[chunks:]
         free = (self._ids < 0).sum()
         if 2 * int(free) > used and free:  # of a document that loses its oldest blocks
             self._replace(*self._content())
@@ -156,11 +161,11 @@ class CodeIndex(VectorIndex):
         if self.key_heads != 1:
             raise InvalidArgument(f"blocks are routed by the codes of one key head; this index has {self.key_heads}.")
         rows, tokens = self._rows(allowed), self._grouped(queries[None])[0]
-        if rows.numel() <= CANDIDATES + SAMPLE:
+        if rows.numel() <= CANDIDATES + SAMPLE or self.keys_per_block <= RUN:
             exact = self._maxima(self._keys, tokens, 0, rows)
             summed = _summed(exact, *_moments(exact)) if rows.numel() else exact.sum(0)
         else:
-            coarse = self._maxima(self._coarse, tokens[:, ::COARSE], 0, rows)
+            coarse = self._maxima(self._runs, tokens, 0, rows) * self._scales[0, rows]
             moments = _moments(coarse)
             best = _summed(coarse, *moments).topk(min(max(CANDIDATES, k), rows.numel())).indices.sort().values
             some = torch.linspace(0, rows.numel() - 1, SAMPLE).long()
@@ -195,7 +200,9 @@ class CodeIndex(VectorIndex):
         sizes = (self.key_heads, self._room, self.keys_per_block)
         with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
             self._keys.append(torch.empty(*sizes, self.key_dim, dtype=torch.int8))
-            self._coarse.append(torch.empty(*sizes, -(-self.key_dim // COARSE), dtype=torch.int8))
+            if self.keys_per_block > RUN:
+                runs = -(-self.keys_per_block // RUN)
+                self._runs.append(torch.empty(*sizes[:2], runs, self.key_dim, dtype=torch.int8))
 
     def _content(self) -> tuple[Tensor, Tensor]:
         """Ids ``[n]`` ascending, and keys ``[n, G, P, D]`` float32."""
@@ -205,7 +212,7 @@ class CodeIndex(VectorIndex):
         return self._ids[rows], torch.cat([torch.empty(sizes), *parts])
 
     def _replace(self, ids: Tensor, keys: Tensor) -> None:
-        self._keys, self._coarse, self._ids = [], [], self._ids[:0]
+        self._keys, self._runs, self._scales, self._ids = [], [], self._scales[:, :0], self._ids[:0]
         self.add(ids, keys)
 
     def _grouped(self, queries: Tensor) -> Tensor:
@@ -237,15 +244,19 @@ class CodeIndex(VectorIndex):
         if not len(queries):
             return torch.empty(0, rows.numel())
         values, scales = _rounded(queries)
-        parts = [torch.empty(len(queries), 0)]
-        most = max(1, TILE_KEYS // self.keys_per_block)
+        each = (self.keys_per_block if codes is self._keys else -(-self.keys_per_block // RUN)) * len(queries)
+        most = max(1, TILE_PRODUCTS * torch.get_num_threads() // each)
+        room = torch.empty(min(most, rows.numel()) * each, dtype=torch.int32)
+        best = torch.empty(rows.numel(), len(queries), dtype=torch.int32)
+        start = 0
         for chunk, inside in self._pieces(rows, most):
-            held = codes[chunk][head]  # [room, P, d]
+            held = codes[chunk][head]  # [room, P, D]
             # index_select of whole blocks copies memory; indexing with three dimensions goes number by number.
             piece = held[inside] if isinstance(inside, slice) else held.flatten(1).index_select(0, inside)
-            products = torch._int_mm(piece.reshape(-1, held.shape[2]), values.T)  # [n * P, R]
-            parts.append(products.view(-1, self.keys_per_block, len(queries)).amax(1).T * scales)
-        return torch.cat(parts, 1)
+            stop = start + len(piece)
+            products(piece.view(-1, *held.shape[1:]), values, room, best[start:stop])
+            start = stop
+        return best.T.contiguous() * scales
 
     def _search_head(self, queries: Tensor, head: int, rows: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         near = self._maxima(self._keys, queries, head, rows)
@@ -280,6 +291,13 @@ def _rounded(queries: Tensor) -> tuple[Tensor, Tensor]:
     codes = (queries == queries.round()).all(1, keepdim=True) & (longest <= LARGEST)
     scales = torch.where(codes, 1.0, longest.clamp(min=1e-30) / LARGEST)
     return (queries / scales).round().to(torch.int8), scales
+
+
+def _summed_runs(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of runs of tokens of ``codes [G, n, P, D]``: ``[G, n, ceil(P / RUN), D]`` int8, and scales ``[G, n]``."""
+    runs = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[2] % RUN)).float().unflatten(2, (-1, RUN)).sum(3)
+    scales = runs.abs().amax((2, 3)).clamp_(min=1).div_(LARGEST)
+    return runs.div_(scales[:, :, None, None]).round_().to(torch.int8), scales
 
 
 def _top(scores: Tensor, k: int) -> Tensor:

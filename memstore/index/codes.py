@@ -1,12 +1,12 @@
 """Keys in 8 bits, with a bound on what that changes: most of a chunk need not be read to know that it holds no winner.
 
-Blocks lie in groups of about 32 keys. A code is ``round((key - centre) / scale)`` with one scale for each group. For a
-query ``q`` with code ``q'`` and scale ``s`` the product of codes differs from ``q . (key - centre)`` by at most
+Blocks lie in groups of about 32 keys. A code is ``round(key / scale)``, with one scale for each group. Of a key ``x``
+and a query ``q``, both in the coordinates of ``frame.py``, the product of codes ``x'`` and ``q'`` differs from
+``q . x`` by at most
 
-    ``|q| |key - centre - code| + |q - q'| |code|``  (Cauchy-Schwarz, both codes multiplied by their scales),
+    ``|q| |x - x'| + |q - q'| |x'|``  (Cauchy-Schwarz, both codes multiplied by their scales),
 
-so a group whose best product of codes lies further below the k-th best than both bounds together holds none of the
-best k. ``q . centre`` is the same for all keys and never needed.
+so a group whose best product of codes lies further below the k-th best score than that holds none of the best k.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memstore.index.frame import Frame
+
 GROUP_KEYS = 32
 """Keys whose best product stands for all of them."""
 LARGEST_CODE = 127
+STEP = 1 << 11
+"""Groups that are coded at a time."""
 
 
 class Codes:
     """The codes of one chunk. Rows of whole groups only: ``groups * rows_per_group`` of them are coded."""
 
-    def __init__(self, capacity: int, sizes: tuple[int, int, int], centre: Tensor) -> None:
+    def __init__(self, capacity: int, sizes: tuple[int, int, int], frame: Frame) -> None:
         heads, keys_per_block, dim = sizes
         self.rows_per_group = group_rows(keys_per_block)
         self.keys_per_group = self.rows_per_group * keys_per_block
         groups = capacity // self.rows_per_group
-        self.centre = centre  # [G, D]
+        self.frame = frame
         self.values = torch.empty(heads, groups, self.keys_per_group, dim, dtype=torch.int8)
         self.scales = torch.empty(heads, groups)
         self.lost = torch.empty(heads, groups)
@@ -44,7 +48,7 @@ class Codes:
     def of(cls, keys_per_block: int, tensors: Mapping[str, Tensor]) -> Codes:
         """Codes around what ``tensors`` gave; nothing is copied."""
         heads, groups, _, dim = tensors["values"].shape
-        codes = cls(0, (heads, keys_per_block, dim), tensors["centre"])
+        codes = cls(0, (heads, keys_per_block, dim), Frame.named(tensors))
         codes.values, codes.scales = tensors["values"], tensors["scales"]
         codes.lost, codes.longest = tensors["lost"], tensors["longest"]
         codes.groups = groups
@@ -53,7 +57,7 @@ class Codes:
     def tensors(self) -> dict[str, Tensor]:
         """All of them, to be saved."""
         whole = {"values": self.values, "scales": self.scales, "lost": self.lost, "longest": self.longest}
-        return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | {"centre": self.centre}
+        return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | self.frame._asdict()
 
     @property
     def nbytes(self) -> int:
@@ -62,20 +66,23 @@ class Codes:
 
     def extend(self, keys: Tensor, used: int) -> None:
         """Encode the groups of ``keys [G, capacity, P, D]`` that have become complete with ``used`` rows."""
-        new = slice(self.groups, used // self.rows_per_group)
-        if new.stop <= new.start:
-            return
+        stop = used // self.rows_per_group
+        for first in range(self.groups, stop, STEP):
+            self._encode(keys, slice(first, min(first + STEP, stop)))
+        self.groups = max(self.groups, stop)
+
+    def _encode(self, keys: Tensor, new: slice) -> None:
+        """Encode the groups ``new``."""
         rows = slice(new.start * self.rows_per_group, new.stop * self.rows_per_group)
         shape = (keys.shape[0], new.stop - new.start, self.keys_per_group, keys.shape[3])
-        apart = keys[:, rows].float().reshape(shape) - self.centre[:, None, None]
-        scales = apart.abs().amax((2, 3)).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
-        values = (apart / scales[..., None, None]).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+        turned = self.frame.keys(keys[:, rows]).view(shape)
+        scales = turned.abs().amax((2, 3)).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
+        values = (turned / scales[..., None, None]).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
         self.values[:, new] = values.to(torch.int8)
         self.scales[:, new] = scales
         values.mul_(scales[..., None, None])
         self.longest[:, new] = values.norm(dim=3).amax(2)
-        self.lost[:, new] = apart.sub_(values).norm(dim=3).amax(2)
-        self.groups = new.stop
+        self.lost[:, new] = turned.sub_(values).norm(dim=3).amax(2)
 
     def cut(self, used: int) -> None:
         """Only the first ``used`` rows are still what they were."""
@@ -87,6 +94,8 @@ class CodedQueries(NamedTuple):
 
     values: Tensor
     """``[R, D]`` int8"""
+    scales: Tensor
+    """``[R]`` float32"""
     lengths: Tensor
     """``[R]`` float32: of the query."""
     lost: Tensor
@@ -103,17 +112,25 @@ def encode_queries(queries: Tensor) -> CodedQueries:
     scales = queries.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
     scaled = queries / scales
     values = scaled.round().clamp_(-LARGEST_CODE, LARGEST_CODE)
-    return CodedQueries(values.to(torch.int8), scaled.norm(dim=1), (scaled - values).norm(dim=1))
+    lost = (scaled - values).norm(dim=1)
+    return CodedQueries(values.to(torch.int8), scales.squeeze(1), scaled.norm(dim=1), lost)
 
 
-def products(codes: Tensor, queries: Tensor) -> Tensor:
-    """Largest product of each group of ``codes [n, keys, D]`` with each of ``queries [R, D]``: ``[n, R]`` int32."""
+def products(codes: Tensor, queries: Tensor, room: Tensor, out: Tensor) -> None:
+    """Largest product of each group of ``codes [n, keys, D]`` with each of ``queries [R, D]``, to ``out [n, R]`` int32.
+
+    All products go to ``room``, of at least ``n * keys * R`` int32.
+    """
     groups, keys, dim = codes.shape
     rows = len(queries)
+    room = room[: groups * keys * rows]
     # Reducing along the longer of the two leaves whole vectors to the processor.
     if rows >= keys:
-        return torch._int_mm(codes.view(-1, dim), queries.T).view(groups, keys, rows).amax(1)
-    return torch._int_mm(queries, codes.view(-1, dim).T).view(rows, groups, keys).amax(2).T
+        torch._int_mm(codes.view(-1, dim), queries.T, out=room.view(-1, rows))
+        torch.amax(room.view(groups, keys, rows), 1, out=out)
+    else:
+        torch._int_mm(queries, codes.view(-1, dim).T, out=room.view(rows, -1))
+        out.copy_(room.view(rows, groups, keys).amax(2).T)
 
 
 def usable(device: torch.device, dim: int) -> bool:
@@ -131,6 +148,8 @@ def _products_work() -> bool:
     for rows in (3, 40):
         queries = (torch.arange(rows * 24) * 41 % 255 - 127).to(torch.int8).view(rows, 24)
         truth = torch.einsum("rd,gkd->grk", queries.long(), keys.long()).amax(2)
-        if not torch.equal(products(keys, queries).long(), truth):
+        out = torch.empty(8, rows, dtype=torch.int32)
+        products(keys, queries, torch.empty(8 * 32 * rows, dtype=torch.int32), out)
+        if not torch.equal(out.long(), truth):
             return False
     return True

@@ -20,7 +20,8 @@ from memstore.index import checks, codes, files
 from memstore.index.best import PLACES, Best, choose, merge, nothing, order
 from memstore.index.chunk import Chunk, Tile
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
-from memstore.index.sieve import Part, Sieved, sieve
+from memstore.index.frame import Frame
+from memstore.index.sieve import Look, Pairs, Part
 from memstore.kernels.search_blocks import search_blocks
 from memstore.kernels.search_blocks.api import triton_problem
 
@@ -82,7 +83,7 @@ class ExactIndex(VectorIndex):
         self._coded = codes
         self._chunks: dict[int, Chunk] = {}
         self._next = 0
-        self._centre: Tensor | None = None
+        self._frame: Frame | None = None
         self._largest_id = -1
 
     def __len__(self) -> int:
@@ -122,7 +123,7 @@ class ExactIndex(VectorIndex):
             if not chunk.used:
                 del self._chunks[number]
         self._largest_id = max((chunk.largest_id for chunk in self._chunks.values()), default=-1)
-        self._centre = self._centre if self._chunks else None
+        self._frame = self._frame if self._chunks else None
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
         """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
@@ -171,7 +172,7 @@ class ExactIndex(VectorIndex):
     def _about(self) -> dict[str, Any]:
         """What a file must agree with."""
         sizes = {"key_heads": self.key_heads, "keys_per_block": self.keys_per_block, "key_dim": self.key_dim}
-        return sizes | {"dtype": str(self.dtype).removeprefix("torch.")}
+        return {"index": "exact", **sizes, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def _tensors(self) -> dict[str, Tensor]:
         """All blocks, in the order of their places, with their codes."""
@@ -184,8 +185,8 @@ class ExactIndex(VectorIndex):
             "keys": torch.cat([none, *(piece.cpu() for piece in keys)], 1),
         }
         if self._uses_codes and len(self) > codes.group_rows(self.keys_per_block):
-            centre = tensors["keys"].float().mean((1, 2)) if self._centre is None else self._centre
-            made = codes.Codes(len(self), (self.key_heads, self.keys_per_block, self.key_dim), centre)
+            frame = Frame.of(tensors["keys"].flatten(1, 2)) if self._frame is None else self._frame
+            made = codes.Codes(len(self), (self.key_heads, self.keys_per_block, self.key_dim), frame)
             made.extend(tensors["keys"], len(self))
             tensors |= {f"code_{name}": tensor for name, tensor in made.tensors().items()}
         return tensors
@@ -193,10 +194,10 @@ class ExactIndex(VectorIndex):
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         ids, keys = tensors["ids"], tensors["keys"]
         coded = {name.removeprefix("code_"): tensor for name, tensor in tensors.items() if name.startswith("code_")}
-        self._chunks, self._centre = {}, None
+        self._chunks, self._frame = {}, None
         if ids.numel():
             made = codes.Codes.of(self.keys_per_block, coded) if coded and self._uses_codes else None
-            self._centre = None if made is None else made.centre
+            self._frame = None if made is None else made.frame
             self._chunks[self._next] = Chunk.of(ids.to(self.device), keys.to(self.device), made)
             self._next += 1
         self._largest_id = int(ids.max()) if ids.numel() else -1
@@ -273,9 +274,9 @@ class ExactIndex(VectorIndex):
         best = nothing(len(queries), k, self.device)
         coded = [scan for scan in scans if scan.part is not None]
         if coded and len(queries):
-            left = sieve([scan.part for scan in coded if scan.part is not None], queries, head, k)
-            best = merge(best, self._best_of_groups(coded, left, queries, head, k), k)
-            rest = (~left.helped).nonzero().squeeze(1)
+            found, helped = self._best_of_groups(coded, queries, head, k)
+            best = merge(best, found, k)
+            rest = (~helped).nonzero().squeeze(1)
             if rest.numel():
                 plain = [scan._replace(part=None, rows=_rows_of_groups(scan)) for scan in coded]
                 found = self._scan_rows(plain, queries[rest], head, nothing(len(rest), k, self.device))
@@ -286,40 +287,55 @@ class ExactIndex(VectorIndex):
         k = best.scores.shape[1]
         for number, chunk, _, rows in scans:
             for tile in chunk.tiles(self._tile_rows, rows):
-                scores = _block_scores(tile, queries, head).contiguous()
-                best = merge(best, choose(scores, tile.ids, tile.rows + number * PLACES, k), k)
+                scores = _block_scores(tile, queries, head)
+                # After the first tiles most queries have better blocks than a whole tile.
+                better = (scores.amax(1) >= best.scores.amin(1)).nonzero().squeeze(1)
+                if better.numel():
+                    old = Best(*(each[better] for each in best))
+                    new = merge(old, choose(scores[better], tile.ids, tile.rows + number * PLACES, k), k)
+                    best = Best(*(each.index_copy(0, better, more) for each, more in zip(best, new, strict=True)))
         return best
 
-    def _best_of_groups(self, scans: Sequence[_Scan], left: Sieved, queries: Tensor, head: int, k: int) -> Best:
-        """The best blocks of the groups that the sieve has left, for each query those of its own."""
-        pairs = [self._score_groups(scan, left, number, queries, head) for number, scan in enumerate(scans)]
-        counts = torch.bincount(left.query, minlength=len(queries))
-        per_group = pairs[0].scores.shape[1]
-        # Each pair gets a place in the row of its query: pairs are ordered by query.
-        column = torch.arange(len(left.query)) - (counts.cumsum(0) - counts)[left.query]
-        shape = (len(queries), max(int(counts.max()), k), per_group)
-        table = Best(torch.full(shape, -torch.inf), torch.full(shape, -1), torch.full(shape, -1))
-        for number, found in enumerate(pairs):
-            here = left.part == number
-            for whole, piece in zip(table, found, strict=True):
-                whole[left.query[here], column[here]] = piece
-        return choose(table.scores.flatten(1), table.ids.flatten(1), table.places.flatten(1), k)
+    def _best_of_groups(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[Best, Tensor]:
+        """The best blocks of coded groups, and for which queries ``[R]`` a first look at their codes was enough."""
+        look = Look([scan.part for scan in scans if scan.part is not None], queries, head)
+        first = look.best(k)
+        scores = self._score_pairs(scans, look, first, queries, head)
+        limit = scores.view(len(queries), -1).topk(k, dim=1).values[:, -1]
+        second, helped = look.left(limit, first)
+        pairs = Pairs(*(torch.cat(both) for both in zip(first, second, strict=True)))
+        scores = torch.cat((scores, self._score_pairs(scans, look, second, queries, head)))
+        pair, row = (scores >= limit[pairs.query].unsqueeze(1)).nonzero().unbind(1)
+        places = self._places(scans, look, pairs.group[pair], row)
+        return _best_of_pairs(pairs.query[pair], scores[pair, row], *places, len(queries), k), helped
 
-    def _score_groups(self, scan: _Scan, left: Sieved, number: int, queries: Tensor, head: int) -> Best:
-        """Scores of all blocks of the groups left in one chunk: ``[w, rows per group]`` each."""
-        here = left.part == number
-        query, group = left.query[here], left.group[here]
+    def _score_pairs(self, scans: Sequence[_Scan], look: Look, pairs: Pairs, queries: Tensor, head: int) -> Tensor:
+        """Scores ``[W, rows per group]`` of all blocks of the groups."""
         per_group = codes.group_rows(self.keys_per_block)
-        whole = scan.chunk.used // per_group
-        keys = scan.chunk.keys[head, : whole * per_group].view(whole, -1, self.key_dim)  # [n, keys, D]
-        scores = torch.empty(len(group), per_group)
-        step = max(1, GATHERED_NUMBERS // (keys.shape[1] * self.key_dim))
-        for first in range(0, len(group), step):
-            part = slice(first, first + step)
-            products = torch.bmm(keys[group[part]].float(), queries[query[part]].unsqueeze(2))
-            scores[part] = products.view(-1, per_group, self.keys_per_block).amax(2)
-        rows = group.unsqueeze(1) * per_group + torch.arange(per_group)
-        return Best(scores, scan.chunk.ids[rows], rows + scan.number * PLACES)
+        numbers = per_group * self.keys_per_block * self.key_dim
+        step = max(1, GATHERED_NUMBERS // numbers)
+        scores = torch.empty(len(pairs.group), per_group)
+        part = torch.searchsorted(look.starts, pairs.group, right=True) - 1
+        for number, scan in enumerate(scans):
+            # index_select of whole groups copies memory; indexing with more dimensions goes number by number.
+            groups = scan.chunk.keys[head].flatten()[: scan.chunk.used // per_group * numbers].view(-1, numbers)
+            for here in (part == number).nonzero().squeeze(1).split(step):
+                keys = groups.index_select(0, pairs.group[here] - look.starts[number]).float()
+                keys = keys.view(-1, numbers // self.key_dim, self.key_dim)
+                products = keys.bmm(queries[pairs.query[here]].unsqueeze(2))
+                scores[here] = products.view(-1, per_group, self.keys_per_block).amax(2)
+        return scores
+
+    def _places(self, scans: Sequence[_Scan], look: Look, group: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and places ``[V]`` of the blocks at ``row [V]`` of groups ``[V]``."""
+        ids, places = torch.empty_like(group), torch.empty_like(group)
+        part = torch.searchsorted(look.starts, group, right=True) - 1
+        rows = (group - look.starts[part]) * codes.group_rows(self.keys_per_block) + row
+        for number, scan in enumerate(scans):
+            here = (part == number).nonzero().squeeze(1)
+            ids[here] = scan.chunk.ids[rows[here]]
+            places[here] = rows[here] + scan.number * PLACES
+        return ids, places
 
     def _settle(self, best: Best, queries: Tensor, head: int) -> Found:
         """Score the winners again, in float32 whatever the keys are, and find which of their keys matched."""
@@ -336,8 +352,9 @@ class ExactIndex(VectorIndex):
             here = (places.div(PLACES, rounding_mode="floor") == number).nonzero()
             for step in torch.split(here, per_step):
                 row, column = step.unbind(1)
-                keys = chunk.keys[head][places[row, column] % PLACES]  # [w, P, D]
-                products = torch.bmm(keys.float(), queries[row].unsqueeze(2)).squeeze(2)
+                keys = chunk.keys[head].flatten(1).index_select(0, places[row, column] % PLACES)
+                keys = keys.float().view(-1, self.keys_per_block, self.key_dim)
+                products = keys.bmm(queries[row].unsqueeze(2)).squeeze(2)
                 scores[row, column], offsets[row, column] = products.max(1)
         return scores, offsets
 
@@ -347,10 +364,10 @@ class ExactIndex(VectorIndex):
             held = sum(chunk.ids.numel() for chunk in self._chunks.values()) * self.keys_per_block
             keys = min(max(held, FIRST_CHUNK_KEYS), LARGEST_CHUNK_KEYS)
             sizes = (self.key_heads, self.keys_per_block, self.key_dim)
-            if last is not None and self._centre is None and self._uses_codes:
-                # Keys of a model share a large mean. The first chunk knows it well enough.
-                self._centre = last.keys[:, : last.used].float().mean((1, 2))
-            last = Chunk(max(1, keys // self.keys_per_block), sizes, self.dtype, self.device, self._centre)
+            if last is not None and self._frame is None and self._uses_codes:
+                # The first chunk knows well enough what keys of this model are like.
+                self._frame = Frame.of(last.keys[:, : last.used].flatten(1, 2))
+            last = Chunk(max(1, keys // self.keys_per_block), sizes, self.dtype, self.device, self._frame)
             self._chunks[self._next] = last
             self._next += 1
         return last
@@ -405,11 +422,26 @@ def _without_codes(scan: _Scan) -> _Scan:
     return scan._replace(part=None, rows=torch.cat([_rows_of_groups(scan), scan.rows]).sort().values)
 
 
+def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, rows: int, k: int) -> Best:
+    """The ``k`` best of blocks ``[V]`` for each of so many queries, given by their rows ``query [V]``."""
+    by_query = query.argsort(stable=True)
+    counts = torch.bincount(query, minlength=rows)
+    row = query[by_query]
+    column = torch.arange(len(query)) - (counts.cumsum(0) - counts)[row]
+    shape = (rows, max(int(counts.max()), k))
+    table = Best(torch.full(shape, -torch.inf), torch.full(shape, -1), torch.full(shape, -1))
+    for whole, values in zip(table, (scores, ids, places), strict=True):
+        whole[row, column] = values[by_query]
+    return choose(*table, k)
+
+
 def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
     """``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with the keys of each block."""
     keys = tile.keys[head]  # [n, P, D]
+    if keys.shape[1] == 1:
+        return queries @ keys.squeeze(1).float().T
     products = keys.flatten(0, 1).float() @ queries.T  # [n*P, R]
-    return products.view(*keys.shape[:2], -1).amax(1).T
+    return products.view(*keys.shape[:2], -1).amax(1).T.contiguous()
 
 
 def _rounded_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:

@@ -62,20 +62,6 @@ class FaissIndex(ExactIndex):
         self._building: _Building | None = None
         self._refused = 0
 
-    @classmethod
-    def around(cls, index: ExactIndex, settings: str) -> FaissIndex:
-        """An index with the blocks of ``index``, which is not used any more; nothing is copied."""
-        made = cls(index.key_heads, index.key_dim, index.keys_per_block, index.dtype, index.device, settings)
-        made._chunks, made._next = index._chunks, index._next
-        made._centre, made._largest_id = index._centre, index._largest_id
-        made._start()
-        return made
-
-    @property
-    def lists(self) -> int:
-        """Inverted lists of each head; 0 for structures that have none."""
-        return 0 if self._base is None else faiss_base.lists(self._base.heads[0])
-
     def __repr__(self) -> str:
         known = 0 if self._base is None else len(self._base.ids) - self._base.hidden
         return f"FaissIndex({self.settings.factory}, {len(self)} blocks, {known} of them in FAISS)"
@@ -148,7 +134,7 @@ class FaissIndex(ExactIndex):
 
     @property
     def _about(self) -> dict[str, Any]:
-        return super()._about | {"factory": self.settings.factory}
+        return super()._about | {"index": "faiss", "factory": self.settings.factory}
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = super()._tensors()

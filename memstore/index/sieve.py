@@ -1,7 +1,9 @@
-"""Which groups of an exact index can hold one of the best blocks: the first step of a search, in 8 bits.
+"""Which groups of an exact index can hold one of the best blocks: the first look of a search, in 8 bits.
 
-What is left out is proven to hold none, by the bounds of ``codes.py``; so the few groups that remain, scored in
-float32, give the true top k. Where too many remain, as among many equal keys, the sieve says that it did not help.
+It is taken in three steps. ``Look`` multiplies codes; ``best`` names a few groups that look best; and when their blocks
+were scored in float32, ``left`` names those that can still hold better ones, by the bounds of ``codes.py``. All others
+are proven to hold none, so what was scored has the true top k. Where too many are left, as among many equal keys, the
+look did not help.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.index.codes import CodedQueries, Codes, encode_queries, products
+from memstore.index.codes import Codes, encode_queries, products
 
-TILE_KEYS = 4096
+TILE_PRODUCTS = 1 << 18
+"""Computed at a time by each thread: they stay in its cache until the best of each group were found."""
+TILE_KEYS = 1 << 16
 NEIGHBOURS = 32
 """Groups whose best product stands for all of them, once more."""
-LARGEST_SHARE = 8
+LARGEST_SHARE = 16
 """At most one of so many groups is worth scoring; beyond that a plain scan is as fast."""
 
 
@@ -29,104 +33,93 @@ class Part(NamedTuple):
     """``[groups]`` bool: all blocks of the group are there and allowed. None: of every group."""
 
 
-class Sieved(NamedTuple):
-    """Groups left for each query, in pairs ordered by query."""
+class Pairs(NamedTuple):
+    """Groups to be scored for queries."""
 
     query: Tensor
     """``[W]``"""
-    part: Tensor
-    """``[W]``"""
     group: Tensor
-    """``[W]``: its number in its part."""
-    helped: Tensor
-    """``[R]`` bool; no pairs are given for the other queries."""
+    """``[W]``: numbered through all parts."""
 
 
-def sieve(parts: Sequence[Part], queries: Tensor, head: int, k: int) -> Sieved:
-    """For ``queries [R, D]`` float32 of key head ``head``. There must be more than ``k`` whole groups."""
-    coded = encode_queries(queries)
-    scores = _best_of_groups(parts, coded, head)  # [n, R]
-    lost = _padded(torch.cat([part.codes.lost[head, : part.codes.groups] for part in parts]), 0.0)
-    longest = _padded(torch.cat([part.codes.longest[head, : part.codes.groups] for part in parts]), 0.0)
-    centre = parts[0].codes.centre[head]
-    doubt = _Doubt(coded, lost, longest, _rounding(coded, lost, longest, centre))
-    limit = _limit(scores, doubt, k)
-    query, group = _at_least(scores, doubt, limit)
-    counts = torch.bincount(query, minlength=len(queries))
-    helped = counts * LARGEST_SHARE <= len(scores)
-    kept = helped[query]
-    starts = torch.tensor([0, *(part.codes.groups for part in parts)]).cumsum(0)
-    query, group = query[kept], group[kept]
-    part = torch.searchsorted(starts, group, right=True) - 1
-    return Sieved(query, part, group - starts[part], helped)
+class Look:
+    """For ``queries [R, D]`` float32 of key head ``head``. Products are in units of each query's scale."""
+
+    def __init__(self, parts: Sequence[Part], queries: Tensor, head: int) -> None:
+        frame = parts[0].codes.frame
+        centre = frame.centre[head]
+        self._queries = encode_queries(frame.queries(queries, head))
+        self._apart = queries.double() @ centre.double()
+        self._lost, self._longest = (
+            _padded(torch.cat([getattr(part.codes, name)[head, : part.codes.groups] for part in parts]))
+            for name in ("lost", "longest")
+        )
+        self.starts = torch.tensor([0, *(part.codes.groups for part in parts)]).cumsum(0)
+        """Number of the first group of each part, and behind the last one."""
+        self._scores = _best_of_groups(parts, self._queries.values, head, int(self.starts[-1]))  # [n, R]
+        self._highest = self._scores.view(-1, NEIGHBOURS, len(queries)).amax(1)  # [n / NEIGHBOURS, R]
+        # What sums in float32 can differ by, here and where the winners are scored.
+        reach = float(self._longest.max()) + float(self._lost.max())
+        apart = reach * float(frame.stretch[head]) + float(centre.norm())
+        lengths = queries.norm(dim=1) / self._queries.scales * apart + self._queries.lengths * reach
+        self._rounding = lengths * (4 * (len(centre) + 8) * 2.0**-24)
+
+    def best(self, k: int) -> Pairs:
+        """The ``k`` groups that look best for each query, ordered by query. There must be at least as many."""
+        rows = self._scores.shape[1]
+        query = torch.arange(rows).unsqueeze(1)
+        places = self._highest.T.topk(min(k, len(self._highest)), dim=1, sorted=False).indices
+        groups = (places.unsqueeze(2) * NEIGHBOURS + torch.arange(NEIGHBOURS)).flatten(1)
+        columns = self._scores[groups, query].topk(k, dim=1, sorted=False).indices
+        return Pairs(query.expand(-1, k).flatten(), groups.gather(1, columns).flatten())
+
+    def left(self, limit: Tensor, but: Pairs) -> tuple[Pairs, Tensor]:
+        """The groups that may hold a score of ``limit [R]`` or more, ordered by query, without those in ``but``.
+
+        And for which queries ``[R]`` that helped; no groups are given for the others.
+        """
+        self._scores[but.group, but.query] = -torch.inf
+        limit = ((limit - self._apart) / self._queries.scales - self._rounding).float()
+        lost, longest = (each.view(-1, NEIGHBOURS) for each in (self._lost, self._longest))
+        every = torch.arange(len(limit)).unsqueeze(1)
+        highest = self._highest.T + self._doubt(every, lost.amax(1), longest.amax(1))
+        query, place = (highest >= limit.unsqueeze(1)).nonzero().unbind(1)
+        highest = self._scores.view(-1, NEIGHBOURS, len(limit))[place, :, query]  # [V, NEIGHBOURS]
+        highest += self._doubt(query.unsqueeze(1), lost[place], longest[place])
+        row, column = (highest >= limit[query].unsqueeze(1)).nonzero().unbind(1)
+        query, group = query[row], place[row] * NEIGHBOURS + column
+        helped = torch.bincount(query, minlength=len(limit)) * LARGEST_SHARE <= len(self._scores)
+        kept = helped[query]
+        return Pairs(query[kept], group[kept]), helped
+
+    def _doubt(self, query: Tensor, lost: Tensor, longest: Tensor) -> Tensor:
+        """How far products of groups with these lengths can be from the truth; all of shapes that broadcast."""
+        return (self._queries.lengths[query] * lost + self._queries.lost[query] * longest) * 1.0001
 
 
-class _Doubt(NamedTuple):
-    """How far a group's product can be from the truth, in units of each query's scale."""
-
-    queries: CodedQueries
-    lost: Tensor  # [n]
-    longest: Tensor  # [n]
-    rounding: Tensor  # [R]
-
-    def of(self, query: Tensor, lost: Tensor, longest: Tensor) -> Tensor:
-        """Of groups with these lengths, for the queries at rows ``query``; all of shapes that broadcast."""
-        bound = self.queries.lengths[query] * lost + self.queries.lost[query] * longest
-        return bound * 1.0001 + self.rounding[query]
-
-
-def _best_of_groups(parts: Sequence[Part], queries: CodedQueries, head: int) -> Tensor:
-    """Best product of each group with each query: ``[n, R]`` float32, -inf for groups that do not count."""
-    total = sum(part.codes.groups for part in parts)
-    scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries.values))
-    scores[total:] = -torch.inf
+def _best_of_groups(parts: Sequence[Part], queries: Tensor, head: int, total: int) -> Tensor:
+    """Best product of each group with each of ``queries [R, D]`` int8: ``[n, R]`` float32, -inf where none counts."""
+    rows, per_group = len(queries), parts[0].codes.keys_per_group
+    best = torch.zeros(-(-total // NEIGHBOURS) * NEIGHBOURS, rows, dtype=torch.int32)
+    keys = min(TILE_PRODUCTS * torch.get_num_threads() // rows, TILE_KEYS)
+    step = min(max(1, keys // per_group), total)
+    room = torch.empty(step * per_group * rows, dtype=torch.int32)
     start = 0
     for codes, whole in parts:
-        step = max(1, TILE_KEYS // codes.keys_per_group)
+        values = codes.values[head, : codes.groups]
         for first in range(0, codes.groups, step):
             last = min(first + step, codes.groups)
-            out = scores[start + first : start + last]
-            counting = None if whole is None else whole[first:last].unsqueeze(1)
-            if counting is not None and not bool(counting.any()):
-                out.fill_(-torch.inf)
-                continue
-            out.copy_(products(codes.values[head, first:last], queries.values))
-            out.mul_(codes.scales[head, first:last].unsqueeze(1))
-            if counting is not None:
-                out.masked_fill_(~counting, -torch.inf)
+            if whole is None or bool(whole[first:last].any()):
+                products(values[first:last], queries, room, best[start + first : start + last])
         start += codes.groups
+    scales = torch.cat([codes.scales[head, : codes.groups] for codes, _ in parts])
+    scores = best.float().mul_(_padded(scales).unsqueeze(1))
+    scores[total:] = -torch.inf
+    for (codes, whole), piece in zip(parts, scores[:total].split([codes.groups for codes, _ in parts]), strict=True):
+        if whole is not None:
+            piece.masked_fill_(~whole[: codes.groups].unsqueeze(1), -torch.inf)
     return scores
 
 
-def _padded(values: Tensor, value: float) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % NEIGHBOURS), value=value)
-
-
-def _rounding(queries: CodedQueries, lost: Tensor, longest: Tensor, centre: Tensor) -> Tensor:
-    """What sums in float32 can differ by, here and where the winners are scored: ``[R]``."""
-    reach = float(longest.max()) + float(lost.max()) + float(centre.norm())
-    return queries.lengths * (4 * (len(centre) + 8) * 2.0**-24 * reach)
-
-
-def _limit(scores: Tensor, doubt: _Doubt, k: int) -> Tensor:
-    """``[R]``: at least ``k`` blocks are truly as good as this."""
-    rows = scores.shape[1]
-    query = torch.arange(rows).unsqueeze(1)
-    near = scores.view(-1, NEIGHBOURS, rows).amax(1).T  # [R, n / NEIGHBOURS]
-    places = near.topk(min(k, near.shape[1]), dim=1, sorted=False).indices  # [R, K]
-    groups = (places.unsqueeze(2) * NEIGHBOURS + torch.arange(NEIGHBOURS)).flatten(1)
-    best, column = scores[groups, query].topk(k, dim=1, sorted=False)
-    chosen = groups.gather(1, column)  # [R, k]
-    return (best - doubt.of(query, doubt.lost[chosen], doubt.longest[chosen])).amin(1)
-
-
-def _at_least(scores: Tensor, doubt: _Doubt, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs ``query [W], group [W]``, ordered by query, of groups that may reach the limit of their query."""
-    rows = scores.shape[1]
-    near = scores.view(-1, NEIGHBOURS, rows)
-    lost, longest = (each.view(-1, NEIGHBOURS) for each in (doubt.lost, doubt.longest))
-    highest = near.amax(1).T + doubt.of(torch.arange(rows).unsqueeze(1), lost.amax(1), longest.amax(1))
-    query, place = (highest >= limit.unsqueeze(1)).nonzero().unbind(1)
-    highest = near[place, :, query] + doubt.of(query.unsqueeze(1), lost[place], longest[place])  # [V, NEIGHBOURS]
-    row, column = (highest >= limit[query].unsqueeze(1)).nonzero().unbind(1)
-    return query[row], place[row] * NEIGHBOURS + column
+def _padded(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % NEIGHBOURS))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,9 +19,22 @@ from memstore.memory.index_files import Source
 from memstore.memory.places import dropped, lacking
 from memstore.memory.recall import LOGGED, recall
 from memstore.memory.state import DocumentState
+from memstore.store.contract import Progress
 
 WORTH_KEEPING = 1 << 14
 """Keys of a head from which on an index is kept when its memory is closed; fewer are built faster than found."""
+
+_watcher: ContextVar[Progress | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(progress: Progress) -> Iterator[None]:
+    """Inside, searches of this thread tell ``progress`` how many blocks of how many they have put into an index."""
+    token = _watcher.set(progress)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def cannot_score(index: str) -> str:
@@ -168,11 +183,13 @@ class LayerIndex:
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index
-        runs = self._handle.shared.runs(self._layer)
+        runs, told, start = self._handle.shared.runs(self._layer), _watcher.get(), self._held.stop
         for part in lacking(range(self._held.stop, complete.stop), self._dropped):
             for blocks, keys in runs.read(self._handle.places, part):
                 self._index.add(torch.arange(blocks.start, blocks.stop), keys)
                 self._held = range(self._held.start, blocks.stop)
+                if told is not None:
+                    told(blocks.stop - start, complete.stop - start)
         self._held = range(self._held.start, complete.stop)
         return self._index
 

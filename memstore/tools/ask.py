@@ -11,6 +11,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ask_models
+from memstore.tools.bars import index_bar
 from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
 from memstore.tools.options import TOP_K, Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report
@@ -57,7 +58,7 @@ def ask(
     if not question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     use_threads(threads)
-    with memstore.open(memory, mode="r", index=index) as opened:
+    with memstore.open(memory, mode="r", index=index) as opened, index_bar():
         name = document_name(opened, document)
         recorded = model or recorded_name(opened)
         if ask_models.is_own(recorded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,3 +22,20 @@ def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
     with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
         task = shown.add_task(what, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+@contextmanager
+def index_bar() -> Iterator[None]:
+    """A bar for indexes that searches have to build from the store first; none while there is nothing to build."""
+    from memstore.memory.layer_index import watched
+
+    with ExitStack() as stack:
+        progress: Progress | None = None
+
+        def told(done: int, total: int) -> None:
+            nonlocal progress
+            progress = progress or stack.enter_context(bar("blocks indexed", show=True))
+            progress(done, total)
+
+        with watched(told):
+            yield

@@ -12,6 +12,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.ask_models import OwnModel, kind_named
+from memstore.tools.bars import index_bar
 from memstore.tools.models import chosen_name, encode, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
@@ -79,7 +80,7 @@ def search(
             f"search by one of --text, --block and --vector, not by {' and '.join(given) or 'none of them'}."
         )
     use_threads(threads)
-    with memstore.open(memory, mode="r") as opened:
+    with memstore.open(memory, mode="r") as opened, index_bar():
         documents = _documents(opened, document)
         if text is not None:
             found = search_text(opened, text, documents, model, layer=layer, top_k=top_k, dtype=dtype, device=device)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.index import VectorIndex, auto, faiss, open_index
+from memstore.index import VectorIndex, auto, cluster_index, open_index
 from memstore.testing.indexes import IndexTests, brute_force
 
 
@@ -15,9 +17,10 @@ class TestAuto(IndexTests):
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few thousand blocks are a large index."""
+    """A few thousand blocks are a large index, and a tenth of their lists are few."""
     monkeypatch.setattr(auto, "LARGE", 1 << 14)
-    monkeypatch.setattr(faiss, "FEWEST_KEYS", 512)
+    monkeypatch.setattr(auto, "LARGEST_SHARE", 10)
+    monkeypatch.setattr(cluster_index, "SMALLEST", 512)
 
 
 def filled(settings: str, keys: torch.Tensor) -> VectorIndex:
@@ -36,22 +39,62 @@ def test_a_small_index_is_exact_and_says_so() -> None:
     assert (facts["picked"], facts["why"]) == ("exact", "100 blocks: exact search is fast")
 
 
-def test_a_large_one_is_exact_until_real_queries_have_shown_that_faiss_finds_enough(large: None) -> None:
+def found_share(index: VectorIndex, keys: torch.Tensor, queries: torch.Tensor) -> float:
+    truth = brute_force(torch.arange(len(keys)), keys, queries, 8)
+    return float((index.search(queries, 8).scores >= truth.scores[..., -1:] - 1e-3).float().mean())
+
+
+def asked(index: VectorIndex, queries: torch.Tensor) -> VectorIndex:
+    """After searches for ``queries [1, R, D]``, and with whatever that started done."""
+    for some in queries.split(64, dim=1):
+        index.search(some, 1)
+    index.finish()
+    return index
+
+
+def test_a_large_one_is_exact_until_real_queries_have_shown_that_clusters_find_enough(large: None) -> None:
     pytest.importorskip("faiss", reason="FAISS is not installed")
     keys = clustered(20_000)
     index = filled("", keys)
     index.finish()
-    assert index.facts()["picked"] == "exact"
-    queries = keys[: auto.LOGGED // 4].view(1, -1, 16)
-    for query in queries.split(1, dim=1):
-        found = index.search(query, 5)
-        assert torch.equal(found.ids[..., 0], brute_force(torch.arange(len(keys)), keys, query, 1).ids[..., 0])
-    index.finish()
     facts = index.facts()
-    assert str(facts["picked"]).startswith("faiss:IVF")
-    assert "recall" in str(facts["why"])
-    found, truth = index.search(queries, 8), brute_force(torch.arange(len(keys)), keys, queries, 8)
-    assert (found.scores >= truth.scores[..., -1:] - 1e-3).float().mean() >= 0.95
+    assert facts["picked"] == "exact"
+    assert "256 different queries" in str(facts["why"])
+    queries = keys[:400].view(1, -1, 16)
+    assert found_share(index, keys, queries[:, :9]) == 1
+    facts = asked(index, queries).facts()
+    assert facts["picked"] == "clusters:0.95"
+    assert str(facts["why"]).startswith("recall 0.9") or str(facts["why"]).startswith("recall 1")
+    assert str(facts["why"]).endswith("0.95 is asked for")
+    assert found_share(index, keys, queries) >= 0.95
+
+
+def test_it_stays_exact_and_says_why_where_clusters_would_not_be_faster(
+    large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("faiss", reason="FAISS is not installed")
+    monkeypatch.setattr(auto, "LARGEST_SHARE", 10_000)
+    keys = clustered(3000)
+    index = asked(filled("", keys), keys[:400].view(1, -1, 16))
+    facts = index.facts()
+    assert facts["picked"] == "exact"
+    assert "no faster than exact search" in str(facts["why"])
+    assert found_share(index, keys, torch.randn(1, 9, 16)) == 1
+
+
+def test_clusters_are_kept_in_its_file_and_need_no_learning_when_it_is_opened_again(
+    large: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("faiss", reason="FAISS is not installed")
+    keys = clustered(20_000)
+    index = filled("", keys)
+    for picked in ("exact", "clusters:0.95"):
+        index.save(tmp_path / "index")
+        again = open_index("auto", key_heads=1, key_dim=16, keys_per_block=1)
+        again.load(tmp_path / "index")
+        assert (again.facts()["picked"], len(again)) == (picked, len(keys))
+        index = asked(again, keys[:400].view(1, -1, 16))
+    assert found_share(index, keys, keys[:40].view(1, -1, 16)) >= 0.95
 
 
 def test_it_stays_exact_where_a_recall_of_one_is_asked_for(large: None) -> None:

@@ -23,7 +23,7 @@ class TestCodesInManySmallPieces(IndexTests):
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(code_index, "CHUNK_KEYS", 20)
-        monkeypatch.setattr(code_index, "TILE_KEYS", 9)
+        monkeypatch.setattr(code_index, "TILE_PRODUCTS", 9)
 
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
         return CodeIndex(key_heads, key_dim, keys_per_block)

@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (exact, "GATHERED_NUMBERS", 50),
         (exact, "FEWEST_GROUPS", 1),
         (codes, "GROUP_KEYS", 4),
-        (sieve, "TILE_KEYS", 16),
+        (sieve, "TILE_PRODUCTS", 16),
         (sieve, "NEIGHBOURS", 4),
         (sieve, "LARGEST_SHARE", 1),
         (faiss, "FEWEST_KEYS", 16),
@@ -41,8 +41,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (cluster_index, "SMALLEST", 24),
         (cluster_index, "ENOUGH", 2),
         (code_index, "CHUNK_KEYS", 20),
-        (code_index, "TILE_KEYS", 9),
+        (code_index, "TILE_PRODUCTS", 9),
         (auto, "LARGE", 64),
+        (auto, "LARGEST_SHARE", 1),
     ]:
         monkeypatch.setattr(module, name, value)
 

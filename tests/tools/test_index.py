@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import memstore
+from memstore.memory.layer_index import watched
+from memstore.tools.bars import index_bar
 from tests.tools.conftest import BLOCK, SIZE, Cli, tiny_spec
 
 FAILED, USAGE, NOT_FOUND = 1, 2, 3
@@ -120,3 +122,24 @@ def test_the_command_line_finds_the_same_beside_a_damaged_index(
     assert cli("verify", memory).code == 0
     assert cli("index", memory).code == 0
     assert cli("search", memory, "--block", "whale:0", "--top-k", "99", "--json").json == before.json
+
+
+def test_a_search_shows_a_bar_while_it_builds_an_index_and_none_where_there_is_none_to_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    told: list[tuple[int, int]] = []
+    with memstore.open(filled(tmp_path / "notes.mem", 300), mode="r") as opened:
+        view = opened.document("notes").layer(1)
+        for building in (True, False):
+            with index_bar():
+                view.score(torch.randn(1, 1, SIZE))
+            assert ("blocks indexed" in capsys.readouterr().err) == building
+        with watched(lambda done, total: told.append((done, total))):
+            view.score(torch.randn(1, 1, SIZE))
+    assert told == []
+    watching = watched(lambda done, total: told.append((done, total)))
+    with memstore.open(tmp_path / "notes.mem", mode="r") as opened, watching:
+        opened.document("notes").layer(1).score(torch.randn(1, 1, SIZE))
+    assert told == sorted(told)
+    assert told[-1] == (300, 300)
