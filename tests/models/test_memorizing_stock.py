@@ -65,9 +65,9 @@ def test_what_is_found_is_mixed_in_as_the_equations_say(model: LlamaForCausalLM)
         return getattr(attention, name)(x).unflatten(-1, (heads, 8)).transpose(1, 2)  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        q = torch.nn.functional.normalize(projected(second, "q_proj", 4), dim=-1)
+        q = projected(second, "q_proj", 4)
         k, v = (projected(first, name, 2).repeat_interleave(2, 1) for name in ("k_proj", "v_proj"))
-        scores = memory.scale.exp()[:, None, None] * (q @ torch.nn.functional.normalize(k, dim=-1).mT)
+        scores = memory.scale.exp()[:, None, None] * (q @ k.mT) / 8**0.5
         far = scores.softmax(-1) @ v
         gate = memory.gate.tanh()[:, None, None]
         torch.testing.assert_close(out, gate * far + (1 - gate) * local, rtol=0, atol=1e-7)
