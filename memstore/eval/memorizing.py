@@ -22,6 +22,8 @@ from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, k
 
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
 """The paper's memories, in tokens."""
+WINDOW = 512
+"""Tokens of a segment of a stock model that was not trained with segments."""
 STRETCH = 512
 """Tokens whose mean counts as one observation for a standard error: neighbours gain or lose together."""
 
@@ -124,7 +126,7 @@ def document_losses(
 @torch.no_grad()
 def stock_losses(model: PreTrainedModel, tokens: Tensor, memory_size: int, advance: Callable[[int], None]) -> Tensor:
     """As ``document_losses``, of a stock model: it sees the segment, and finds what was before by its memory alone."""
-    memory, window = knn_memory_of(model), model.config.knn_memory["window"]
+    memory, window = knn_memory_of(model), model.config.knn_memory.get("window", WINDOW)
     memory.clear()
     usual, memory.memory_size = memory.memory_size, memory_size
     losses = []

@@ -29,7 +29,7 @@ from memstore.train.trainer import MemoryTrainer
 
 LAYER = -6
 """Of the layers of SmolLM2-135M, the one whose heads gain most."""
-RATE = 0.05
+RATE = 0.1
 """Learning rate of gates and scales, which are few and begin at 0."""
 
 
@@ -155,6 +155,8 @@ def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, K
         model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, local_files_only=True)
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedError(f"the model {init} cannot be loaded: {error}") from None
+    if hasattr(model.config, "knn_memory"):
+        raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
     model.requires_grad_(False)
     memory = add_knn_memory(model, **settings)
     model.config.knn_memory["window"] = window

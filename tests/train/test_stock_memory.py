@@ -162,6 +162,8 @@ def test_what_cannot_be_loaded_or_trained_is_refused(stock: Path, trained: Path,
         load_knn_memory(tmp_path)
     with pytest.raises(InvalidArgument, match="at least 1 to be trained"):
         train(stock, texts, tmp_path / "run", memory_size=0)
+    with pytest.raises(InvalidArgument, match="has a memory already: start from the stock model"):
+        train(trained, texts, tmp_path / "again")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((trained / "config.json").read_bytes())

@@ -198,19 +198,13 @@ def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel
         raise DamagedError(f"the model in {folder} cannot be loaded: {error}") from None
     finally:
         logging.set_verbosity(verbosity)
-    settings = stock_memory_settings(model.config.to_dict())
+    settings = getattr(model.config, NAME, None)
     if settings is None:
         raise InvalidArgument(f"the model in {folder} has no memory: add one with add_knn_memory")
     memory = add_knn_memory(model, **{name: settings[name] for name in ("layer", "memory_size", "top_k")})
     setattr(model.config, NAME, settings)
     memory.load_state_dict(_saved(Path(folder)))
     return model.eval(), memory  # type: ignore[no-untyped-call]
-
-
-def stock_memory_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """What the configuration of a stock model says of its memory; None where it has none."""
-    found: dict[str, Any] | None = config.get(NAME)
-    return found
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
