@@ -98,7 +98,7 @@ def chunks_of(
             p(x)[0].unflatten(-1, (memory.groups, -1)).transpose(0, 1)
             for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)
         )
-        keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        keys, values = torch.cat([keys, k[:, 1:]], 1), torch.cat([values, v[:, 1:]], 1)  # no attention sinks
 
 
 def losses_of(model: Any, memory: KNNMemory, hidden: Tensor, before: Tensor, size: int, targets: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def by_memory_size(
     longest = max(map(len, documents))
     starts = sorted({1, *(each for each in positions if 1 < each < longest)})
     parts = list(zip(starts, [*starts[1:], longest], strict=True))
-    read = document_losses if isinstance(model, MemorizingForCausalLM) else stock_losses
+    read: Any = document_losses if isinstance(model, MemorizingForCausalLM) else stock_losses
     first: list[Tensor] | None = None
     for size in sizes:
         losses = [read(model, tokens, size, advance).double() for tokens in documents]
@@ -129,14 +129,12 @@ def stock_losses(model: PreTrainedModel, tokens: Tensor, memory_size: int, advan
     memory, window = knn_memory_of(model), model.config.knn_memory.get("window", WINDOW)
     memory.clear()
     usual, memory.memory_size = memory.memory_size, memory_size
-    losses = []
-    for part in tokens[:-1].split(window):
-        seen = sum(map(len, losses))
-        logits = model(part[None].to(model.device), use_cache=False).logits[0].float()
-        losses.append(
-            F.cross_entropy(logits, tokens[seen + 1 : seen + 1 + len(part)].to(logits.device), reduction="none")
-        )
-        advance(len(part))
+    ids, losses = tokens.to(model.device), []
+    for start in range(0, len(tokens) - 1, window):
+        given = ids[None, start : min(start + window, len(tokens) - 1)]
+        logits = model(given, use_cache=False).logits[0].float()
+        losses.append(F.cross_entropy(logits, ids[start + 1 : start + 1 + given.shape[1]], reduction="none"))
+        advance(given.shape[1])
     memory.clear()
     memory.memory_size = usual
     return torch.cat(losses)

@@ -5,6 +5,8 @@ before positions are applied. What was found is mixed into the output of its hea
 
 Deliberate: queries and keys keep their lengths, which the paper makes 1, and the scale of each head begins with the
 model's own. A trained model says by lengths which tokens matter; without them most of what can be gained is lost.
+The first token of a call that begins without a cache is never found: it is where heads rest that have nothing to do
+(Xiao et al. 2024), scores highly with nearly every query, and says nothing.
 
 Deliberate: the paper's gate ``sigmoid(b)`` is nowhere 0, and where it nearly is, it learns nothing. Here it is
 ``tanh(g)`` with ``g = 0``: logits are exactly what they were, and the gradient of the gate is not small. Everything
@@ -48,9 +50,9 @@ class KNNMemory(nn.Module):
         self.scale = nn.Parameter(torch.zeros(heads))
         """The logarithm of the factor on the model's own scores, of each head."""
         self.memory = None
-        self._mask: Tensor | None = None
+        self._kept: Tensor
         self._seen: dict[str, Tensor] = {}
-        self._waiting: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
 
     def clear(self, row: int | None = None) -> None:
@@ -106,7 +108,13 @@ class KNNMemory(nn.Module):
                 f"the memory has {len(self.memory.added)} rows, the batch has {len(ids)}: forget all with clear() first"
             )
         mask = named.get("attention_mask")
-        self._mask = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self._kept = mask[:, -ids.shape[1] :].bool()
+        else:
+            self._kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        past = named.get("past_key_values")
+        if past is None or not past.get_seq_length():
+            self._kept = self._kept & (self._kept.cumsum(1) > 1)
 
     def _keeper(self, name: str) -> Any:
         def keep(module: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> None:  # noqa: ARG001
@@ -122,7 +130,7 @@ class KNNMemory(nn.Module):
         self._seen.clear()
         if not self.memory_size:
             return (heads,)
-        self._waiting = (k, v, self._mask)
+        self._waiting = (k, v, self._kept)
         if self.memory is None:
             rows, groups, _, dim = k.shape
             self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
@@ -136,14 +144,12 @@ class KNNMemory(nn.Module):
         """Put what is waiting into the memory."""
         if self._waiting is None:
             return
-        keys, values, mask = self._waiting
+        keys, values, kept = self._waiting
         self._waiting = None
         assert self.memory is not None, "searched before anything waits"
-        rows, _, tokens, _ = keys.shape
-        there = torch.ones(rows, tokens, dtype=torch.bool, device=keys.device) if mask is None else mask
-        # Tokens in front, padding behind: a row's first ones are stored.
-        order = (~there).int().argsort(dim=1, stable=True)[:, None, :, None].expand_as(keys)
-        numbers = [torch.arange(count) for count in there.sum(1).tolist()]
+        # Tokens in front, what is left out behind: a row's first ones are stored.
+        order = (~kept).int().argsort(dim=1, stable=True)[:, None, :, None].expand_as(keys)
+        numbers = [torch.arange(count) for count in kept.sum(1).tolist()]
         self.memory.append(numbers, keys.gather(2, order), values.gather(2, order))
 
 
@@ -151,8 +157,9 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     """Let an attention layer of ``model`` look up tokens of what was read before; fine-tune it to make use of them.
 
     Logits are unchanged at the start. Give a document segment by segment, each in a call, one document in each row, and
-    call ``clear`` where another document begins. The parameters are trained and saved with the model's, and
-    ``load_knn_memory`` loads them; ``memstore.train.train_stock_memory`` trains them.
+    call ``clear`` where another document begins. Of a segment all but the first token can be found later. The
+    parameters are trained and saved with the model's, and ``load_knn_memory`` loads them;
+    ``memstore.train.train_stock_memory`` trains them.
 
     Args:
         model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
@@ -204,7 +211,7 @@ def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel
     memory = add_knn_memory(model, **{name: settings[name] for name in ("layer", "memory_size", "top_k")})
     setattr(model.config, NAME, settings)
     memory.load_state_dict(_saved(Path(folder)))
-    return model.eval(), memory  # type: ignore[no-untyped-call]
+    return model.eval(), memory
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
