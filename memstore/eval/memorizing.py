@@ -15,12 +15,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
 """The paper's memories, in tokens."""
+WINDOW = 512
+"""Tokens of a segment of a stock model that was not trained with segments."""
+STRETCH = 512
+"""Tokens whose mean counts as one observation for a standard error: neighbours gain or lose together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +38,25 @@ class MemoryRow:
     """Of all scored tokens."""
     by_position: dict[str, float]
     """Perplexity of the tokens of each part of the document, by what it is called: ``512-1,536``."""
+    change: float | None = None
+    """Of the loss against the first size, token by token; None for that one itself."""
+    standard_error: float | None = None
+    """Of ``change``, over stretches of ``STRETCH`` tokens; None also where there are fewer than two."""
 
     def to_dict(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
         positions = {name: round(value, 4) for name, value in self.by_position.items()}
-        return {"memory_size": self.memory_size, "perplexity": round(self.perplexity, 4), "by_position": positions}
+        rest = {"change": self.change, "standard_error": self.standard_error}
+        return {
+            "memory_size": self.memory_size,
+            "perplexity": round(self.perplexity, 4),
+            **{name: value if value is None else round(value, 6) for name, value in rest.items()},
+            "by_position": positions,
+        }
 
 
 def by_memory_size(
-    model: MemorizingForCausalLM,
+    model: MemorizingForCausalLM | PreTrainedModel,
     documents: Sequence[Tensor],
     sizes: Sequence[int],
     *,
@@ -50,15 +65,20 @@ def by_memory_size(
 ) -> Iterator[MemoryRow]:
     """Perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``.
 
-    ``positions`` are where parts of the document begin; those after its end are left out. Raises ``InvalidArgument``
-    for a size or a text that does not fit, and for a model without a layer that looks tokens up.
+    ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``positions`` are where
+    parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
+    does not fit, and for a model without a layer that looks tokens up.
     """
     _check(model, documents, sizes)
     longest = max(map(len, documents))
     starts = sorted({1, *(each for each in positions if 1 < each < longest)})
     parts = list(zip(starts, [*starts[1:], longest], strict=True))
+    read: Any = document_losses if isinstance(model, MemorizingForCausalLM) else stock_losses
+    first: list[Tensor] | None = None
     for size in sizes:
-        losses = [document_losses(model, tokens, size, advance).double() for tokens in documents]
+        losses = [read(model, tokens, size, advance).double() for tokens in documents]
+        change, error = (None, None) if first is None else paired(first, losses)
+        first = first or losses
         yield MemoryRow(
             memory_size=size,
             perplexity=float(torch.cat(losses).mean().exp()),
@@ -66,7 +86,17 @@ def by_memory_size(
                 f"{0 if start == 1 else start:,}-{end:,}": _perplexity(losses, start - 1, end - 1)
                 for start, end in parts
             },
+            change=change,
+            standard_error=error,
         )
+
+
+def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, float | None]:
+    """How much larger the losses of ``second`` are, in the mean over all tokens, and the standard error of that."""
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    stretches = torch.stack([part.mean() for each in differences for part in each.split(STRETCH)])
+    error = float(stretches.std() / len(stretches) ** 0.5) if len(stretches) > 1 else None
+    return float(torch.cat(differences).mean()), error
 
 
 def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
@@ -93,12 +123,29 @@ def document_losses(
     return torch.cat(losses)
 
 
+@torch.no_grad()
+def stock_losses(model: PreTrainedModel, tokens: Tensor, memory_size: int, advance: Callable[[int], None]) -> Tensor:
+    """As ``document_losses``, of a stock model: it sees the segment, and finds what was before by its memory alone."""
+    memory, window = knn_memory_of(model), model.config.knn_memory.get("window", WINDOW)
+    memory.clear()
+    usual, memory.memory_size = memory.memory_size, memory_size
+    ids, losses = tokens.to(model.device), []
+    for start in range(0, len(tokens) - 1, window):
+        given = ids[None, start : min(start + window, len(tokens) - 1)]
+        logits = model(given, use_cache=False).logits[0].float()
+        losses.append(F.cross_entropy(logits, ids[start + 1 : start + 1 + given.shape[1]], reduction="none"))
+        advance(given.shape[1])
+    memory.clear()
+    memory.memory_size = usual
+    return torch.cat(losses)
+
+
 def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
     """Of what lies between two positions of each document."""
     return float(torch.cat([each[start:end] for each in losses]).mean().exp())
 
 
-def _check(model: MemorizingForCausalLM, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
+def _check(model: MemorizingForCausalLM | PreTrainedModel, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
     if not documents:
         raise InvalidArgument("there is no document to score: name a text")
     shortest = min(map(len, documents))
@@ -106,5 +153,5 @@ def _check(model: MemorizingForCausalLM, documents: Sequence[Tensor], sizes: Seq
         raise InvalidArgument(f"a text has {shortest} tokens; at least 2 are needed. Name a longer text")
     if not sizes or min(sizes) < 0:
         raise InvalidArgument(f"sizes of a memory are numbers of tokens from 0 on, not {list(sizes)}")
-    if model.config.memory_layer is None and max(sizes):
+    if isinstance(model, MemorizingForCausalLM) and model.config.memory_layer is None and max(sizes):
         raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): its only size is 0")

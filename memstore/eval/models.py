@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 DRT, LANDMARK, MEMORIZING = "memstore-drt", "memstore-landmark", "memstore-memorizing"
 """What configurations call the kinds of models."""
+STOCK_MEMORY = "knn_memory"
+"""A stock model with a memory of tokens, whatever its configuration calls it."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
 """Models that come with the package: two DRTs, and a landmark model."""
 
@@ -77,6 +79,23 @@ def load_memorizing(folder: Path, device: str = "cpu") -> tuple[MemorizingForCau
     return _loaded(folder, MemorizingForCausalLM, device)
 
 
+def load_token_memory(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """As ``load_memorizing``, also for a stock model that was given a memory."""
+    if kind_of(folder) != STOCK_MEMORY:
+        return load_memorizing(folder, device)
+    from transformers import AutoTokenizer
+
+    from memstore.models.memorizing import load_knn_memory
+
+    model, _ = load_knn_memory(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise NotFound(f"no tokenizer in {folder}: {str(error).partition(chr(10))[0]}") from None
+    model.to(device)  # type: ignore[arg-type]
+    return model, tokenizer
+
+
 def _loaded(folder: Path, model_class: Any, device: str) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import PreTrainedTokenizerFast
@@ -115,5 +134,7 @@ def kind_of(folder: Path) -> str | None:
         config: Any = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise InvalidArgument(f"{path} is not JSON: {error}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    kind = STOCK_MEMORY if STOCK_MEMORY in config else config.get("model_type")
     return None if kind is None else str(kind)

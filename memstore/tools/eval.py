@@ -218,8 +218,8 @@ def perplexity(
     For a DRT the same last tokens are scored after contexts of each length: with all of it in a memory, and by the same
     weights with retrieval off. For a landmark model there are the paper's two tables, by length and by granularity, and
     with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all. For a
-    Memorizing Transformer a text, or each .txt file of a folder, is a document, scored with memories of each size, as a
-    whole and by position.
+    Memorizing Transformer, or a stock model with a memory of tokens, a text, or each .txt file of a folder, is a
+    document, scored with memories of each size, as a whole and by position.
 
     Example:
 
@@ -228,10 +228,10 @@ def perplexity(
     In Python: memstore.eval.perplexity, memstore.eval.landmark and memstore.eval.memorizing.
     """
     require_transformers()
-    from memstore.eval.models import LANDMARK, MEMORIZING, kind_of, model_folder
+    from memstore.eval.models import LANDMARK, MEMORIZING, STOCK_MEMORY, kind_of, model_folder
 
     options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
-    if model is not None and kind_of(folder := model_folder(model)) == MEMORIZING:
+    if model is not None and kind_of(folder := model_folder(model)) in (MEMORIZING, STOCK_MEMORY):
         _refuse({**options, "lengths": lengths, "scored": scored}, "a Memorizing Transformer")
         return memory_table(read_documents(text), folder, memory_sizes, device=device, threads=threads, json=json)
     _refuse({"memory_sizes": memory_sizes}, "a DRT or a landmark model")

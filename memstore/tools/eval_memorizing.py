@@ -80,18 +80,18 @@ def memory_table(
     import torch
 
     from memstore.eval.memorizing import SIZES, by_memory_size, fitting
-    from memstore.eval.models import load_memorizing
+    from memstore.eval.models import load_token_memory
     from memstore.memory.ingest import progress_bar
 
     chosen = None if sizes is None else parse_sizes(sizes)
     use_threads(threads)
     check_device(device)
     with quiet_transformers():
-        model, tokenizer = load_memorizing(folder, device)
+        model, tokenizer = load_token_memory(folder, device)
     documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
     total = sum(map(len, documents))
     if chosen is None:
-        chosen = [0] if model.config.memory_layer is None else fitting(SIZES, max(map(len, documents)))
+        chosen = [0] if getattr(model.config, "memory_layer", 0) is None else fitting(SIZES, max(map(len, documents)))
     with progress_bar("perplexity", 0, len(chosen) * total, not json and sys.stderr.isatty()) as advance:
         rows = [row.to_dict() for row in by_memory_size(model, documents, chosen, advance=advance)]
     data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
@@ -115,6 +115,9 @@ def _show(page: Page, rows: list[dict[str, Any]]) -> None:
     page.line("Perplexity by size of the memory, of all tokens and of those from one position to another")
     columns = ["memory", "all", *rows[0]["by_position"]]
     page.table(columns, [[row["memory_size"], row["perplexity"], *row["by_position"].values()] for row in rows])
+    for row in rows[1:]:
+        error = "" if row["standard_error"] is None else f", standard error {row['standard_error']:.4f}"
+        page.line(f"A memory of {row['memory_size']:,} changes the loss by {row['change']:+.4f}{error}")
 
 
 def _show_lookup(page: Page, data: dict[str, Any]) -> None:

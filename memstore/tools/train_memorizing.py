@@ -9,10 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from memstore.tools import train
+from memstore.tools.models import resolve_model
 from memstore.tools.options import Threads
 from memstore.tools.output import Json, Report
 
-Init = Annotated[Path | None, typer.Option(help="Start from the Memorizing Transformer in this folder.")]
+Init = Annotated[
+    Path | None,
+    typer.Option(
+        help="Start from the Memorizing Transformer in this folder, or give a memory to the stock model in it, or to "
+        "smollm2."
+    ),
+]
+Layer = Annotated[
+    int | None,
+    typer.Option(help="Layer of a stock model that gets the memory; -1 is the last one. Without it: -6."),
+]
 Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), small, or paper.")]
 MemorySize = Annotated[
     int | None, typer.Option(min=0, help="Tokens of a document that can be found; 0: none. May differ from --init's.")
@@ -25,6 +36,8 @@ RefreshEvery = Annotated[
 
 _MODEL = {"vocabulary": "vocab_size", "window": "window", "top_k": "retrieval_top_k", "memory_size": "memory_size"}
 """Options that a model is made of, and their names in its configuration."""
+_OF_STOCK = {*train.OPTIMISATION, "init", "layer", "memory_size", "window", "top_k", "column"}
+"""Options for the memory of a stock model."""
 
 
 def memorizing(
@@ -37,6 +50,7 @@ def memorizing(
     window: Window = None,
     top_k: TopK = None,
     refresh_every: RefreshEvery = None,
+    layer: Layer = None,
     tokenizer: train.Tokenizer = None,
     vocabulary: train.Vocabulary = None,
     column: train.Column = None,
@@ -60,21 +74,24 @@ def memorizing(
     Each row of a batch reads one document in order, a window in a step, and then another, whose memory begins empty.
     The result is a Hugging Face model folder. After an interruption the same command goes on from the last checkpoint,
     with the memories as they were, to the same result. A model that was trained with --memory-size 0 can be given its
-    memory late.
+    memory late. So can a stock Llama-like model: its weights stay as they are, and what one of its layers finds in the
+    memory is mixed in by a gate for each head, which alone is trained.
 
     Example:
 
         memstore train memorizing books/ --memory-size 8192 --out memorizing
+        memstore train memorizing books/ --init smollm2 --out smollm2-remembers
 
-    In Python: memstore.train.train_on_documents.
+    In Python: memstore.train.train_on_documents and memstore.train.train_stock_memory.
     """
     given = train.chosen(
-        init=init,
+        init=None if init is None else Path(resolve_model(str(init))),
         preset=preset,
         memory_size=memory_size,
         window=window,
         top_k=top_k,
         refresh_every=refresh_every,
+        layer=layer,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         column=column,
@@ -100,8 +117,17 @@ def memorizing(
 
 
 def _train(texts: list[str], out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
-    from memstore.train import train_on_documents
+    from memstore.train import train_on_documents, train_stock_memory
+    from memstore.train.family import MEMORIZING
+    from memstore.train.start import kind_of
+    from memstore.train.stock import RATE
 
+    if "init" in given and kind_of(given["init"]) != MEMORIZING.config.model_type:
+        train.refuse_unfit(given, _OF_STOCK, "a stock model")
+        chosen = {name: value for name, value in given.items() if name not in train.OPTIMISATION}
+        optimisation = train.optimisation_of({"learning_rate": RATE, **given})
+        return train_stock_memory(texts, out, **chosen, optimisation=optimisation, runtime=runtime)
+    train.refuse_unfit(given, given.keys() - {"layer"}, "a Memorizing Transformer")
     names = ("tokenizer", "init", "memory_size", "refresh_every", "column")
     return train_on_documents(
         texts,

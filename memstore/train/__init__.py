@@ -1,7 +1,7 @@
 """Training the models of ``memstore.models`` on texts, on recipes that need no data, and on prompts with answers.
 
 ``train_on_texts``, ``train_recipe`` and ``train_on_pairs`` are what ``memstore train drt`` calls, and
-``train_on_documents`` is what ``memstore train memorizing`` does. They need
+``train_on_documents`` and ``train_stock_memory`` are what ``memstore train memorizing`` does. They need
 transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
@@ -10,6 +10,7 @@ from memstore.train.documents import train_on_documents
 from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.recipes import RECIPES, Recipe
 from memstore.train.settings import Optimisation, Runtime
+from memstore.train.stock import train_stock_memory
 
 __all__ = [
     "RECIPES",
@@ -21,4 +22,5 @@ __all__ = [
     "train_on_pairs",
     "train_on_texts",
     "train_recipe",
+    "train_stock_memory",
 ]

@@ -47,8 +47,8 @@ class Start:
         names = [name for name in known if name not in ("kwargs", "use_cache")]
         return {
             "config": {name: getattr(self.config, name) for name in names},
-            "init": None if self.init is None else _digest(Path(self.init), "*.safetensors"),
-            "tokenizer": None if self.tokenizer is None else _digest(Path(self.tokenizer), "tokenizer*.json"),
+            "init": None if self.init is None else digest_of_files(Path(self.init), "*.safetensors"),
+            "tokenizer": None if self.tokenizer is None else digest_of_files(Path(self.tokenizer), "tokenizer*.json"),
             **({} if self.lora is None else {"lora": self.lora}),
         }
 
@@ -231,7 +231,8 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _digest(folder: Path, pattern: str) -> str:
+def digest_of_files(folder: Path, pattern: str) -> str:
+    """A checksum of the files of ``folder`` whose names match ``pattern``."""
     state = xxhash.xxh3_64()
     for path in sorted(folder.glob(pattern)):
         with path.open("rb") as file:

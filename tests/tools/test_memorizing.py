@@ -76,6 +76,35 @@ def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not
     assert same_weights(killed, whole)
 
 
+def test_a_stock_model_gets_a_memory_and_is_measured(cli: Cli, text: Path, model_folder: Path, tmp_path: Path) -> None:
+    small = ("--layer", 1, "--window", 32, "--memory-size", 64, "--batch", 2, "--steps", 3)
+    done = cli("train", "memorizing", text, "--init", model_folder, *small, "--out", tmp_path / "remembers", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["layer"], done.json["trained_parameters"]) == (1, 8)
+    command = ("eval", "perplexity", "--model", tmp_path / "remembers", "--text", text, "--memory-sizes", "0,64")
+    first, second = cli(*command, "--json").json["rows"]
+    assert first["change"] is None
+    assert second["change"] != 0
+    assert second["standard_error"] > 0
+    shown = cli(*command)
+    assert shown.code == 0, shown.err
+    assert f"A memory of 64 changes the loss by {second['change']:+.4f}, standard error" in shown.out
+    assert cli("eval", "lookup", "--model", tmp_path / "remembers", "--text", text).code == REFUSED
+
+
+def test_options_of_other_models_are_refused(
+    cli: Cli, text: Path, model: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    for init, option, value, words in (
+        (model_folder, "--vocabulary", 300, "--vocabulary cannot be used with a stock model"),
+        (model, "--layer", 1, "--layer cannot be used with a Memorizing Transformer"),
+        (model_folder, "--layer", 7, "layer must be from -3 to 2, not 7"),
+    ):
+        refused = cli("train", "memorizing", text, "--init", init, option, value, "--out", tmp_path / "run")
+        assert refused.code == USAGE, refused
+        assert words in refused.err
+
+
 def test_a_table_for_people(cli: Cli, text: Path, model: Path) -> None:
     shown = cli("eval", "perplexity", "--model", model, "--text", text, "--memory-sizes", "0,1K")
     assert shown.code == 0, shown.err

@@ -12,7 +12,13 @@ from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
 from memstore.models.memorizing.reader import Reader
-from memstore.models.memorizing.stock import KNNMemory, add_knn_memory, remove_knn_memory
+from memstore.models.memorizing.stock import (
+    KNNMemory,
+    add_knn_memory,
+    knn_memory_of,
+    load_knn_memory,
+    remove_knn_memory,
+)
 
 __all__ = [
     "KNNMemory",
@@ -24,6 +30,8 @@ __all__ = [
     "RecentTokens",
     "StoredTokens",
     "add_knn_memory",
+    "knn_memory_of",
+    "load_knn_memory",
     "remove_knn_memory",
     "token_spec",
 ]

@@ -1,8 +1,12 @@
 """A gated kNN layer in a stock Hugging Face causal LM, to be fine-tuned (Wu et al. 2022, section 3).
 
 One attention layer also looks up single tokens of what the model has read, with the queries and keys that it has
-before positions are applied; both get length 1 and a learned scale for each head, as in ``attention.knn``. What was
-found is mixed into the output of its heads.
+before positions are applied. What was found is mixed into the output of its heads.
+
+Deliberate: queries and keys keep their lengths, which the paper makes 1, and the scale of each head begins with the
+model's own. A trained model says by lengths which tokens matter; without them most of what can be gained is lost.
+The first token of a call that begins without a cache is never found: it is where heads rest that have nothing to do
+(Xiao et al. 2024), scores highly with nearly every query, and says nothing.
 
 Deliberate: the paper's gate ``sigmoid(b)`` is nowhere 0, and where it nearly is, it learns nothing. Here it is
 ``tanh(g)`` with ``g = 0``: logits are exactly what they were, and the gradient of the gate is not small. Everything
@@ -11,24 +15,24 @@ else of the layer begins to learn as soon as its gate has moved. The gate may be
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.layers import merged
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
 from memstore.kernels.knn_attention import knn_attention
 
 NAME = "knn_memory"
+"""What the memory is called in its layer, and its settings in the configuration of the model."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-FIRST_SCALE = 10.0
-"""Factor on the cosine of a query and a key, before it is learned."""
 
 
 class KNNMemory(nn.Module):
@@ -43,12 +47,12 @@ class KNNMemory(nn.Module):
         self.memory_size, self.top_k = memory_size, top_k
         self.gate = nn.Parameter(torch.zeros(heads))
         """``tanh(gate)`` is the part of what was found."""
-        self.scale = nn.Parameter(torch.full((heads,), math.log(FIRST_SCALE)))
-        """The logarithm of the factor on the scores of each head."""
+        self.scale = nn.Parameter(torch.zeros(heads))
+        """The logarithm of the factor on the model's own scores, of each head."""
         self.memory = None
-        self._mask: Tensor | None = None
+        self._kept: Tensor
         self._seen: dict[str, Tensor] = {}
-        self._waiting: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
 
     def clear(self, row: int | None = None) -> None:
@@ -58,6 +62,26 @@ class KNNMemory(nn.Module):
             self.memory = None
         elif self.memory is not None:
             self.memory.clear(row)
+
+    def remembered(self) -> dict[str, Tensor]:
+        """All that can be found, as tensors; nothing before the first call."""
+        self._store()
+        return {} if self.memory is None else self.memory.state_dict()
+
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``remembered``. Raises ``InvalidArgument`` for the memory of another size."""
+        self.clear()
+        if not state:
+            return
+        rows, groups, capacity, dim = state["keys"].shape
+        if (groups, capacity) != (self.groups, self.memory_size):
+            raise InvalidArgument(
+                f"expected a memory of {self.memory_size:,} tokens and {self.groups} heads, got one of {capacity:,} "
+                f"and {groups}"
+            )
+        keys = state["keys"]
+        self.memory = RecentTokens(rows, groups, capacity, dim, dtype=keys.dtype, device=self.gate.device)
+        self.memory.load_state_dict(state)
 
     def place(self, model: nn.Module, attention: nn.Module) -> None:
         """Put it into ``attention``, a layer of ``model``."""
@@ -84,7 +108,13 @@ class KNNMemory(nn.Module):
                 f"the memory has {len(self.memory.added)} rows, the batch has {len(ids)}: forget all with clear() first"
             )
         mask = named.get("attention_mask")
-        self._mask = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self._kept = mask[:, -ids.shape[1] :].bool()
+        else:
+            self._kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        past = named.get("past_key_values")
+        if past is None or not past.get_seq_length():
+            self._kept = self._kept & (self._kept.cumsum(1) > 1)
 
     def _keeper(self, name: str) -> Any:
         def keep(module: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> None:  # noqa: ARG001
@@ -98,12 +128,14 @@ class KNNMemory(nn.Module):
         q = _split(self._seen["q_proj"], self.heads)
         k, v = (_split(self._seen[name], self.groups).detach() for name in PROJECTIONS[1:3])
         self._seen.clear()
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        self._waiting = (k, v, self._mask)
-        if self.memory is None:
+        if not self.memory_size:
             return (heads,)
+        self._waiting = (k, v, self._kept)
+        if self.memory is None:
+            rows, groups, _, dim = k.shape
+            self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
         found = self.memory.search(q.detach(), self.top_k)
-        far = knn_attention(q, *found, scale=self.scale.exp().to(q.dtype))
+        far = knn_attention(q, *found, scale=(self.scale.exp() * q.shape[-1] ** -0.5).to(q.dtype))
         part = self.gate.tanh().to(q.dtype)[:, None, None] * (found.ids[..., :1] >= 0)
         local = _split(heads, self.heads)
         return (merged(local + part * (far - local)),)
@@ -112,15 +144,12 @@ class KNNMemory(nn.Module):
         """Put what is waiting into the memory."""
         if self._waiting is None:
             return
-        keys, values, mask = self._waiting
+        keys, values, kept = self._waiting
         self._waiting = None
-        rows, groups, tokens, dim = keys.shape
-        if self.memory is None:
-            self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=keys.dtype, device=keys.device)
-        there = torch.ones(rows, tokens, dtype=torch.bool, device=keys.device) if mask is None else mask
-        # Tokens in front, padding behind: a row's first ones are stored.
-        order = (~there).int().argsort(dim=1, stable=True)[:, None, :, None].expand_as(keys)
-        numbers = [torch.arange(count) for count in there.sum(1).tolist()]
+        assert self.memory is not None, "searched before anything waits"
+        # Tokens in front, what is left out behind: a row's first ones are stored.
+        order = (~kept).int().argsort(dim=1, stable=True)[:, None, :, None].expand_as(keys)
+        numbers = [torch.arange(count) for count in kept.sum(1).tolist()]
         self.memory.append(numbers, keys.gather(2, order), values.gather(2, order))
 
 
@@ -128,13 +157,14 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     """Let an attention layer of ``model`` look up tokens of what was read before; fine-tune it to make use of them.
 
     Logits are unchanged at the start. Give a document segment by segment, each in a call, one document in each row, and
-    call ``clear`` where another document begins. The parameters are trained and saved with the model's; to load such a
-    model, load the stock one, add the memory, and load the state.
+    call ``clear`` where another document begins. Of a segment all but the first token can be found later. The
+    parameters are trained and saved with the model's, and ``load_knn_memory`` loads them;
+    ``memstore.train.train_stock_memory`` trains them.
 
     Args:
         model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
         layer: of the attention layers; negative numbers count from the last, as 9 of 12 in the paper is -4.
-        memory_size: tokens of each row that can be found; the oldest ones leave.
+        memory_size: tokens of each row that can be found; the oldest ones leave. 0: none.
         top_k: tokens that each query of each head looks up.
 
     Raises:
@@ -144,8 +174,8 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     layers = _attentions(model)
     if not -len(layers) <= layer < len(layers):
         raise InvalidArgument(f"layer must be from {-len(layers)} to {len(layers) - 1}, not {layer}")
-    if min(memory_size, top_k) < 1:
-        raise InvalidArgument(f"memory_size and top_k must be at least 1, not {memory_size} and {top_k}")
+    if memory_size < 0 or top_k < 1:
+        raise InvalidArgument(f"memory_size must be at least 0 and top_k at least 1, not {memory_size} and {top_k}")
     if any(hasattr(each, NAME) for each in layers):
         raise InvalidArgument("the model has a memory already; take it out with remove_knn_memory first")
     config = model.config.get_text_config(decoder=True)
@@ -155,17 +185,65 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     memory = KNNMemory(heads, attention.k_proj.out_features // dim, memory_size=memory_size, top_k=top_k)
     memory.to(attention.q_proj.weight.device)
     memory.place(model, attention)
+    setattr(model.config, NAME, {"layer": layer % len(layers), "memory_size": memory_size, "top_k": top_k})
     return memory
+
+
+def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel, KNNMemory]:
+    """The model in ``folder``, in evaluation mode, with the memory that it was saved with, and which is empty now.
+
+    ``options`` are for ``AutoModelForCausalLM.from_pretrained``. Raises ``NotFound`` where there is no model,
+    ``InvalidArgument`` for one without a memory, ``DamagedError`` for one that is not whole.
+    """
+    if not (Path(folder) / "config.json").exists():
+        raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would warn of the memory's parameters, which it does not know
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedError(f"the model in {folder} cannot be loaded: {error}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    settings = getattr(model.config, NAME, None)
+    if settings is None:
+        raise InvalidArgument(f"the model in {folder} has no memory: add one with add_knn_memory")
+    memory = add_knn_memory(model, **{name: settings[name] for name in ("layer", "memory_size", "top_k")})
+    setattr(model.config, NAME, settings)
+    memory.load_state_dict(_saved(Path(folder)))
+    return model.eval(), memory
+
+
+def _saved(folder: Path) -> dict[str, Tensor]:
+    """The parameters of the memory in the files of a saved model. Raises ``DamagedError`` where they are missing."""
+    state = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                layer, _, own = name.rpartition(f".{NAME}.")
+                if layer:
+                    state[own] = file.get_tensor(name)
+    if sorted(state) != ["gate", "scale"]:
+        raise DamagedError(
+            f"the model in {folder} has no parameters of its memory, only its settings: copy or train it again"
+        )
+    return state
+
+
+def knn_memory_of(model: PreTrainedModel) -> KNNMemory:
+    """What ``add_knn_memory`` put into ``model``. Raises ``InvalidArgument`` where there is nothing."""
+    for attention in _attentions(model):
+        memory = getattr(attention, NAME, None)
+        if isinstance(memory, KNNMemory):
+            return memory
+    raise InvalidArgument("the model has no memory that add_knn_memory put in")
 
 
 def remove_knn_memory(model: PreTrainedModel) -> None:
     """Take out what ``add_knn_memory`` put in. Raises ``InvalidArgument`` where there is nothing."""
-    for attention in _attentions(model):
-        memory = getattr(attention, NAME, None)
-        if isinstance(memory, KNNMemory):
-            memory.remove(attention)
-            return
-    raise InvalidArgument("the model has no memory that add_knn_memory put in")
+    memory = knn_memory_of(model)
+    memory.remove(next(each for each in _attentions(model) if getattr(each, NAME, None) is memory))
+    delattr(model.config, NAME)
 
 
 def _attentions(model: PreTrainedModel) -> list[nn.Module]:

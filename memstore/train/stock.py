@@ -1,0 +1,163 @@
+"""Give a stock Hugging Face model a memory of tokens late, and train what the memory is mixed in by.
+
+All weights of the model stay as they are: a gate and a scale for each head of one layer are trained. So the model
+without its memory is the stock model itself, and what it gains with the memory, it gains by the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from memstore.errors import DamagedError, InvalidArgument
+from memstore.models.memorizing import KNNMemory, add_knn_memory
+from memstore.train import corpora
+from memstore.train.session import Report, Session, session
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.start import Folder, digest_of_files, load_tokenizer
+from memstore.train.streams import Streams, collate, segments_of, shared_out
+from memstore.train.trainer import MemoryTrainer
+
+LAYER = -6
+"""Of the layers of SmolLM2-135M, the one whose heads gain most."""
+RATE = 0.1
+"""Learning rate of gates and scales, which are few and begin at 0."""
+
+
+class StockTrainer(MemoryTrainer):
+    """Trains on the batches of ``Streams``, with the memory that ``add_knn_memory`` put into the model."""
+
+    def __init__(self, *arguments: Any, memory: KNNMemory, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.memory = memory
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a segment of each row; a row where a document begins forgets the one before."""
+        given = dict(inputs)
+        for row in given.pop("begins").nonzero().flatten().tolist():
+            self.memory.clear(row)
+        return super().compute_loss(model, {**given, "use_cache": False}, return_outputs, num_items_in_batch)
+
+    def keep(self, checkpoint: Path) -> None:
+        """The memory."""
+        save_file(self.memory.remembered(), self._file(checkpoint))
+
+    def resume(self, checkpoint: Path) -> None:
+        """The memory. Raises ``DamagedError`` where it is not whole."""
+        path = self._file(checkpoint)
+        try:
+            state = load_file(path, device=str(self.args.device))
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(
+                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training goes on from the "
+                "checkpoint before it."
+            ) from None
+        self.memory.remember(state)
+
+    def finish(self) -> None:
+        """Let the model be saved as it is."""
+        self.memory.clear()
+
+    def _file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"memory-{self.args.process_index}.safetensors"
+
+
+def train_stock_memory(
+    texts: Sequence[Folder],
+    out: Folder,
+    *,
+    init: Folder,
+    layer: int = LAYER,
+    memory_size: int = 8192,
+    window: int = 512,
+    top_k: int = 32,
+    column: str = "text",
+    optimisation: Optimisation | None = None,
+    runtime: Runtime | None = None,
+) -> Report:
+    """Give the model in ``init`` a memory, and train its gates on documents; the report, with the model in ``out``.
+
+    ``memstore.models.memorizing.load_knn_memory`` loads the result.
+
+    Args:
+        texts: see ``corpora.Documents``; each file, and each row of a dataset, is a document.
+        out: a new folder, or that of the same run, which then goes on.
+        init: the folder of a stock causal LM, with its tokenizer.
+        layer: see ``add_knn_memory``, as ``memory_size`` and ``top_k``.
+        memory_size: tokens that can be found.
+        window: tokens of a segment, which the model sees in a call, beside what it finds.
+        top_k: tokens that each query of each head looks up.
+        column: of a dataset.
+        optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.
+        runtime: what does not.
+    """
+    optimisation, runtime = optimisation or Optimisation(learning_rate=RATE), runtime or Runtime()
+    if min(memory_size, window) < 1:
+        raise InvalidArgument(f"memory_size and window must be at least 1 to be trained, not {memory_size}, {window}")
+    documents = corpora.Documents(texts, column=column)
+    memory = {"layer": layer, "memory_size": memory_size, "top_k": top_k}
+    settings = {
+        "kind": "memory of a stock model",
+        "texts": documents.digest(),
+        "init": digest_of_files(Path(init), "*.safetensors"),
+        "window": window,
+        **memory,
+        "optimisation": optimisation.to_dict(),
+    }
+    with session(out, settings, optimisation, runtime) as opened:
+        return opened.run.report or _on_documents(opened, init, documents, window, memory)
+
+
+def _on_documents(
+    opened: Session, init: Folder, documents: corpora.Documents, window: int, settings: dict[str, int]
+) -> Report:
+    wanted = opened.optimisation
+    tokenizer = load_tokenizer(init)
+    with opened.state.main_process_first():
+        tokenizer.save_pretrained(opened.run.out)
+    model, memory = _closed(init, window, settings)
+    end = int(tokenizer.eos_token_id or 0)
+    rows = wanted.batch * opened.state.num_processes
+    streamed = shared_out(corpora.encoded(documents, tokenizer), rows, end)
+    segments = sum(segments_of(each, window) for each in streamed)
+    steps = wanted.steps or math.ceil(wanted.epochs * segments / (rows * wanted.accumulate))
+    data = Streams(streamed, window=window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)
+    trainer = StockTrainer(
+        opened.run,
+        model,
+        opened.arguments(model.config, len(data), wanted.batch),
+        wanted,
+        data=data,
+        collate=partial(collate, window=window, padding=end),
+        tokenizer=tokenizer,
+        fresh=False,
+        memory=memory,
+    )
+    trained = sum(each.numel() for each in memory.parameters())
+    measured = {"trained_parameters": trained, "documents": len(streamed), "segments": segments, **settings}
+    return opened.fit(trainer, lambda: measured)
+
+
+def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, KNNMemory]:
+    """The stock model with a memory whose gates are closed, and with nothing else to train."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, local_files_only=True)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedError(f"the model {init} cannot be loaded: {error}") from None
+    if hasattr(model.config, "knn_memory"):
+        raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
+    model.requires_grad_(False)
+    memory = add_knn_memory(model, **settings)
+    model.config.knn_memory["window"] = window
+    return model, memory
