@@ -29,6 +29,11 @@ FIRST_CHUNK_KEYS = 4096
 LARGEST_CHUNK_KEYS = 1 << 18
 TILE_KEYS = 8192
 TILE_QUERIES = 64
+TILE_KEYS_OF_FEW = 1 << 15
+"""Keys of a tile for so few queries that their scores stay in the cache."""
+FEW_QUERIES = 8
+CODED_KEYS, CODED_KEYS_OF_FEW = 1 << 15, 1 << 17
+"""Keys from which on it pays to read codes first; more for few queries, whose time goes into calls."""
 GATHERED_NUMBERS = 1 << 18
 FEWEST_GROUPS = 64
 """Groups for each block wanted from which on it pays to read codes first."""
@@ -131,7 +136,7 @@ class ExactIndex(VectorIndex):
         checks.check_allowed(allowed)
         if self._fused and all(chunk.ascending for chunk in self._chunks.values()):
             return self._search_fused(queries, k, allowed)
-        scans = self._scans(allowed, k)
+        scans = self._scans(allowed, k, queries=queries.shape[0] // self.key_heads * queries.shape[1])
         return self._each_head(queries, k, lambda rows, head: self._search_head(scans, rows, head, k))
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -247,20 +252,31 @@ class ExactIndex(VectorIndex):
     def _tile_rows(self) -> int:
         return max(1, TILE_KEYS // self.keys_per_block)
 
-    def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0) -> list[_Scan]:
+    def _scans(
+        self, allowed: range | Tensor | None, k: int, start: int = 0, *, queries: int = TILE_QUERIES
+    ) -> list[_Scan]:
         """What to look at from place ``start`` on, and how: codes first where there are enough of them to pay."""
         first, row = divmod(start, PLACES)
         scans = []
+        least = CODED_KEYS if queries > FEW_QUERIES else CODED_KEYS_OF_FEW
+        coded = len(self) * self.keys_per_block >= least
+        allowed = None if self._allows_all(allowed) else allowed
         for number, chunk in self._chunks.items():
             if number >= first:
                 wanted = None if allowed is None and chunk.count == chunk.used else chunk.wanted(allowed)
                 if number == first and row:
                     wanted = chunk.wanted(allowed) if wanted is None else wanted
                     wanted[:row] = False
-                scans.append(_scan(number, chunk, wanted))
+                scans.append(_scan(number, chunk, wanted, coded=coded))
         if sum(_whole_groups(scan.part) for scan in scans) >= FEWEST_GROUPS * k:
             return scans
         return [scan if scan.part is None else _without_codes(scan) for scan in scans]
+
+    def _allows_all(self, allowed: range | Tensor | None) -> bool:
+        if not isinstance(allowed, range) or allowed.step != 1 or not self._chunks:
+            return allowed is None
+        least = min(int(chunk.ids[: chunk.used].min()) for chunk in self._chunks.values())
+        return allowed.start <= least and self._largest_id < allowed.stop
 
     def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Found:
         return self._settle(self._search_rows(scans, queries, head, k), queries, head)
@@ -285,8 +301,9 @@ class ExactIndex(VectorIndex):
 
     def _scan_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: Best) -> Best:
         k = best.scores.shape[1]
+        keys = TILE_KEYS if len(queries) > FEW_QUERIES else TILE_KEYS_OF_FEW
         for number, chunk, _, rows in scans:
-            for tile in chunk.tiles(self._tile_rows, rows):
+            for tile in chunk.tiles(max(1, keys // self.keys_per_block), rows):
                 scores = _block_scores(tile, queries, head)
                 # After the first tiles most queries have better blocks than a whole tile.
                 better = (scores.amax(1) >= best.scores.amin(1)).nonzero().squeeze(1)
@@ -385,17 +402,17 @@ class ExactIndex(VectorIndex):
             raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
 
 
-def _scan(number: int, chunk: Chunk, wanted: Tensor | None) -> _Scan:
-    """``wanted [used]`` bool: the rows that count; None: all."""
-    coded = 0 if chunk.codes is None else chunk.codes.groups * chunk.codes.rows_per_group
+def _scan(number: int, chunk: Chunk, wanted: Tensor | None, *, coded: bool) -> _Scan:
+    """``wanted [used]`` bool: the rows that count; None: all. ``coded``: whether codes are read first."""
+    count = 0 if chunk.codes is None or not coded else chunk.codes.groups * chunk.codes.rows_per_group
     if wanted is None:
-        rows = torch.arange(coded, chunk.used, device=chunk.ids.device)
-        return _Scan(number, chunk, Part(chunk.codes, None) if chunk.codes is not None and coded else None, rows)
-    if chunk.codes is None or not coded:
+        rows = torch.arange(count, chunk.used, device=chunk.ids.device)
+        return _Scan(number, chunk, Part(chunk.codes, None) if chunk.codes is not None and count else None, rows)
+    if chunk.codes is None or not count:
         return _Scan(number, chunk, None, wanted.nonzero().squeeze(1))
     # Groups of which only some blocks count are scored directly: their best product may be that of another block.
-    whole = wanted[:coded].view(chunk.codes.groups, -1).all(1)
-    wanted[:coded].view(chunk.codes.groups, -1)[whole] = False
+    whole = wanted[:count].view(chunk.codes.groups, -1).all(1)
+    wanted[:count].view(chunk.codes.groups, -1)[whole] = False
     return _Scan(number, chunk, Part(chunk.codes, whole), wanted.nonzero().squeeze(1))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from memstore import index as indexes
 from memstore.errors import InvalidArgument
 from memstore.index import ExactIndex, VectorIndex, exact, open_index
+from memstore.index.chunk import Chunk
 from memstore.testing.indexes import IndexTests, assert_found, brute_force, small_integers
 
 
@@ -169,3 +170,27 @@ def test_other_packages_bring_indexes_by_entry_point(monkeypatch: pytest.MonkeyP
     assert isinstance(open_index("mine", key_heads=1, key_dim=4, keys_per_block=1), Plugin)
     with pytest.raises(InvalidArgument, match="milvus, mine"):
         open_index("other", key_heads=1, key_dim=4, keys_per_block=1)
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+def test_few_keys_are_scored_without_a_look_at_codes(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ExactIndex(1, 8, 1)
+    index.add(torch.arange(700), torch.randn(700, 1, 1, 8))
+    asked = torch.randn(1, queries, 8)
+    with_codes = index.search(asked, 4, allowed=range(3, 650))
+    monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW" if queries == 1 else "CODED_KEYS", 1000)
+    monkeypatch.delattr(exact, "Look")
+    found = index.search(asked, 4, allowed=range(3, 650))
+    assert torch.equal(found.ids, with_codes.ids)
+    torch.testing.assert_close(found.scores, with_codes.scores)
+
+
+def test_a_range_that_allows_every_block_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ExactIndex(1, 8, 1)
+    index.add(torch.arange(5, 300), torch.randn(295, 1, 1, 8))
+    asked = torch.randn(1, 2, 8)
+    expected = index.search(asked, 4)
+    assert 299 in index.search(asked, 295, allowed=range(5, 300)).ids
+    assert 299 not in index.search(asked, 294, allowed=range(5, 299)).ids
+    monkeypatch.delattr(Chunk, "wanted")
+    assert torch.equal(index.search(asked, 4, allowed=range(300)).ids, expected.ids)

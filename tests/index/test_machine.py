@@ -29,6 +29,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (exact, "FIRST_CHUNK_KEYS", 16),
         (exact, "LARGEST_CHUNK_KEYS", 128),
         (exact, "TILE_KEYS", 24),
+        (exact, "TILE_KEYS_OF_FEW", 40),
+        (exact, "FEW_QUERIES", 2),
         (exact, "TILE_QUERIES", 3),
         (exact, "GATHERED_NUMBERS", 50),
         (exact, "FEWEST_GROUPS", 1),

@@ -1,0 +1,14 @@
+"""What all tests of indexes have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from memstore.index import exact
+
+
+@pytest.fixture(autouse=True)
+def codes_of_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact search reads codes first however few keys there are: the short way is tested by its own name."""
+    for name in ("CODED_KEYS", "CODED_KEYS_OF_FEW"):
+        monkeypatch.setattr(exact, name, 1)
