@@ -3,7 +3,7 @@
 Keys lie in chunks that grow geometrically and are never copied again. A search of many keys first reads them in 8 bits
 (``sieve.py``), which rules most of them out for certain, and scores what is left in float32. Where that does not apply
 it walks over the keys in tiles whose scores stay in the processor's cache. On a GPU a kernel scores and chooses in one
-go. Never are all scores held.
+go. Of more than a few scores never all are held.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ TILE_QUERIES = 64
 TILE_KEYS_OF_FEW = 1 << 15
 """Keys of a tile for so few queries that their scores stay in the cache."""
 FEW_QUERIES = 8
+SCORES_AT_ONCE, TILE_KEYS_AT_ONCE = 1 << 18, 1 << 13
+"""Scores that are held where there are no more in all, and the keys of a tile that makes them."""
 CODED_KEYS, CODED_KEYS_OF_FEW = 1 << 15, 1 << 17
 """Keys from which on it pays to read codes first; more for few queries, whose time goes into calls."""
 GATHERED_NUMBERS = 1 << 18
@@ -301,6 +303,8 @@ class ExactIndex(VectorIndex):
 
     def _scan_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: Best) -> Best:
         k = best.scores.shape[1]
+        if len(queries) * sum(scan.rows.numel() for scan in scans) <= SCORES_AT_ONCE:
+            return self._choose_at_once(scans, queries, head, best)
         keys = TILE_KEYS if len(queries) > FEW_QUERIES else TILE_KEYS_OF_FEW
         for number, chunk, _, rows in scans:
             for tile in chunk.tiles(max(1, keys // self.keys_per_block), rows):
@@ -312,6 +316,21 @@ class ExactIndex(VectorIndex):
                     new = merge(old, choose(scores[better], tile.ids, tile.rows + number * PLACES, k), k)
                     best = Best(*(each.index_copy(0, better, more) for each, more in zip(best, new, strict=True)))
         return best
+
+    def _choose_at_once(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: Best) -> Best:
+        """All scores first: choosing among the tiles one by one would take longer than they do."""
+        tiles = [
+            (tile, number * PLACES)
+            for number, chunk, _, rows in scans
+            for tile in chunk.tiles(max(1, TILE_KEYS_AT_ONCE // self.keys_per_block), rows)
+        ]
+        if not tiles:
+            return best
+        scores = torch.cat([_block_scores(tile, queries, head) for tile, _ in tiles], 1)
+        ids = torch.cat([tile.ids for tile, _ in tiles])
+        places = torch.cat([tile.rows + first for tile, first in tiles])
+        k = best.scores.shape[1]
+        return merge(best, choose(scores, ids, places, k), k)
 
     def _best_of_groups(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[Best, Tensor]:
         """The best blocks of coded groups, and for which queries ``[R]`` a first look at their codes was enough."""

@@ -128,11 +128,16 @@ class Append:
         size = self._shared.spec.block_size
         full = len(tokens) // size
         layout, rows = token_layout(size), byte_rows(tokens[: full * size].view(full, size))
-        for row, block in enumerate(self.blocks[:full]):
-            if block >= self.after.first:
-                batch.put(places.tokens(block), Record(layout, rows[row]))
+        kept = self._kept(full)
+        for key, row in zip(places.all_tokens(kept), rows[full - len(kept) :], strict=True):
+            batch.put(key, Record(layout, row))
         if len(tokens) % size:
             batch.put(places.tokens(self.blocks[-1]), to_record(tokens[full * size :]))
+
+    def _kept(self, complete: int) -> range:
+        """Those of the first ``complete`` blocks that the capacity leaves in the document."""
+        blocks = self.blocks[:complete]
+        return range(min(max(blocks.start, self.after.first), blocks.stop), blocks.stop)
 
     @property
     def _complete(self) -> int:
@@ -157,11 +162,10 @@ class Append:
 
     def _put_layer(self, batch: Batch, places: Places, number: int, layer: _Layer) -> None:
         layouts = self._shared.block_layouts
-        payloads = [byte_rows(stored) for stored in layer.complete]
-        for row, block in enumerate(self.blocks[: self._complete]):
-            if block >= self.after.first:
-                records = (Record(layout, rows[row]) for layout, rows in zip(layouts, payloads, strict=True))
-                batch.put(places.block(number, block), *records)
+        kept = self._kept(self._complete)
+        payloads = [byte_rows(stored)[self._complete - len(kept) :] for stored in layer.complete]
+        for key, rows in zip(places.all_blocks(number, kept), zip(*payloads, strict=True), strict=True):
+            batch.put(key, *map(Record, layouts, rows))
         for block in self.blocks[self._complete :]:
             batch.put(places.block(number, block), *(to_record(field[0]) for field in layer.incomplete))
         if layer.landmarks is not None:

@@ -73,6 +73,10 @@ class Places:
         """Key of the states of a block."""
         return Address(self.owner(block)).block(layer, block)
 
+    def all_blocks(self, layer: int, blocks: range) -> list[Key]:
+        """Keys of the states of blocks."""
+        return [Key(Table.BLOCKS, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
+
 
 def owners(number: int, state: DocumentState, blocks: Sequence[int]) -> list[int]:
     """The numbers under which blocks of document ``number`` lie. Asked at every gather: most documents have one."""

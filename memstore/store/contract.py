@@ -69,8 +69,7 @@ class Key(NamedTuple):
         return cls(Table(table), *numbers)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Element type and shape of one record."""
 
     dtype: str
@@ -82,8 +81,7 @@ class Layout:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One typed array as stored: its layout and its raw little-endian bytes."""
 
     layout: Layout

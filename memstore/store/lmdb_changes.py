@@ -21,18 +21,24 @@ class Changes:
 
     def apply(self, txn: Transaction, deletes: Deletes, puts: Puts) -> None:
         """Deletions first, then puts. Raises ``DamagedError`` where what shares a run with a change is damaged."""
-        changes: dict[Key, dict[int, tuple[Key, tuple[Record, ...]]]] = {}
+        single: dict[Key, tuple[Record, ...]] = {}
+        shared: dict[Key, dict[int, tuple[Key, tuple[Record, ...]]]] = {}
         for key, records in puts:
-            changes.setdefault(self._run(key), {})[key.item] = (key, records)
+            if self._lengths[key.table] == 1:
+                single[key] = records
+            else:
+                shared.setdefault(self._run(key), {})[key.item] = (key, records)
         for first, last in deletes:
             self._delete_range(txn, first, last)
-        for run in sorted(changes):
-            self._put_run(txn, run, changes[run])
+        for key in sorted(single):
+            txn.put(pack(key), encode_value(key, single[key]))
+        for run in sorted(shared):
+            self._put_run(txn, run, shared[run])
 
     def _put_run(self, txn: Transaction, run: Key, changes: dict[int, tuple[Key, tuple[Record, ...]]]) -> None:
         """Write values of one run, keeping its other items."""
         values: dict[int, bytes] = {}
-        if self._lengths[run.table] > 1 and (old := txn.get(pack(run))):
+        if old := txn.get(pack(run)):
             values = runs.split(old, run, self._lengths[run.table], without=changes)
         for item, (key, records) in changes.items():
             values[item] = encode_value(key, records)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from memstore.errors import InvalidArgument
 from memstore.store.checks import check_batch, check_out, check_range, document_ranges
@@ -126,4 +125,4 @@ class RamStore(BlockStore):
 
 
 def _copy(record: Record) -> Record:
-    return replace(record, payload=record.payload.reshape(-1).copy())
+    return record._replace(payload=record.payload.reshape(-1).copy())

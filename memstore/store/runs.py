@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 def run_start(key: Key, length: int) -> Key:
     """The key of the run of ``length`` items that ``key`` belongs to."""
-    return key._replace(item=key.item - key.item % length)
+    return Key(key.table, key.document, key.layer, key.item - key.item % length) if length > 1 else key
 
 
 def entries(view: memoryview, run: Key, length: int) -> Iterator[Entry]:
