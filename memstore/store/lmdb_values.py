@@ -56,15 +56,17 @@ class Values:
         if waits:
             self._fetch(txn, dict(sorted(zip(places, keys, strict=True))))
         known = self._sums.setdefault(reader, {}).get
-        flat, size, find = values.reshape(-1).data, reader.size, txn.get
-        for start, key, name, place in zip(range(0, len(flat), size), keys, names, places, strict=True):
-            view = find(place)
-            if view is None or len(view) != size:
-                view = self._part(view, key, reader)
-            copy = flat[start : start + size]
-            copy[:] = view
-            if checksum(copy) != known(name):
-                self._verify(txn, copy, key, reader)
+        flat, size = values.reshape(-1).data, reader.size
+        with txn.cursor() as cursor:  # its ``get`` leaves the pages to whoever copies them, a transaction's touches all
+            find = cursor.get
+            for start, key, name, place in zip(range(0, len(flat), size), keys, names, places, strict=True):
+                view = find(place)
+                if view is None or len(view) != size:
+                    view = self._part(view, key, reader)
+                copy = flat[start : start + size]
+                copy[:] = view
+                if checksum(copy) != known(name):
+                    self._verify(txn, copy, key, reader)
         return values
 
     def _verify(self, txn: Transaction, copy: memoryview, key: Key, reader: ValueReader) -> None:
