@@ -81,3 +81,12 @@ def test_what_does_not_fit_is_refused() -> None:
         token_spec(2, 8, fingerprint=make_fingerprint(), capacity=6, block_size=4)
     with pytest.raises(InvalidArgument, match="a document for each row"):
         StoredTokens([])
+    with opened("ram:") as memory:
+        stored, (keys, values) = StoredTokens([memory.document("a"), memory.document("b")]), states(5, 0)
+        with pytest.raises(InvalidArgument, match=r"at most T tokens of each of 2 rows, .* \[5, 6\] tokens"):
+            stored.append([torch.arange(5), torch.arange(6)], keys, values)  # never zeros for what was not given
+        with pytest.raises(InvalidArgument, match=r"\[5\] tokens"):
+            stored.append([torch.arange(5)], keys, values)
+        assert not len(memory.document("a"))
+        with pytest.raises(InvalidArgument, match=r"expected queries \[2, H, T, 8\] with H a multiple of 2"):
+            stored.search(torch.ones(1, 4, 3, 8), 3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from memstore.attention.knn import States, TokenMemory, after
-from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.knn_memory import RecentTokens, check_row
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 from memstore.models.memorizing.configuration import MemorizingConfig
@@ -98,7 +98,11 @@ class MemorizingCache(ModelCache):
         self.waiting = [[] if count else waiting for waiting, count in zip(self.waiting, counts, strict=True)]
 
     def clear(self, row: int) -> None:
-        """Forget everything of a row, where another document begins; the other rows stay as they are."""
+        """Forget everything of a row, where another document begins; the other rows stay as they are.
+
+        Raises ``InvalidArgument`` for a row that is not there, or that is kept in a store.
+        """
+        check_row(row, self.rows)
         self.waiting[row] = []
         if isinstance(self.memory, RecentTokens):
             self.memory.clear(row)
