@@ -45,9 +45,9 @@ class KNNMemory(nn.Module):
     memory: RecentTokens | None
     """What can be found; None before the first call."""
 
-    def __init__(self, heads: int, groups: int, *, memory_size: int, top_k: int) -> None:
+    def __init__(self, heads: int, groups: int, dim: int, *, memory_size: int, top_k: int) -> None:
         super().__init__()
-        self.heads, self.groups = heads, groups
+        self.heads, self.groups, self.dim = heads, groups, dim
         self.memory_size, self.top_k = memory_size, top_k
         check_sizes(self, ("memory_size",), least=0)
         check_sizes(self, ("top_k",))
@@ -187,9 +187,8 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
 
     Logits are unchanged at the start. Give a document segment by segment, each in a call, one document in each row, and
     call ``clear`` where another document begins. Of a segment all but the first token can be found later, and so can
-    what ``generate`` has read; its beams have memories of their own. The
-    parameters are trained and saved with the model's, and ``load_knn_memory`` loads them;
-    ``memstore.train.train_stock_memory`` trains them.
+    what ``generate`` has read; its beams have memories of their own. The parameters are trained and saved with the
+    model's, and ``load_knn_memory`` loads them; ``memstore.train.train_stock_memory`` trains them.
 
     Args:
         model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
@@ -210,7 +209,7 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     heads = int(config.num_attention_heads)
     attention: Any = layers[layer]
     dim = attention.q_proj.out_features // heads
-    memory = KNNMemory(heads, attention.k_proj.out_features // dim, memory_size=memory_size, top_k=top_k)
+    memory = KNNMemory(heads, attention.k_proj.out_features // dim, dim, memory_size=memory_size, top_k=top_k)
     memory.to(attention.q_proj.weight.device)
     memory.place(model, attention)
     setattr(model.config, NAME, {"layer": layer % len(layers), "memory_size": memory_size, "top_k": top_k})
