@@ -52,11 +52,6 @@ class RecentTokens:
         """Tokens of a row that are kept."""
         return self.keys.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
-
     def numbers(self, row: int) -> range:
         """The numbers of the tokens that a row has, counted from the beginning of its document."""
         return range(max(0, self.added[row] - self.capacity), self.added[row])
