@@ -89,9 +89,9 @@ def test_a_stock_model_gets_a_memory_and_is_measured(cli: Cli, text: Path, model
     shown = cli(*command)
     assert shown.code == 0, shown.err
     assert f"A memory of 64 changes the loss by {second['change']:+.4f}, standard error" in shown.out
-    command = ("eval", "lookup", "--model", tmp_path / "remembers", "--text", text)
-    assert cli(*command, "--json").json["reach"] == 32
-    assert "token " in cli(*command).out
+    looked_up = ("eval", "lookup", "--model", tmp_path / "remembers", "--text", text)
+    assert cli(*looked_up, "--json").json["reach"] == 32
+    assert "token " in cli(*looked_up).out
     assert cli("eval", "lookup", "--model", model_folder, "--text", text).code == REFUSED
 
 
