@@ -28,6 +28,8 @@ from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
 States = tuple[Tensor, Tensor]
 """Keys and values ``[B, G, n, D]``."""
 
+FIRST_SCALE = 10.0
+"""The factor on scores that is learned from: cosines lie close together."""
 LOOKS_BACK = 6.0
 """Bias towards one distance that outweighs a window of hundreds of tokens."""
 
@@ -154,18 +156,16 @@ class KNNAttention(WindowAttention):
         *,
         top_k: int = 32,
         joint: bool = False,
-        first_scale: float = 10.0,
-        first_gate: float = 0.0,
         **window: Any,
     ) -> None:
-        """``first_scale`` and ``first_gate`` are what is learned from; ``window``: see ``WindowAttention``."""
+        """``window``: see ``WindowAttention``. Gates begin half open."""
         super().__init__(hidden, heads, **window)
         if top_k < 1:
             raise InvalidArgument(f"top_k must be at least 1, not {top_k}")
         self.top_k = top_k
-        self.scale = nn.Parameter(torch.full((heads,), math.log(first_scale)))
+        self.scale = nn.Parameter(torch.full((heads,), math.log(FIRST_SCALE)))
         """The logarithm of the factor on the scores of each head."""
-        self.gate = None if joint else nn.Parameter(torch.full((heads,), first_gate))
+        self.gate = None if joint else nn.Parameter(torch.zeros(heads))
 
     def forward(
         self,

@@ -52,11 +52,6 @@ class RecentTokens:
         """Tokens of a row that are kept."""
         return self.keys.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
-
     def numbers(self, row: int) -> range:
         """The numbers of the tokens that a row has, counted from the beginning of its document."""
         return range(max(0, self.added[row] - self.capacity), self.added[row])
@@ -68,12 +63,7 @@ class RecentTokens:
         Which tokens they are is not kept.
         """
         rows, groups, _, dim = self.keys.shape
-        shape = (rows, groups, keys.shape[2], dim)
-        if len(tokens) != rows or keys.shape != shape or values.shape != shape:
-            raise InvalidArgument(
-                f"expected keys and values [{rows}, {groups}, T, {dim}] and tokens of {rows} rows, "
-                f"got {list(keys.shape)}, {list(values.shape)} and {len(tokens)}"
-            )
+        check_states(tokens, keys, values, rows, groups, dim)
         for row, length in enumerate(map(len, tokens)):
             kept = slice(max(0, length - self.capacity), length)
             slots = torch.arange(self.added[row] + kept.start, self.added[row] + length, device=self.keys.device)
@@ -82,14 +72,16 @@ class RecentTokens:
             self.added[row] += length
 
     def clear(self, row: int) -> None:
-        """Forget a row; the others stay as they are."""
+        """Forget a row; the others stay as they are. Raises ``InvalidArgument`` for one that is not there."""
+        check_row(row, len(self.added))
         self.added[row] = 0
 
     @torch.no_grad()
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
         """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first."""
-        batch, heads, tokens, _ = queries.shape
         groups = self.keys.shape[1]
+        check_queries(queries, len(self.keys), groups, self.keys.shape[3])
+        batch, heads, tokens, _ = queries.shape
         ids = torch.full((batch, groups, heads // groups * tokens, top_k), -1, dtype=torch.int64, device=queries.device)
         grouped = queries.to(self.keys.dtype).reshape(batch, groups, heads // groups * tokens, -1)
         for row in range(batch):
@@ -125,6 +117,33 @@ class RecentTokens:
         self.keys.copy_(state["keys"])
         self.values.copy_(state["values"])
         self.added = state["added"].tolist()
+
+
+def check_states(tokens: Sequence[Tensor], keys: Tensor, values: Tensor, rows: int, groups: int, dim: int) -> None:
+    """Raise ``InvalidArgument`` where not each of ``tokens`` has keys and values ``[rows, groups, T, dim]``."""
+    given, longest = keys.shape, max(map(len, tokens), default=0)
+    fits = keys.dim() == 4 and values.shape == given and (given[0], given[1], given[3]) == (rows, groups, dim)
+    if not fits or len(tokens) != rows or longest > given[2]:
+        raise InvalidArgument(
+            f"expected keys and values [{rows}, {groups}, T, {dim}], and at most T tokens of each of {rows} rows, "
+            f"got {list(given)}, {list(values.shape)}, and {list(map(len, tokens))} tokens"
+        )
+
+
+def check_queries(queries: Tensor, rows: int, groups: int, dim: int) -> None:
+    """Raise ``InvalidArgument`` for what is not ``[rows, H, T, dim]``, the heads a multiple of ``groups``."""
+    given = queries.shape
+    if len(given) != 4 or (given[0], given[3]) != (rows, dim) or given[1] % groups:
+        raise InvalidArgument(
+            f"expected queries [{rows}, H, T, {dim}] with H a multiple of {groups}, got {list(given)}: "
+            "a memory has a document for each row of the batch"
+        )
+
+
+def check_row(row: int, rows: int) -> None:
+    """Raise ``InvalidArgument`` for a row that is not there."""
+    if not 0 <= row < rows:
+        raise InvalidArgument(f"there is no row {row}: rows are numbered from 0 to {rows - 1}")
 
 
 def nearest(queries: Tensor, keys: Tensor, top_k: int) -> Tensor:

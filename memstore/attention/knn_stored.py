@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.knn import Neighbours
-from memstore.attention.knn_memory import nearest
+from memstore.attention.knn_memory import check_queries, check_states, nearest
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec
 
@@ -74,8 +74,10 @@ class StoredTokens:
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
         """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
 
-        Raises what ``LayerView.search`` and ``LayerView.gather`` do.
+        Raises ``InvalidArgument`` for queries that do not fit, and what ``LayerView.search`` and ``gather`` do.
         """
+        groups, _, dim = self.spec.fields["k"]
+        check_queries(queries, len(self.documents), groups, dim)
         rows = [self._search_row(row, q, top_k) for row, q in enumerate(queries)]
         longest = max(row.keys.shape[1] for row in rows)
         keys, values = (
@@ -96,8 +98,11 @@ class StoredTokens:
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``; commits.
 
-        Raises what ``Document.append`` does; rows before the one that failed are committed.
+        Raises ``InvalidArgument`` for states that do not fit the tokens, before anything is committed, and what
+        ``Document.append`` does; rows before the one that failed are committed.
         """
+        groups, _, dim = self.spec.fields["k"]
+        check_states(tokens, keys, values, len(self.documents), groups, dim)
         for row, (document, ids) in enumerate(zip(self.documents, tokens, strict=True)):
             states = torch.stack([keys[row, :, : len(ids)], values[row, :, : len(ids)]])  # [2, G, t, D]
             with document.append(ids) as batch:

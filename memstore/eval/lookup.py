@@ -6,7 +6,8 @@ each kind is scored with and without the memory: the same tokens in both. For th
 were retrieved are told.
 
 A token can learn of at most ``window`` tokens before it in a layer, so in all layers together of ``reach`` tokens:
-words that were last read further back are *far*, and without a memory as good as new.
+words that were last read further back are *far*, and without a memory as good as new. A stock model with a memory sees
+its segment and nothing before it; there ``reach`` is a segment.
 """
 
 from __future__ import annotations
@@ -15,24 +16,27 @@ import copy
 import heapq
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from memstore.attention.knn import KNNAttention, Neighbours
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
-from memstore.eval.memorizing import document_losses
-from memstore.models.memorizing import MemorizingCache, MemorizingConfig, MemorizingForCausalLM
+from memstore.eval.memorizing import WINDOW, document_losses, stock_losses
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 
 KINDS = ("far", "near", "new", "other")
 """Words last read out of reach, words last read within it, words that the document did not have yet, and the rest."""
 WORD = re.compile(r"[^\W\d_]{2,}")
 AROUND = 6
 """Tokens that are told on each side of one."""
+Found = dict[int, list[tuple[int, float]]]
+"""By place in a document, of what its query found: (place, weight), most weight first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,10 @@ class Retrieved:
     number: int
     """Its place in the document."""
     weight: float
-    """Its part of the layer's attention, a mean over heads; of what was found alone where the model is ``joint``."""
+    """Its part of the layer's attention, a mean over heads; of what was found alone where the model is ``joint``.
+
+    Of a stock model it may be negative, as gates may.
+    """
     text: str
     """It and the tokens around it, itself in brackets."""
 
@@ -90,7 +97,7 @@ class Lookup:
 
 
 def lookup(
-    model: MemorizingForCausalLM,
+    model: MemorizingForCausalLM | PreTrainedModel,
     tokenizer: Any,
     text: str,
     *,
@@ -100,28 +107,29 @@ def lookup(
 ) -> Lookup:
     """Score ``text`` as one document by kinds of words, and tell what was looked up for the words that gained most.
 
-    ``memory_size``: tokens that can be found; as the model's configuration says if None. ``advance`` hears of every
-    token that was read; the text is read three times, twice without ``examples``. Raises ``InvalidArgument`` for a
-    model or a memory that finds nothing, and for a text of one token.
+    ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``memory_size``: tokens
+    that can be found; as the model's configuration says if None. ``advance`` hears of every token that was read; the
+    text is read three times, twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds
+    nothing, and for a text of one token.
     """
-    size = model.config.memory_size if memory_size is None else memory_size
-    if model.config.memory_layer is None or size < 1:
-        raise InvalidArgument(f"nothing is looked up with memory_layer={model.config.memory_layer} and {size} tokens")
+    reading: _Memorizing | _Stock = _Memorizing(model) if isinstance(model, MemorizingForCausalLM) else _Stock(model)
+    size = reading.memory_size if memory_size is None else memory_size
+    if reading.layer is None or size < 1:
+        raise InvalidArgument(f"nothing is looked up with memory_layer={reading.layer} and {size} tokens")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if len(tokens) < 2:
         raise InvalidArgument(f"the text has {len(tokens)} tokens; at least 2 are needed. Name a longer text")
-    reach = model.config.num_hidden_layers * model.config.window
     words, back = last_read(text, encoded["offset_mapping"])
-    kinds = kinds_of(words, back, reach)
-    losses = [document_losses(model, tokens, each, advance) for each in (0, size)]
+    kinds = kinds_of(words, back, reading.reach)
+    losses = [reading.losses(tokens, each, advance) for each in (0, size)]
     gains = losses[0] - losses[1]
     best = heapq.nlargest(examples, (n for n in range(1, len(tokens)) if kinds[n] == "far"), key=lambda n: gains[n - 1])
-    seen = _watched(model, tokens, size, {number - 1 for number in best}, advance) if best else {}
+    seen = reading.watched(tokens, size, {number - 1 for number in best}, advance) if best else {}
     pieces = Pieces(tokenizer, tokens)
     return Lookup(
         memory_size=size,
-        reach=reach,
+        reach=reading.reach,
         kinds=[kind for name in KINDS if (kind := _scored(name, kinds, losses))],
         examples=[
             Example(
@@ -133,7 +141,7 @@ def lookup(
                 loss_with=float(losses[1][number - 1]),
                 retrieved=[
                     Retrieved(number=place, weight=weight, text=pieces.around(place, after=AROUND))
-                    for place, weight in seen[number - 1]
+                    for place, weight in seen.get(number - 1, [])
                 ],
             )
             for number in best
@@ -198,50 +206,126 @@ class Pieces:
 class WatchedTokens(RecentTokens):
     """A memory that tells what was found for some queries of its only row."""
 
-    def __init__(self, attention: KNNAttention, wanted: Iterable[int], *sizes: int) -> None:
-        """``wanted``: places in the document of the tokens whose queries are of interest."""
-        super().__init__(1, *sizes)
-        self._attention = attention
+    def __init__(
+        self, wanted: Iterable[int], *sizes: int, scale: Tensor, part: Tensor, segment: int | None = None, **kind: Any
+    ) -> None:
+        """``wanted``: places in the document of the tokens whose queries are of interest.
+
+        ``scale [H]`` is the factor on scores, ``part [H]`` what of the output is that of the memory. ``segment``: the
+        first of every so many tokens is never stored; None: all are. ``kind``: dtype and device.
+        """
+        super().__init__(1, *sizes, **kind)
+        self._scale, self._part, self._segment = scale, part, segment
         self._wanted = set(wanted)
-        self.found: dict[int, list[tuple[int, float]]] = {}
-        """By place: (number, weight) of what was found, most weight first."""
+        self.found: Found = {}
 
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
         """See ``RecentTokens``."""
         found = super().search(queries, top_k)
-        first = self.added[0]  # what is in the memory is all that was read before these queries
+        first = self._begin(self.added[0])  # what is in the memory is all that was read before these queries
         for place in self._wanted.intersection(range(first, first + queries.shape[2])):
             self.found[place] = self._weights(queries[0, :, place - first], found, place - first)
         return found
 
+    def _begin(self, number: int) -> int:
+        """Where the segment begins after so many tokens were stored."""
+        return number if self._segment is None else number // max(1, self._segment - 1) * self._segment
+
+    def _place(self, number: int) -> int:
+        """Where the token lies in the document that was stored as the one of this number."""
+        if self._segment is None:
+            return number
+        return self._begin(number) + number % (self._segment - 1) + 1
+
     def _weights(self, q: Tensor, found: Neighbours, column: int) -> list[tuple[int, float]]:
         ids = found.ids[0, :, column]  # [H, K]
-        group = torch.arange(len(q)) // (len(q) // found.keys.shape[1])
+        group = torch.arange(len(q), device=q.device) // (len(q) // found.keys.shape[1])
         scores = torch.einsum("hd,hkd->hk", q, found.keys[0, group[:, None], ids.clamp(min=0)])
-        scores = scores * self._attention.scale.exp()[:, None]
-        weights = scores.masked_fill(ids < 0, -torch.inf).softmax(-1).nan_to_num()
-        if self._attention.gate is not None:
-            weights = weights * self._attention.gate.sigmoid()[:, None]
+        scores = scores * self._scale[:, None]
+        weights = scores.masked_fill(ids < 0, -torch.inf).softmax(-1).nan_to_num() * self._part[:, None]
         total: dict[int, float] = {}
         numbers = self.numbers_of(found.ids)[0, :, column]
         for number, weight in zip(numbers.flatten().tolist(), weights.flatten().tolist(), strict=True):
             if number >= 0:
-                total[number] = total.get(number, 0.0) + weight / len(q)
-        return heapq.nlargest(3, total.items(), key=lambda each: each[1])
+                place = self._place(number)
+                total[place] = total.get(place, 0.0) + weight / len(q)
+        return heapq.nlargest(3, total.items(), key=lambda each: abs(each[1]))
 
 
-@torch.no_grad()
-def _watched(
-    model: MemorizingForCausalLM, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]
-) -> dict[int, list[tuple[int, float]]]:
-    """What was found by the tokens at the places ``wanted``."""
-    config: MemorizingConfig = copy.deepcopy(model.config)
-    config.memory_size = size
-    attention = model.model.layers[config.memory_layer].attention
-    memory = WatchedTokens(attention, wanted, attention.groups, size, config.head_dim)
-    cache = MemorizingCache(config, 1, memory)
-    for start in range(0, max(wanted) + 1, config.window):
-        given = tokens[None, start : start + config.window].to(model.device)
-        model(given, past_key_values=cache, use_cache=True)
-        advance(given.shape[1])
-    return {place: memory.found.get(place, []) for place in wanted}
+class _Memorizing:
+    """How a Memorizing Transformer is read."""
+
+    def __init__(self, model: MemorizingForCausalLM) -> None:
+        self._model = model
+        self.layer: int | None = model.config.memory_layer
+        self.memory_size: int = model.config.memory_size
+        self.reach = model.config.num_hidden_layers * model.config.window
+
+    def losses(self, tokens: Tensor, size: int, advance: Callable[[int], None]) -> Tensor:
+        """See ``document_losses``."""
+        return document_losses(self._model, tokens, size, advance)
+
+    @torch.no_grad()
+    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Found:
+        """What was found by the tokens at the places ``wanted``."""
+        model, config = self._model, copy.deepcopy(self._model.config)
+        config.memory_size = size
+        attention: KNNAttention = model.model.layers[self.layer].attention
+        memory = WatchedTokens(
+            wanted,
+            attention.groups,
+            size,
+            config.head_dim,
+            scale=attention.scale.exp(),
+            part=torch.ones_like(attention.scale) if attention.gate is None else attention.gate.sigmoid(),
+            dtype=model.dtype,
+            device=model.device,
+        )
+        cache = MemorizingCache(config, 1, memory)
+        for part in _segments(tokens, wanted, config.window, advance):
+            model(part.to(model.device), past_key_values=cache, use_cache=True)
+        return memory.found
+
+
+class _Stock:
+    """How a stock model with a memory is read: segment by segment."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._memory = model, knn_memory_of(model)
+        settings = model.config.knn_memory
+        self.layer: int | None = settings["layer"]
+        self.memory_size: int = settings["memory_size"]
+        self.reach: int = settings.get("window", WINDOW)
+
+    def losses(self, tokens: Tensor, size: int, advance: Callable[[int], None]) -> Tensor:
+        """See ``stock_losses``."""
+        return stock_losses(self._model, tokens, size, advance)
+
+    @torch.no_grad()
+    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Found:
+        """As in ``_Memorizing``."""
+        model, layer = self._model, self._memory
+        layer.clear()
+        watching = WatchedTokens(
+            wanted,
+            layer.groups,
+            size,
+            layer.dim,
+            scale=layer.scale.exp() * layer.dim**-0.5,
+            part=layer.gate.tanh(),
+            segment=self.reach,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        layer.memory = watching
+        for part in _segments(tokens, wanted, self.reach, advance):
+            model(part.to(model.device), use_cache=False)
+        layer.clear()
+        return watching.found
+
+
+def _segments(tokens: Tensor, wanted: Iterable[int], window: int, advance: Callable[[int], None]) -> Iterator[Tensor]:
+    """Segments ``[1, window]`` of ``tokens``, as far as there is something ``wanted`` in them."""
+    for start in range(0, max(wanted) + 1, window):
+        yield (part := tokens[None, start : start + window])
+        advance(part.shape[1])

@@ -27,7 +27,10 @@ MemorySizes = Annotated[
 Text = Annotated[
     str, typer.Option(help="A text file, read as one document, or - for standard input.", show_default=False)
 ]
-Model = Annotated[Path, typer.Option(help="Folder of the Memorizing Transformer.", show_default=False)]
+Model = Annotated[
+    Path,
+    typer.Option(help="Folder of the Memorizing Transformer, or of a stock model with a memory.", show_default=False),
+]
 MemorySize = Annotated[
     int | None, typer.Option(min=1, help="Tokens that can be found. Without it: what the model was trained with.")
 ]
@@ -46,9 +49,9 @@ def lookup(
 ) -> Report:
     """Tell what a memory is looked up for: names that were read far back.
 
-    Every word is sorted by where the text had it last: out of reach of all windows (far), within it (near), or never
-    (new). Each kind is scored with and without the memory. For the far words that gain most, the tokens that were
-    retrieved are shown.
+    Every word is sorted by where the text had it last: out of reach of all windows, or of a segment of a stock model
+    (far), within it (near), or never (new). Each kind is scored with and without the memory. For the far words that
+    gain most, the tokens that were retrieved are shown.
 
     Example:
 
@@ -57,7 +60,7 @@ def lookup(
     In Python: memstore.eval.lookup.lookup.
     """
     from memstore.eval.lookup import lookup as look_up
-    from memstore.eval.models import load_memorizing, model_folder
+    from memstore.eval.models import load_token_memory, model_folder
     from memstore.memory.ingest import progress_bar
 
     require_transformers()
@@ -65,7 +68,7 @@ def lookup(
     use_threads(threads)
     check_device(device)
     with quiet_transformers():
-        loaded, tokenizer = load_memorizing(model_folder(model), device)
+        loaded, tokenizer = load_token_memory(model_folder(model), device)
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
         found = look_up(loaded, tokenizer, written, memory_size=memory_size, examples=examples, advance=advance)
@@ -127,6 +130,8 @@ def _show_lookup(page: Page, data: dict[str, Any]) -> None:
     )
     rows = [[kind["kind"], kind["tokens"], kind["without"], kind["with_memory"]] for kind in data["kinds"]]
     page.table(["words", "tokens", "without memory", "with memory"], rows)
+    if not any(kind["kind"] == "far" for kind in data["kinds"]):
+        page.line("No word is far: a longer text is needed to see what the memory is looked up for")
     for example in data["examples"]:
         page.line()
         page.line(cell(f"…{example['text']}"))

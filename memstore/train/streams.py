@@ -100,7 +100,7 @@ def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]
     closed = [np.append(document, np.int32(end)) for document in documents]
     if not closed:
         raise InvalidArgument("the texts have no tokens: give texts that are not empty")
-    part = math.ceil(sum(map(len, closed)) / rows)
+    part = max(2, math.ceil(sum(map(len, closed)) / rows))  # of one token nothing is predicted
     parts = [each for whole in closed for each in np.array_split(whole, math.ceil(len(whole) / part))]
     return [each for each in parts if len(each) > 1]
 

@@ -264,3 +264,12 @@ def test_what_does_not_fit_is_refused() -> None:
         RecentTokens(2, 1, 5, 4).append([torch.arange(3)] * 2, torch.ones(2, 1, 3, 5), torch.ones(2, 1, 3, 5))
     with pytest.raises(InvalidArgument, match="must be at least 1"):
         RecentTokens(2, 1, 0, 4)
+    memory = RecentTokens(2, 2, 5, 4)
+    with pytest.raises(InvalidArgument, match=r"at most T tokens of each of 2 rows, .* \[3, 5\] tokens"):
+        memory.append([torch.arange(3), torch.arange(5)], torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4))
+    for shape in [(3, 4, 2, 4), (2, 3, 2, 4), (2, 4, 2, 5), (2, 4, 4)]:
+        with pytest.raises(InvalidArgument, match=r"expected queries \[2, H, T, 4\] with H a multiple of 2"):
+            memory.search(torch.ones(shape), 3)
+    for row in (-1, 2):
+        with pytest.raises(InvalidArgument, match=f"there is no row {row}: rows are numbered from 0 to 1"):
+            memory.clear(row)

@@ -81,3 +81,32 @@ def test_what_does_not_fit_is_refused() -> None:
         token_spec(2, 8, fingerprint=make_fingerprint(), capacity=6, block_size=4)
     with pytest.raises(InvalidArgument, match="a document for each row"):
         StoredTokens([])
+    with opened("ram:") as memory:
+        stored, (keys, values) = StoredTokens([memory.document("a"), memory.document("b")]), states(5, 0)
+        with pytest.raises(InvalidArgument, match=r"at most T tokens of each of 2 rows, .* \[5, 6\] tokens"):
+            stored.append([torch.arange(5), torch.arange(6)], keys, values)  # never zeros for what was not given
+        with pytest.raises(InvalidArgument, match=r"\[5\] tokens"):
+            stored.append([torch.arange(5)], keys, values)
+        assert not len(memory.document("a"))
+        with pytest.raises(InvalidArgument, match=r"expected queries \[2, H, T, 8\] with H a multiple of 2"):
+            stored.search(torch.ones(1, 4, 3, 8), 3)
+
+
+@pytest.mark.parametrize("index", ["clusters", "faiss:IVF4,Flat;nprobe=1", "faiss:HNSW8"])
+def test_whatever_an_approximate_index_finds_is_true_and_has_not_left(index: str) -> None:
+    spec = token_spec(2, 8, fingerprint=make_fingerprint(), capacity=100 * SIZE, block_size=SIZE)
+    with memstore.open("ram:", spec=spec, index=index) as memory:
+        stored = StoredTokens([memory.document("a"), memory.document("b")])
+        given = [states(97, seed) for seed in range(10)]
+        for keys, values in given:
+            stored.append([torch.arange(97), torch.arange(41)], keys, values)
+        found = stored.search(torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)), 4)
+        numbers = stored.numbers_of(found.ids)
+        assert bool((numbers >= 0).any(-1).all())
+        for row, length in enumerate((97, 41)):
+            true = [torch.cat([each[part][row, :, :length] for each in given], 1) for part in range(2)]
+            assert bool((numbers[row][found.ids[row] >= 0] >= stored.documents[row].blocks.start * SIZE).all())
+            for head, query, rank in (found.ids[row] >= 0).nonzero().tolist():
+                number, place = numbers[row, head, query, rank], found.ids[row, head, query, rank]
+                assert torch.equal(found.keys[row, head // 2, place], true[0][head // 2, number])
+                assert torch.equal(found.values[row, head // 2, place], true[1][head // 2, number])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from memstore.errors import InvalidArgument
 from memstore.eval.lookup import KINDS, WatchedTokens, kinds_of, last_read, lookup
 from memstore.eval.memorizing import document_losses
 from memstore.kernels import knn_attention
+from memstore.models.memorizing import KNNMemory, add_knn_memory
 from tests.eval.drts import byte_tokenizer
 from tests.eval.memorizing import small_memorizing
 
@@ -64,7 +67,8 @@ def test_examples_are_the_far_words_that_gain_most() -> None:
 def test_weights_are_those_of_the_layer() -> None:
     model = small_memorizing(num_key_value_heads=1)
     attention = model.model.layers[1].attention
-    memory = WatchedTokens(attention, [24], 1, 20, 16)
+    assert attention.gate is not None
+    memory = WatchedTokens([24], 1, 20, 16, scale=attention.scale.exp(), part=attention.gate.sigmoid())
     generator = torch.Generator().manual_seed(0)
     keys, queries = (torch.randn(1, n, 24, 16, generator=generator) for n in (1, 2))
     values = torch.eye(24)[None, None]  # so that an output is the weights
@@ -81,6 +85,45 @@ def test_weights_are_those_of_the_layer() -> None:
     told = memory.found[24]
     assert [number for number, _ in told] == best.indices.tolist()
     assert [weight for _, weight in told] == pytest.approx(best.values.tolist(), rel=1e-4)
+
+
+def small_stock(segment: int) -> tuple[LlamaForCausalLM, KNNMemory]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    memory = add_knn_memory(model.eval(), layer=1, memory_size=50, top_k=4)
+    torch.nn.init.normal_(memory.gate)
+    torch.nn.init.normal_(memory.scale)
+    model.config.knn_memory["window"] = segment
+    return model, memory
+
+
+@torch.no_grad()
+def test_what_a_stock_model_looks_up_is_told_too() -> None:
+    model, memory = small_stock(segment=12)
+    tokenizer = byte_tokenizer()
+    found = lookup(model, tokenizer, TEXT, examples=3)
+    assert (found.memory_size, found.reach, len(found.examples)) == (50, 12, 3)
+    ids = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    layer: Any = model.model.layers[1]
+    before = [model(part[None], output_hidden_states=True).hidden_states[1][0] for part in ids.split(12)]
+    memory.clear()
+    x = layer.input_layernorm(torch.cat(before))  # what is found in this layer changes nothing about its keys
+    queries, keys = (p(x).unflatten(-1, (-1, 8)) for p in (layer.self_attn.q_proj, layer.self_attn.k_proj))
+    for example in found.examples:
+        asked = example.number - 1
+        held = [place for place in range(asked // 12 * 12) if place % 12][-50:]  # segments begin with what rests heads
+        scores = torch.einsum("hd,nhd->hn", queries[asked], keys[held].repeat_interleave(2, 1))
+        best = (scores * 8**-0.5 * memory.scale.exp()[:, None]).topk(4)
+        parts = best.values.softmax(-1) * memory.gate.tanh()[:, None]
+        expected = torch.zeros(4, len(held)).scatter(1, best.indices, parts).mean(0)
+        places = expected.abs().topk(3).indices.tolist()
+        assert [each.number for each in example.retrieved] == [held[place] for place in places]
+        assert [each.weight for each in example.retrieved] == pytest.approx(expected[places].tolist(), rel=1e-4)
+    assert memory.memory is None
 
 
 def test_what_finds_nothing_is_refused() -> None:

@@ -175,6 +175,21 @@ def test_steps_of_training_remember_what_came_before(checkpointing: bool) -> Non
     assert all(p.grad is not None and bool(p.grad.abs().any()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_of_several_windows_learns_what_one_window_at_a_time_does(checkpointing: bool) -> None:
+    model, ids = make().train(), tokens(6 * WINDOW + 3, rows=2)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    gradients = []
+    for length in (WINDOW, ids.shape[1]):
+        cache = MemorizingCache(model.config, 2)
+        for part in ids.split(length, 1):
+            model(part, past_key_values=cache, use_cache=True).logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
+
+
 def test_the_trainer_trains_it(tmp_path: Path) -> None:
     model = make()
     model.float()  # type: ignore[no-untyped-call]
@@ -255,6 +270,18 @@ def test_the_state_of_other_rows_or_another_memory_is_refused() -> None:
         MemorizingCache(model.config, 1).load_state_dict(cache.state_dict())
     with pytest.raises(InvalidArgument, match="the memory size that the training began with"):
         MemorizingCache(make(memory_size=7).config, 2).load_state_dict(cache.state_dict())
+    for changes in ({"num_hidden_layers": 4}, {"num_hidden_layers": 2}, {"window": 4}, {"hidden_size": 64}):
+        other = MemorizingCache(make(**changes).config, 2)
+        with pytest.raises(InvalidArgument, match="go on with the model that they are of"):
+            other.load_state_dict(cache.state_dict())
+        assert other.past == 0
+
+
+def test_a_row_that_is_not_there_is_not_cleared() -> None:
+    cache = MemorizingCache(make().config, 2)
+    for row in (-1, 2):
+        with pytest.raises(InvalidArgument, match=f"there is no row {row}"):
+            cache.clear(row)
 
 
 def test_attach_says_what_serves_it() -> None:

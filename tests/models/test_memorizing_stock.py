@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.models.memorizing import KNNMemory, add_knn_memory, remove_knn_memory
+from memstore.models.memorizing import KNNMemory, add_knn_memory, knn_memory_of, remove_knn_memory
 
 
 @pytest.fixture
@@ -117,6 +118,63 @@ def test_tokens_that_are_generated_are_remembered(model: LlamaForCausalLM) -> No
     assert memory.memory.added == [0]
 
 
+def test_beams_have_memories_of_their_own(model: LlamaForCausalLM) -> None:
+    memory, steps = add_knn_memory(model, layer=2, top_k=2), []
+    with torch.no_grad():
+        memory.gate.fill_(0.3)
+
+    def compare(module: Any, arguments: Any, named: Any) -> None:
+        """What is remembered of each beam is what the cache has of it, but for its first token."""
+        if (past := named["past_key_values"]).get_seq_length():
+            assert memory.memory is not None
+            held = past.layers[2].values[:, :, 1:]
+            assert torch.equal(memory.memory.values[:, :, : held.shape[2]], held)
+            steps.append(held.shape[2])
+
+    model.register_forward_pre_hook(compare, with_kwargs=True)
+    given: Any = tokens(2, 6)
+    options: dict[str, Any] = {"num_beams": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=6, **options)  # type: ignore[misc]
+    assert steps == [5, 6, 7, 8, 9]
+
+
+def test_rows_are_repeated_to_generate_several_texts(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model, top_k=2)
+    with torch.no_grad():
+        memory.gate.fill_(0.5)
+    logits(model, tokens(2, 9))
+    memory.reorder(torch.tensor([1, 1, 0]))
+    repeated = logits(model, tokens(3, 4))
+    memory.clear()
+    logits(model, tokens(2, 9)[[1, 1, 0]])
+    torch.testing.assert_close(repeated, logits(model, tokens(3, 4)))
+
+
+def test_a_copy_of_the_model_has_a_memory_of_its_own(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model, top_k=2)
+    with torch.no_grad():
+        memory.gate.fill_(0.5)
+    logits(model, tokens(1, 9))
+    other = copy.deepcopy(model)
+    assert torch.equal(logits(other, tokens(1, 4)), logits(model, tokens(1, 4)))
+    logits(other, tokens(1, 7))
+    assert [knn_memory_of(each).remembered()["added"].tolist() for each in (model, other)] == [[11], [17]]
+    remove_knn_memory(other)
+    assert not torch.equal(logits(other, tokens(1, 4)), logits(model, tokens(1, 4)))
+
+
+def test_what_is_taken_back_of_the_cache_is_not_remembered(model: LlamaForCausalLM) -> None:
+    memory, cache = add_knn_memory(model), DynamicCache()
+    logits(model, tokens(1, 9), past_key_values=cache)
+    logits(model, tokens(1, 1), past_key_values=cache)
+    cache.crop(-2)
+    with pytest.raises(InvalidArgument, match="cut from 10 to 8 tokens, and a memory cannot be"):
+        logits(model, tokens(1, 1), past_key_values=cache)
+    memory.clear()
+    logits(model, tokens(1, 1), past_key_values=cache)
+    logits(model, tokens(1, 5))  # another text, without a cache
+
+
 def test_taking_it_out_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> None:
     ids = tokens(1, 12)
     before, names = logits(model, ids), list(model.state_dict())
@@ -129,6 +187,7 @@ def test_taking_it_out_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> No
     remove_knn_memory(model)
     assert torch.equal(logits(model, ids), before)
     assert list(model.state_dict()) == names
+    assert not hasattr(model, "_reorder_cache")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert isinstance(add_knn_memory(model, layer=-1), KNNMemory)
 
@@ -136,8 +195,13 @@ def test_taking_it_out_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> No
 def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(InvalidArgument, match="layer must be from -5 to 4"):
         add_knn_memory(model, layer=5)
+    with pytest.raises(InvalidArgument, match=r"layer must be from -5 to 4, not 1\.5"):
+        add_knn_memory(model, layer=1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="at least 1"):
         add_knn_memory(model, top_k=0)
+    for size in (-1, 2.5, "8K"):
+        with pytest.raises(InvalidArgument, match="memory_size must be an integer of at least 0"):
+            add_knn_memory(model, memory_size=size)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no memory"):
         remove_knn_memory(model)
     add_knn_memory(model)
@@ -146,6 +210,8 @@ def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
     logits(model, tokens(2, 3))
     with pytest.raises(InvalidArgument, match="the memory has 2 rows, the batch has 1"):
         logits(model, tokens(1, 3))
+    with pytest.raises(InvalidArgument, match="there is no row 2"):
+        knn_memory_of(model).clear(2)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedModel, match="q_proj"):
         add_knn_memory(gpt2)

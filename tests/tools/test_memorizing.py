@@ -89,7 +89,10 @@ def test_a_stock_model_gets_a_memory_and_is_measured(cli: Cli, text: Path, model
     shown = cli(*command)
     assert shown.code == 0, shown.err
     assert f"A memory of 64 changes the loss by {second['change']:+.4f}, standard error" in shown.out
-    assert cli("eval", "lookup", "--model", tmp_path / "remembers", "--text", text).code == REFUSED
+    looked_up = ("eval", "lookup", "--model", tmp_path / "remembers", "--text", text)
+    assert cli(*looked_up, "--json").json["reach"] == 32
+    assert "token " in cli(*looked_up).out
+    assert cli("eval", "lookup", "--model", model_folder, "--text", text).code == REFUSED
 
 
 def test_options_of_other_models_are_refused(
@@ -139,6 +142,9 @@ def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> No
         f"token {data['examples'][0]['retrieved'][0]['number']:,}",
     ):
         assert words in shown.out
+    text.with_name("short.txt").write_text("the gate of the memory")
+    short = cli("eval", "lookup", "--model", model, "--text", text.with_name("short.txt"))
+    assert "No word is far: a longer text is needed" in short.out
     assert cli(*command, "--memory-size", 0).code == USAGE
     assert cli("eval", "lookup", "--model", model, "--text", text.with_name("none.txt")).code == NOT_FOUND
 

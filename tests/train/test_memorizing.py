@@ -112,6 +112,14 @@ def test_a_document_that_is_longer_than_a_rows_part_is_cut() -> None:
         shared_out([], rows=4, end=7)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_document_of_fewer_tokens_than_rows_is_read_all_the_same(length: int) -> None:
+    parts = shared_out(documents(length), rows=4, end=7)
+    assert [len(each) for each in parts] == [[2], [2], [2, 2]][length - 1]
+    streams = Streams(parts, window=8, rows=4, steps=3, seed=0)
+    assert all(len(streams[number].tokens) == 2 for number in range(len(streams)))
+
+
 def test_the_loss_falls_and_the_log_tells_how_keys_shift(trained: Path) -> None:
     steps, values = zip(*losses(trained), strict=True)
     assert steps == tuple(range(1, 17))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from memstore.attention.knn import States, TokenMemory, after
-from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.knn_memory import RecentTokens, check_row
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 from memstore.models.memorizing.configuration import MemorizingConfig
@@ -61,6 +62,11 @@ class MemorizingCache(ModelCache):
         """Put the windows that are full into the memory: a segment is about to be computed."""
         self._remember(self.config.window)
 
+    def detach(self) -> None:
+        """Go on with a copy of the memory in tensors, for the backward pass needs it as earlier segments found it."""
+        if isinstance(self.memory, RecentTokens):
+            self.memory = copy.deepcopy(self.memory)
+
     def flush(self) -> None:
         """Put everything into the memory, such as at the end of a document that is to be asked later."""
         self._remember(1)
@@ -98,14 +104,18 @@ class MemorizingCache(ModelCache):
         self.waiting = [[] if count else waiting for waiting, count in zip(self.waiting, counts, strict=True)]
 
     def clear(self, row: int) -> None:
-        """Forget everything of a row, where another document begins; the other rows stay as they are."""
-        self.waiting[row] = []
+        """Forget everything of a row, where another document begins; the other rows stay as they are.
+
+        Raises ``InvalidArgument`` for a row that is not there, or that is kept in a store.
+        """
+        check_row(row, self.rows)
         if isinstance(self.memory, RecentTokens):
             self.memory.clear(row)
         elif self.memory is not None:
             raise InvalidArgument(
                 "a row that is kept in a store is not cleared: give the next document a cache and a document of its own"
             )
+        self.waiting[row] = []
         if self.windows[0] is not None:
             if self.empty is None:
                 self.empty = torch.zeros(self.rows, dtype=torch.int64, device=self.windows[0][0].device)
@@ -145,6 +155,7 @@ class MemorizingCache(ModelCache):
             raise InvalidArgument(
                 f"expected the state of {self.rows} rows, got {len(lengths)}: go on with the same batch"
             )
+        self._check_windows({name: x for name, x in state.items() if name.startswith("windows.")})
         kept = {name.removeprefix("memory."): x for name, x in state.items() if name.startswith("memory.")}
         memory = None
         if kept:
@@ -158,6 +169,19 @@ class MemorizingCache(ModelCache):
         self.empty = state.get("empty")
         names = [(f"windows.{number}.k", f"windows.{number}.v") for number in range(len(self.windows))]
         self.windows = [(state[k], state[v]) if k in state else None for k, v in names]
+
+    def _check_windows(self, kept: dict[str, Tensor]) -> None:
+        """Raise ``InvalidArgument`` for windows that no model of this configuration has."""
+        config = self.config
+        names = {f"windows.{number}.{part}" for number in range(config.num_hidden_layers) for part in "kv"}
+        sizes = (self.rows, config.num_key_value_heads, config.head_dim)
+        fits = all((*x.shape[:2], x.shape[3]) == sizes and x.shape[2] <= config.window for x in kept.values())
+        if kept and (set(kept) != names or not fits):
+            raise InvalidArgument(
+                f"expected windows of at most {config.window} tokens of {config.num_hidden_layers} layers, with "
+                f"{config.num_key_value_heads} heads of {config.head_dim}, got "
+                f"{len(kept) // 2} of {list(next(iter(kept.values())).shape)}: go on with the model that they are of"
+            )
 
     def _counts(self) -> list[int]:
         """Tokens of each row that are not in the memory yet."""

@@ -159,6 +159,8 @@ class MemorizingForCausalLM(CausalLM):
         """``[B, T, hidden]`` after what the cache has, in pieces that end where a row fills its window."""
         start, parts = 0, []
         while start < ids.shape[1]:
+            if start and self.training and torch.is_grad_enabled():
+                cache.detach()
             cache.begin()
             remaining = [length - start for length in lengths]
             part = ids[:, start : start + cache.room(remaining)]

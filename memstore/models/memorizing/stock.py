@@ -15,6 +15,7 @@ else of the layer begins to learn as soon as its gate has moved. The gate may be
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.layers import merged
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
 from memstore.kernels.knn_attention import knn_attention
+from memstore.models.checks import check_sizes
 
 NAME = "knn_memory"
 """What the memory is called in its layer, and its settings in the configuration of the model."""
+REORDERS = "_reorder_cache"
+"""What transformers asks a model for, where beams change their places."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -41,10 +45,12 @@ class KNNMemory(nn.Module):
     memory: RecentTokens | None
     """What can be found; None before the first call."""
 
-    def __init__(self, heads: int, groups: int, *, memory_size: int, top_k: int) -> None:
+    def __init__(self, heads: int, groups: int, dim: int, *, memory_size: int, top_k: int) -> None:
         super().__init__()
-        self.heads, self.groups = heads, groups
+        self.heads, self.groups, self.dim = heads, groups, dim
         self.memory_size, self.top_k = memory_size, top_k
+        check_sizes(self, ("memory_size",), least=0)
+        check_sizes(self, ("top_k",))
         self.gate = nn.Parameter(torch.zeros(heads))
         """``tanh(gate)`` is the part of what was found."""
         self.scale = nn.Parameter(torch.zeros(heads))
@@ -54,14 +60,24 @@ class KNNMemory(nn.Module):
         self._seen: dict[str, Tensor] = {}
         self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
+        self._before = self._given = 0  # tokens in the cache before the present call, and after the last one
 
     def clear(self, row: int | None = None) -> None:
-        """Forget a row, where another document begins, or all of them, such as for a batch of another size."""
+        """Forget a row, where another document begins, or all of them, such as for a batch of another size.
+
+        Raises ``InvalidArgument`` for a row that is not there.
+        """
         self._store()
         if row is None:
-            self.memory = None
+            self.memory, self._given = None, 0
         elif self.memory is not None:
             self.memory.clear(row)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was; rows may be dropped, or repeated to generate several times."""
+        self._store()
+        if self.memory is not None:
+            self.memory.reorder(rows)
 
     def remembered(self) -> dict[str, Tensor]:
         """All that can be found, as tensors; nothing before the first call."""
@@ -88,14 +104,16 @@ class KNNMemory(nn.Module):
         attention.register_module(NAME, self)
         self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for name in PROJECTIONS[:3]:
-            self._handles.append(getattr(attention, name).register_forward_hook(self._keeper(name)))
+            self._handles.append(getattr(attention, name).register_forward_hook(partial(self._keep, name)))
         self._handles.append(attention.o_proj.register_forward_pre_hook(self._mix))  # type: ignore[union-attr]
+        setattr(model, REORDERS, self._follow)
 
-    def remove(self, attention: nn.Module) -> None:
+    def remove(self, model: nn.Module, attention: nn.Module) -> None:
         """Take it out again."""
         for handle in self._handles:
             handle.remove()
         delattr(attention, NAME)
+        delattr(model, REORDERS)
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
         """A call begins: what the one before has read can be found from now on, its backward pass being over."""
@@ -105,7 +123,8 @@ class KNNMemory(nn.Module):
         self._store()
         if self.memory is not None and len(self.memory.added) != len(ids):
             raise InvalidArgument(
-                f"the memory has {len(self.memory.added)} rows, the batch has {len(ids)}: forget all with clear() first"
+                f"the memory has {len(self.memory.added)} rows, the batch has {len(ids)}: forget all with clear() "
+                "first, or repeat rows with reorder()"
             )
         mask = named.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -113,14 +132,23 @@ class KNNMemory(nn.Module):
         else:
             self._kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
         past = named.get("past_key_values")
-        if past is None or not past.get_seq_length():
+        self._before = 0 if past is None else int(past.get_seq_length())
+        if 0 < self._before < self._given:
+            raise InvalidArgument(
+                f"the cache was cut from {self._given} to {self._before} tokens, and a memory cannot be: assisted "
+                "generation and prompt look-up do not work with it; forget all with clear() first"
+            )
+        if not self._before:
             self._kept = self._kept & (self._kept.cumsum(1) > 1)
 
-    def _keeper(self, name: str) -> Any:
-        def keep(module: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> None:  # noqa: ARG001
-            self._seen[name] = out
+    def _keep(self, name: str, module: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> None:  # noqa: ARG002
+        self._seen[name] = out
 
-        return keep
+    def _follow(self, past: Any, rows: Tensor) -> Any:
+        """``generate`` goes on with other beams: rows of its cache and of the memory stay those of one text."""
+        past.reorder_cache(rows)
+        self.reorder(rows)
+        return past
 
     def _mix(self, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:  # noqa: ARG002
         """Mix what was found into the heads ``[B, T, H * D]`` that the layer is about to add up."""
@@ -131,6 +159,7 @@ class KNNMemory(nn.Module):
         if not self.memory_size:
             return (heads,)
         self._waiting = (k, v, self._kept)
+        self._given = self._before + k.shape[2]
         if self.memory is None:
             rows, groups, _, dim = k.shape
             self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
@@ -157,9 +186,9 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     """Let an attention layer of ``model`` look up tokens of what was read before; fine-tune it to make use of them.
 
     Logits are unchanged at the start. Give a document segment by segment, each in a call, one document in each row, and
-    call ``clear`` where another document begins. Of a segment all but the first token can be found later. The
-    parameters are trained and saved with the model's, and ``load_knn_memory`` loads them;
-    ``memstore.train.train_stock_memory`` trains them.
+    call ``clear`` where another document begins. Of a segment all but the first token can be found later, and so can
+    what ``generate`` has read; its beams have memories of their own. The parameters are trained and saved with the
+    model's, and ``load_knn_memory`` loads them; ``memstore.train.train_stock_memory`` trains them.
 
     Args:
         model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
@@ -172,17 +201,15 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
         InvalidArgument: a layer that is not there, a number that is too small, or a second memory.
     """
     layers = _attentions(model)
-    if not -len(layers) <= layer < len(layers):
-        raise InvalidArgument(f"layer must be from {-len(layers)} to {len(layers) - 1}, not {layer}")
-    if memory_size < 0 or top_k < 1:
-        raise InvalidArgument(f"memory_size must be at least 0 and top_k at least 1, not {memory_size} and {top_k}")
+    if layer not in range(-len(layers), len(layers)):
+        raise InvalidArgument(f"layer must be from {-len(layers)} to {len(layers) - 1}, not {layer!r}")
     if any(hasattr(each, NAME) for each in layers):
         raise InvalidArgument("the model has a memory already; take it out with remove_knn_memory first")
     config = model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
     attention: Any = layers[layer]
     dim = attention.q_proj.out_features // heads
-    memory = KNNMemory(heads, attention.k_proj.out_features // dim, memory_size=memory_size, top_k=top_k)
+    memory = KNNMemory(heads, attention.k_proj.out_features // dim, dim, memory_size=memory_size, top_k=top_k)
     memory.to(attention.q_proj.weight.device)
     memory.place(model, attention)
     setattr(model.config, NAME, {"layer": layer % len(layers), "memory_size": memory_size, "top_k": top_k})
@@ -242,7 +269,7 @@ def knn_memory_of(model: PreTrainedModel) -> KNNMemory:
 def remove_knn_memory(model: PreTrainedModel) -> None:
     """Take out what ``add_knn_memory`` put in. Raises ``InvalidArgument`` where there is nothing."""
     memory = knn_memory_of(model)
-    memory.remove(next(each for each in _attentions(model) if getattr(each, NAME, None) is memory))
+    memory.remove(model, next(each for each in _attentions(model) if getattr(each, NAME, None) is memory))
     delattr(model.config, NAME)
 
 
