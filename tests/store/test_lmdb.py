@@ -179,6 +179,16 @@ def test_a_truncated_memory_is_not_taken_for_one_never_made(tmp_path: Path, leng
     assert (tmp_path / "m" / "data.mdb").stat().st_size == length
 
 
+def test_a_memory_whose_data_has_gone_is_not_taken_for_one_never_made(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    (tmp_path / "m" / "data.mdb").unlink()
+    before = sorted((tmp_path / "m").iterdir())
+    for open_or_create in (LmdbStore.open, LmdbStore.create):
+        with pytest.raises(DamagedError, match=r"has lost its data.mdb.*restore it from a copy"):
+            open_or_create(tmp_path / "m")
+    assert sorted((tmp_path / "m").iterdir()) == before
+
+
 @pytest.mark.parametrize("step", ["link", "posix_fallocate"])
 def test_an_interrupted_creation_is_named_and_can_be_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
