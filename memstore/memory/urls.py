@@ -54,6 +54,8 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
         raise InvalidArgument("mode 'x' creates a memory, which needs a spec; pass spec=MemorySpec(...).")
+    if url in ("", "zarr:"):  # which pathlib would take for the folder that one is in
+        raise InvalidArgument(f"the path of the memory is empty: {str(url)!r}. Name a folder; the one you are in is ./")
     scheme = _SCHEME.match(url) if isinstance(url, str) else None
     if scheme is None:
         return _open_lmdb(Path(url), mode, blank)
