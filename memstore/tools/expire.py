@@ -9,6 +9,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.memory.keeping import LONGEST
 from memstore.tools.options import DocumentArgument, MemoryUrl, existing
 from memstore.tools.output import Report
 
@@ -58,6 +59,6 @@ def parse_duration(text: str) -> float | None:
         return None
     match = _DURATION.fullmatch(text.strip())
     seconds = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
-    if not 0 < seconds < 1000 * 366 * _UNITS["d"]:
+    if not 0 < seconds < LONGEST:
         raise InvalidArgument(f"--after must be a time such as 45m, 12h, 30d or 8w, or never, not {text!r}")
     return seconds
