@@ -9,7 +9,6 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.memory.keeping import LONGEST
 from memstore.tools.options import DocumentArgument, MemoryUrl, existing
 from memstore.tools.output import Report
 
@@ -55,6 +54,8 @@ def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Re
 
 def parse_duration(text: str) -> float | None:
     """Seconds that a text such as ``30d`` means; None for ``never``. Raises ``InvalidArgument``."""
+    from memstore.memory.keeping import LONGEST
+
     if text.strip().lower() == "never":
         return None
     match = _DURATION.fullmatch(text.strip())

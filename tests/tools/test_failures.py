@@ -23,6 +23,7 @@ from memstore.errors import (
     StoreFull,
     UnsupportedModel,
 )
+from memstore.memory.ingest import progress_bar
 from memstore.tools.failures import Interrupted, exit_code
 from tests.tools.conftest import Cli
 
@@ -146,6 +147,30 @@ def test_a_damaged_memory_is_told_by_verify(cli: Cli, memory: Path) -> None:
     assert shown.code == 4
     assert "whale" in shown.err
     assert cli("show", memory, "whale", 0).code == 0
+
+
+def test_names_cannot_give_orders_to_the_terminal(cli: Cli, memory: Path, tmp_path: Path) -> None:
+    """Neither in errors nor beside a progress bar."""
+    evil = tmp_path / "[red]\x1b[31m"
+    memory.rename(evil)
+    cli("fork", evil, "whale", "two\nlines\x1b[31m")
+    for done in (
+        cli("ask", evil, "Why?"),
+        cli("ls", evil / "none"),
+        cli("copy", evil, tmp_path / "copy"),
+        cli("diff", evil, tmp_path / "copy"),
+    ):
+        assert "\x1b" not in done.out + done.err
+        assert len(done.err.splitlines()) == 1, done
+        assert "mistake" not in done.err
+    assert "ship, 'two\\nlines\\x1b[31m'" in cli("ask", evil, "Why?").err
+
+
+def test_a_progress_bar_shows_names_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("[/red]whale", "[red]whale", ":whale:"):
+        with progress_bar(name, 0, 3, show=True) as advance:
+            advance(3)
+        assert f"reading {name} " in capfd.readouterr().err
 
 
 def flip(path: Path, value: bytes) -> None:
