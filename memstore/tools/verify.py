@@ -14,7 +14,7 @@ from memstore.tools.output import Page, Report, counted
 
 ONLY_A_COPY = "estore it from a copy"
 """In the message of what nothing else helps against."""
-COLUMNS = ("kind", "document", "layer", "block", "message")
+COLUMNS = ("kind", "document", "layer", "block", "tokens", "message")
 
 
 def verify(memory: MemoryUrl) -> Report:
@@ -33,7 +33,7 @@ def verify(memory: MemoryUrl) -> Report:
 
     def text(page: Page) -> None:
         clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"
-        page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings], empty=clean)
+        page.table(COLUMNS, [_row(finding) for finding in findings], empty=clean)
         if findings:
             if opens and all(finding["kind"] != "crash" for finding in findings):
                 page.line(f"to see what can be put right: memstore repair {quote(memory)}")
@@ -77,6 +77,13 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int, int, Dropped
             return True, findings, 0, 0, {}
         dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
         return True, findings, len(documents), tokens, dropped
+
+
+def _row(finding: dict[str, Any]) -> list[object]:
+    """A finding as a row of the table, with the positions of its first and last token."""
+    tokens = finding["tokens"]
+    told = finding | {"tokens": None if tokens is None else f"{tokens[0]:,} to {tokens[1]:,}"}
+    return [told[column] for column in COLUMNS]
 
 
 def _in_words(blocks: list[tuple[int, int]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,7 +140,7 @@ def test_a_damaged_memory_is_told_by_verify(cli: Cli, memory: Path) -> None:
 
     done = cli("verify", memory)
     assert done.code == 4
-    assert "whale" in done.out
+    assert re.search(r"damaged +whale +0 +1 +4 to 7 ", done.out), "kind, document, layer, block, tokens"
     findings = cli("verify", memory, "--json").json["findings"]
     assert [(each["document"], each["layer"], each["block"]) for each in findings] == [("whale", 0, 1)]
 
