@@ -351,7 +351,8 @@ def make_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         strange = strangers(folder)
     except (FileExistsError, NotADirectoryError):
-        raise NotAMemory(f"{folder} is a file; a memory is a folder, choose another path") from None
+        what = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
+        raise NotAMemory(f"{folder} is {what}; a memory is a folder, choose another path") from None
     except OSError as error:
         raise ReadOnlyMemory(f"memory {folder} cannot be created ({error.strerror}); choose another folder") from None
     if strange:

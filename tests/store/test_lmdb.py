@@ -162,6 +162,13 @@ def test_something_else_there(tmp_path: Path) -> None:
             LmdbStore.open(tmp_path / name)
 
 
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotAMemory, match="m is a link to nothing"):
+        LmdbStore.create(tmp_path / "m")
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_creating_twice(tmp_path: Path) -> None:
     LmdbStore.create(tmp_path / "m").close()
     with pytest.raises(InvalidArgument, match="holds a memory already"):
