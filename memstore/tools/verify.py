@@ -8,16 +8,17 @@ from typing import Any
 
 import memstore
 from memstore.errors import DamagedError
+from memstore.tools.bars import waiting
 from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl
-from memstore.tools.output import Page, Report, counted
+from memstore.tools.output import Json, Page, Report, counted
 
 ONLY_A_COPY = "estore it from a copy"
 """In the message of what nothing else helps against."""
 COLUMNS = ("kind", "document", "layer", "block", "tokens", "message")
 
 
-def verify(memory: MemoryUrl) -> Report:
+def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
     """Check every stored value of a memory.
 
     The exit code is 4 if anything is damaged. The scan runs in a process of its own, so that it survives what it
@@ -29,7 +30,8 @@ def verify(memory: MemoryUrl) -> Report:
 
     In Python: memstore.Memory.verify.
     """
-    opens, findings, documents, tokens, dropped = _checked(memory)
+    with waiting("checking every value", show=not json):
+        opens, findings, documents, tokens, dropped = _checked(memory)
 
     def text(page: Page) -> None:
         clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"

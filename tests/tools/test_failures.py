@@ -167,6 +167,17 @@ def test_names_cannot_give_orders_to_the_terminal(cli: Cli, memory: Path, tmp_pa
     assert "ship, 'two\\nlines\\x1b[31m'" in cli("ask", evil, "Why?").err
 
 
+def test_checks_that_may_take_long_show_that_they_go_on(
+    cli: Cli, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    for verb in (["verify", memory], ["repair", memory], ["repair", memory, "--to", tmp_path / "saved"]):
+        says = "saving what can be read" if "--to" in verb else "checking every value"
+        assert says in cli(*verb).err
+        if "--to" not in verb:
+            assert cli(*verb, "--json").err == ""
+
+
 def test_a_progress_bar_shows_names_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("[/red]whale", "[red]whale", ":whale:"):
         with progress_bar(name, 0, 3, show=True) as advance:
