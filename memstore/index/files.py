@@ -39,6 +39,7 @@ def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         save_file(whole, partial, metadata=metadata)
+        partial.chmod(0o644)  # as the memory itself, which others may read
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)

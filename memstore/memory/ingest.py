@@ -20,7 +20,7 @@ def progress_bar(
 
     of = "" if total is None else f" of {total:,}"
     columns = (
-        TextColumn(f"{verb} {{task.description}}"),
+        TextColumn(f"{verb} {{task.description}}", markup=False),  # names may have brackets in them
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.completed:,.0f}{task.fields[of]} tokens, {task.fields[speed]:,.0f} tokens/s"),
@@ -29,7 +29,8 @@ def progress_bar(
     begun = time.perf_counter()
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         completed, of = (done, "") if total is None else (min(done, total), f" of {total:,}")
-        task = bar.add_task(name, total=total, completed=completed, of=of, speed=0.0)
+        shown = name if name.isprintable() else repr(name)  # nor is a terminal to obey them
+        task = bar.add_task(shown, total=total, completed=completed, of=of, speed=0.0)
         read = 0
 
         def advance(tokens: int) -> None:

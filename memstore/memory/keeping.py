@@ -21,6 +21,8 @@ WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
 """What an append does that the limit has no room for: fail, or forget other documents, oldest or least read first."""
 
 DAY = 24 * 3600.0
+LONGEST = 1000 * 366 * DAY
+"""Seconds that a time to live may be at most: what a calendar can tell, and long enough."""
 BELIEVED = 30 * DAY
 """Seconds between two writes that a clock is believed without being asked; see ``Keeping.believes``."""
 
@@ -53,8 +55,11 @@ class Keeping:
         """With another time to live of a document; None: for ever. Raises ``InvalidArgument``."""
         times = {number: when for number, when in self.expires.items() if number != document}
         if seconds is not None:
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-                raise InvalidArgument(f"seconds must be a positive number, or None for no end, not {seconds!r}.")
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < LONGEST:
+                raise InvalidArgument(
+                    "seconds must be a positive number, of a thousand years at most, or None for no end, "
+                    f"not {seconds!r}."
+                )
             times[document] = now + seconds
         return replace(self, expires=times, clock=now)
 

@@ -453,7 +453,8 @@ def _check_name(name: object) -> None:
     except UnicodeEncodeError:
         good = False
     if not good:
-        raise InvalidArgument(f"the name of a document is a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {name!r}.")
+        found = repr(name) if len(repr(name)) <= LONGEST_NAME else f"one that begins with {repr(name)[:50]}"
+        raise InvalidArgument(f"the name of a document is a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {found}.")
 
 
 def check_same(spec: MemorySpec, memory: Shared | Memory) -> None:

@@ -54,6 +54,8 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
         raise InvalidArgument("mode 'x' creates a memory, which needs a spec; pass spec=MemorySpec(...).")
+    if url in ("", "zarr:"):  # which pathlib would take for the folder that one is in
+        raise InvalidArgument(f"the path of the memory is empty: {str(url)!r}. Name a folder; the one you are in is ./")
     scheme = _SCHEME.match(url) if isinstance(url, str) else None
     if scheme is None:
         return _open_lmdb(Path(url), mode, blank)
@@ -63,7 +65,13 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         return _open_zarr(Path(str(url)[5:]), mode, blank)
     if remote.is_remote(url):
         return _open_remote(str(url), mode, blank)
-    return _plugin(scheme[1], str(url))(str(url), mode, blank)
+    found = _plugin(scheme[1], str(url))(str(url), mode, blank)
+    if not isinstance(found, Opened):
+        raise InvalidArgument(
+            f"the package that opens {scheme[1]}: gave a {type(found).__name__}, and not an Opened with a store in it; "
+            "tell its authors, who find in docs/stores.md what is expected."
+        )
+    return found
 
 
 def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> Opened:
@@ -115,13 +123,19 @@ def folder(url: str | Path) -> Path | None:
     return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
 
 
-def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], Opened]:
+def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], object]:
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:
         others = "".join(f", {name}:..." for name in sorted(plugins.names))
         here = f"a path (for a folder of this name, ./{url}), zarr:PATH, zarr+s3://BUCKET/PREFIX, ram:, ram:NAME"
         raise InvalidArgument(f"cannot open {url!r}: supported are {here}{others}.")
-    return cast("Callable[[str, Mode, Blank | None], Opened]", plugins[scheme].load())
+    try:
+        return cast("Callable[[str, Mode, Blank | None], object]", plugins[scheme].load())
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgument(
+            f"cannot open {url!r}: {plugins[scheme].value}, which another package brings for it, cannot be loaded "
+            f"({error}). Mend or remove that package."
+        ) from error
 
 
 def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:

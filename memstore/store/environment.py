@@ -179,6 +179,7 @@ def _identity(data: Path) -> tuple[int, int, int]:
             raise NotFound(
                 f"{data.parent} is an empty folder, not a memory; create one in it, or check the path"
             ) from None
+        check_not_lost(data.parent)
         if data.parent.is_dir() and not strangers(data.parent):
             raise unfinished(data.parent) from None
         raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}") from None
@@ -199,6 +200,15 @@ def strangers(folder: Path) -> list[str]:
 def check_exists(folder: Path) -> None:
     """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it."""
     _identity(folder / DATA_NAME)
+
+
+def check_not_lost(folder: Path) -> None:
+    """Raise ``DamagedError`` where there was a memory and its data file has gone: a new one must not take its place."""
+    if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():  # which is made before the reserve
+        raise DamagedError(
+            f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was touched; restore it "
+            "from a copy, or delete the folder to begin anew"
+        )
 
 
 def looks_like_ours(folder: Path) -> bool:
@@ -335,17 +345,19 @@ def sync_folder(folder: Path) -> None:
 def make_folder(folder: Path) -> Path:
     """Make the folder, or accept one that is empty or holds what an interrupted creation left.
 
-    Raises ``NotAMemory`` or ``ReadOnlyMemory``.
+    Raises ``NotAMemory``, ``ReadOnlyMemory``, or ``DamagedError`` where the data of a memory has gone.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         strange = strangers(folder)
     except (FileExistsError, NotADirectoryError):
-        raise NotAMemory(f"{folder} is a file; a memory is a folder, choose another path") from None
+        what = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
+        raise NotAMemory(f"{folder} is {what}; a memory is a folder, choose another path") from None
     except OSError as error:
         raise ReadOnlyMemory(f"memory {folder} cannot be created ({error.strerror}); choose another folder") from None
     if strange:
         raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
+    check_not_lost(folder)
     return folder
 
 

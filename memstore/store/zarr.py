@@ -97,9 +97,10 @@ class ZarrStore(BlockStore):
         ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` consecutive
         blocks of the tail share one LMDB value. ``batch`` is there when the memory is, or there is no memory.
 
-        Raises what ``LmdbStore.create`` raises.
+        Raises what ``LmdbStore.create`` raises, ``DamagedError`` also for shards whose tail has gone.
         """
         folder = _check_folder(Path(path))
+        _check_tail(folder)
         tail = Tail.create(folder / TAIL_NAME, blocks_per_value=blocks_per_value, batch=batch)
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
@@ -118,6 +119,7 @@ class ZarrStore(BlockStore):
         Raises what ``LmdbStore.open`` raises, and ``ForeignMemory`` for the shards of another memory.
         """
         folder = Path(path)
+        _check_tail(folder)
         if not (folder / TAIL_NAME).is_dir():
             raise _no_memory(folder)
         tail = Tail.open(folder / TAIL_NAME, read_only=read_only, check=check)
@@ -368,6 +370,16 @@ def _check_folder(folder: Path) -> Path:
             raise NotAMemory(f"{folder} holds a memory in LMDB; open it without zarr:, or choose another folder")
         raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
     return folder
+
+
+def _check_tail(folder: Path) -> None:
+    """Raise ``DamagedError`` for shards without the tail that names them: a new memory would take them for garbage."""
+    if not (folder / TAIL_NAME / DATA_NAME).exists() and any(each.is_dir() for each in (folder / "blocks").glob("*")):
+        raise DamagedError(
+            f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which says what they are, was "
+            "deleted or not copied. Nothing was touched; restore it from a copy, or choose another folder for a new "
+            "memory"
+        )
 
 
 def _no_memory(folder: Path) -> MemstoreError:

@@ -14,7 +14,7 @@ from memstore.tools import ask_models
 from memstore.tools.bars import index_bar
 from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
 from memstore.tools.options import TOP_K, Device, Index, MemoryUrl, Threads, TopK, use_threads
-from memstore.tools.output import Page, Report
+from memstore.tools.output import Page, Report, cell
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -95,7 +95,8 @@ def document_name(memory: Memory, wanted: str | None) -> str:
     if not names:
         raise NotFound("the memory holds no documents yet. Add one with: memstore read TEXT MEMORY")
     if wanted is None and len(names) > 1:
-        raise InvalidArgument(f"the memory holds several documents; choose one with --document: {', '.join(names)}")
+        shown = ", ".join(cell(quote(name)) for name in names[:10]) + (", ..." if len(names) > 10 else "")
+        raise InvalidArgument(f"the memory holds several documents; choose one with --document: {shown}")
     return memory.document(wanted).name if wanted is not None else names[0]
 
 

@@ -25,6 +25,19 @@ def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
 
 
 @contextmanager
+def waiting(what: str, *, show: bool) -> Iterator[None]:
+    """A bar on standard error for work that cannot tell how far it is: it moves, and tells for how long already."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield
+
+
+@contextmanager
 def index_bar() -> Iterator[None]:
     """A bar for indexes that searches have to build from the store first; none while there is nothing to build."""
     from memstore.memory.layer_index import watched

@@ -54,10 +54,12 @@ def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Re
 
 def parse_duration(text: str) -> float | None:
     """Seconds that a text such as ``30d`` means; None for ``never``. Raises ``InvalidArgument``."""
+    from memstore.memory.keeping import LONGEST
+
     if text.strip().lower() == "never":
         return None
     match = _DURATION.fullmatch(text.strip())
     seconds = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
-    if not 0 < seconds < 1000 * 366 * _UNITS["d"]:
+    if not 0 < seconds < LONGEST:
         raise InvalidArgument(f"--after must be a time such as 45m, 12h, 30d or 8w, or never, not {text!r}")
     return seconds

@@ -20,6 +20,7 @@ from memstore.errors import (
     StoreFull,
     UnsupportedModel,
 )
+from memstore.tools.output import printable
 
 OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
 
@@ -69,7 +70,7 @@ def report_failure(error: Exception, *, json: bool) -> int:
         kind = "UsageError" if usage else error.kind if isinstance(error, Mistake) else type(error).__name__
         print(jsonlib.dumps({"error": kind, "message": message}))
     else:
-        print(f"memstore: {message}", file=sys.stderr)
+        print(f"memstore: {printable(message)}", file=sys.stderr)
         if usage:
             print(f"Try '{_command_path(error)} --help'.", file=sys.stderr)
     return exit_code(error)

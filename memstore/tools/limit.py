@@ -55,6 +55,9 @@ def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullO
     def text(page: Page) -> None:
         most = "no limit" if rules["max_bytes"] is None else f"of at most {rules['max_bytes']:,}"
         page.line(f"{numbers['used_bytes']:,} bytes used, {most}; when full: {rules['when_full']}")
+        if rules["max_bytes"] is not None and numbers["used_bytes"] > rules["max_bytes"]:
+            what = "is refused" if rules["when_full"] == "refuse" else "forgets other documents, but no pinned ones"
+            page.line(f"that is more than the limit, so the next append {what}")
 
     return Report(data={"memory": memory, **data}, text=text)
 

@@ -69,10 +69,10 @@ def read(
 
     In Python: memstore.attach.attached.Attached.read, of what memstore.attach gives.
     """
-    document = default_name(text) if document is None else document
-    if not document:
+    if document == "":
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     content = read_text(text, encoding=encoding)
+    document = document or default_name(text)
     there, recorded = _existing(memory)
     model = model or recorded or SMOLLM2
     if ask_models.is_own(model):

@@ -10,9 +10,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.tools.bars import waiting
 from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl, lasting
-from memstore.tools.output import Page, Report
+from memstore.tools.output import Json, Page, Report
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; tell what would be done first.")]
 DropBlocks = Annotated[
@@ -33,7 +34,13 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do it. Without it nothing is c
 
 
 def repair(
-    memory: MemoryUrl, *, dry_run: DryRun = False, yes: Yes = False, drop_blocks: DropBlocks = False, to: To = None
+    memory: MemoryUrl,
+    *,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    drop_blocks: DropBlocks = False,
+    to: To = None,
+    json: Json = False,
 ) -> Report:
     """Make a damaged memory sound again.
 
@@ -51,9 +58,9 @@ def repair(
     if to is not None:
         if dry_run or yes or drop_blocks:
             raise InvalidArgument("--to only reads MEMORY: leave out --dry-run, --yes and --drop-blocks")
-        return _salvaged(memory, to)
+        return _salvaged(memory, to, show=not json)
     plan = dry_run or not yes
-    with memstore.open(memory) as opened:
+    with memstore.open(memory) as opened, waiting("checking every value", show=not json):
         done = opened.repair(dry_run=plan, drop_blocks=drop_blocks)
     steps, left = [asdict(step) for step in done.steps], [asdict(finding) for finding in done.left]
 
@@ -75,10 +82,11 @@ def repair(
     return Report(data=data, text=text, exit_code=DAMAGED if left else OK)
 
 
-def _salvaged(memory: str, target: str) -> Report:
+def _salvaged(memory: str, target: str, *, show: bool) -> Report:
     from memstore.memory.salvage import salvage
 
-    saved = salvage(memory, target)
+    with waiting("saving what can be read", show=show):
+        saved = salvage(memory, target)
     lost = any(each.tokens_lost or not each.document for each in saved)
 
     def text(page: Page) -> None:

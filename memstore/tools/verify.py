@@ -8,16 +8,17 @@ from typing import Any
 
 import memstore
 from memstore.errors import DamagedError
+from memstore.tools.bars import waiting
 from memstore.tools.failures import DAMAGED, OK
 from memstore.tools.options import MemoryUrl
-from memstore.tools.output import Page, Report, counted
+from memstore.tools.output import Json, Page, Report, counted
 
 ONLY_A_COPY = "estore it from a copy"
 """In the message of what nothing else helps against."""
-COLUMNS = ("kind", "document", "layer", "block", "message")
+COLUMNS = ("kind", "document", "layer", "block", "tokens", "message")
 
 
-def verify(memory: MemoryUrl) -> Report:
+def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
     """Check every stored value of a memory.
 
     The exit code is 4 if anything is damaged. The scan runs in a process of its own, so that it survives what it
@@ -29,11 +30,12 @@ def verify(memory: MemoryUrl) -> Report:
 
     In Python: memstore.Memory.verify.
     """
-    opens, findings, documents, tokens, dropped = _checked(memory)
+    with waiting("checking every value", show=not json):
+        opens, findings, documents, tokens, dropped = _checked(memory)
 
     def text(page: Page) -> None:
         clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"
-        page.table(COLUMNS, [[finding[column] for column in COLUMNS] for finding in findings], empty=clean)
+        page.table(COLUMNS, [_row(finding) for finding in findings], empty=clean)
         if findings:
             if opens and all(finding["kind"] != "crash" for finding in findings):
                 page.line(f"to see what can be put right: memstore repair {quote(memory)}")
@@ -77,6 +79,13 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int, int, Dropped
             return True, findings, 0, 0, {}
         dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
         return True, findings, len(documents), tokens, dropped
+
+
+def _row(finding: dict[str, Any]) -> list[object]:
+    """A finding as a row of the table, with the positions of its first and last token."""
+    tokens = finding["tokens"]
+    told = finding | {"tokens": None if tokens is None else f"{tokens[0]:,} to {tokens[1]:,}"}
+    return [told[column] for column in COLUMNS]
 
 
 def _in_words(blocks: list[tuple[int, int]]) -> str:

@@ -168,6 +168,12 @@ def test_a_damaged_index_is_built_anew(
     assert built == [100, 100]
 
 
+def test_whoever_may_read_the_memory_may_read_its_index(tmp_path: Path) -> None:
+    make(str(tmp_path / "m"))
+    rights = {path.stat().st_mode & 0o777 for path in (tmp_path / "m" / "index").iterdir()}
+    assert rights == {(tmp_path / "m" / "data.mdb").stat().st_mode & 0o777}
+
+
 def test_the_index_of_another_memory_is_not_used(tmp_path: Path) -> None:
     make(str(tmp_path / "m"))
     other_landmarks(tmp_path / "m")

@@ -309,7 +309,7 @@ def test_a_clock_that_jumps_deletes_nothing_until_asked(
         assert names(memory) == ["ship", "sea", "harpoon"]
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "long", True])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300, "long", True])
 def test_times_to_live_that_cannot_be(make_memory: MakeMemory, seconds: float) -> None:
     memory = make_memory()
     fill(memory, "whale")

@@ -153,6 +153,32 @@ def test_other_packages_bring_stores_by_entry_point(monkeypatch: pytest.MonkeyPa
         memstore.open("other:here")
 
 
+@pytest.mark.parametrize(
+    ("brought", "says"),
+    [
+        (lambda *_: RamStore(), "gave a RamStore, and not an Opened"),
+        (lambda *_: None, "gave a NoneType, and not an Opened"),
+        (
+            ImportError("no module named 'kept'"),
+            r"x:y, which another package .* cannot be loaded \(no module named 'kept",
+        ),
+    ],
+)
+def test_a_store_of_another_package_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, brought: object, says: str
+) -> None:
+    class Entry(EntryPoint):
+        def load(self) -> Any:
+            if isinstance(brought, ImportError):
+                raise brought
+            return brought
+
+    entries = EntryPoints([Entry(name="mine", value="x:y", group=urls.ENTRY_POINTS)])
+    monkeypatch.setattr(urls, "entry_points", lambda group: entries.select(group=group))
+    with pytest.raises(InvalidArgument, match=says):
+        memstore.open("mine:here", spec=make_spec())
+
+
 def test_an_unknown_index_is_an_error_at_once() -> None:
     with pytest.raises(InvalidArgument, match="there is: auto, "):
         memstore.open("ram:", spec=make_spec(), index="hnsw")

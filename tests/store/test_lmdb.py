@@ -162,6 +162,13 @@ def test_something_else_there(tmp_path: Path) -> None:
             LmdbStore.open(tmp_path / name)
 
 
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotAMemory, match="m is a link to nothing"):
+        LmdbStore.create(tmp_path / "m")
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_creating_twice(tmp_path: Path) -> None:
     LmdbStore.create(tmp_path / "m").close()
     with pytest.raises(InvalidArgument, match="holds a memory already"):
@@ -177,6 +184,16 @@ def test_a_truncated_memory_is_not_taken_for_one_never_made(tmp_path: Path, leng
         with pytest.raises(DamagedError, match=f"was truncated: {length} bytes"):
             open_or_create(tmp_path / "m")
     assert (tmp_path / "m" / "data.mdb").stat().st_size == length
+
+
+def test_a_memory_whose_data_has_gone_is_not_taken_for_one_never_made(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    (tmp_path / "m" / "data.mdb").unlink()
+    before = sorted((tmp_path / "m").iterdir())
+    for open_or_create in (LmdbStore.open, LmdbStore.create):
+        with pytest.raises(DamagedError, match=r"has lost its data.mdb.*restore it from a copy"):
+            open_or_create(tmp_path / "m")
+    assert sorted((tmp_path / "m").iterdir()) == before
 
 
 @pytest.mark.parametrize("step", ["link", "posix_fallocate"])

@@ -429,6 +429,24 @@ def test_memories_are_not_mistaken_for_one_another(tmp_path: Path) -> None:
     reader.close()
 
 
+@pytest.mark.parametrize("lost", ["tail", "tail/data.mdb"])
+def test_shards_whose_tail_has_gone_are_not_garbage(tmp_path: Path, lost: str) -> None:
+    store = open_zarr(tmp_path / "m")
+    put_blocks(store, range(11))
+    store.close()
+    path = tmp_path / "m" / lost
+    path.rename(tmp_path / "elsewhere")
+    shards = shard_files(tmp_path / "m")
+    for open_or_create in (ZarrStore.open, ZarrStore.create):
+        with pytest.raises(DamagedError, match=r"has blocks in shards, but tail/data.mdb.*Nothing was touched"):
+            open_or_create(tmp_path / "m")
+    assert shards == shard_files(tmp_path / "m") != []
+    (tmp_path / "elsewhere").rename(path)
+    store = open_zarr(tmp_path / "m")
+    check_blocks(store, range(11))
+    store.close()
+
+
 def test_verify_names_the_document_whose_shard_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * G * S * D)
     url = f"zarr:{tmp_path}/m"

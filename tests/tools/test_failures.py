@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from memstore.errors import (
     StoreFull,
     UnsupportedModel,
 )
+from memstore.memory.ingest import progress_bar
 from memstore.tools.failures import Interrupted, exit_code
 from tests.tools.conftest import Cli
 
@@ -92,6 +94,9 @@ def test_every_error_has_its_exit_code(error: type[MemstoreError], code: int) ->
         (["read", "{binary}", "{memory}"], 2, "--encoding"),
         (["read", "{empty}", "{memory}"], 2, "is empty"),
         (["read", "{folder}", "{memory}"], 2, "is a folder"),
+        (["read", ".", "{memory}"], 2, "is a folder"),
+        (["ls", ""], 2, "the path of the memory is empty"),
+        (["read", "{text}", ""], 2, "the path of the memory is empty"),
         (["read", "{missing}", "{memory}"], 3, "no file"),
         (["read", "{text}", "{text}"], 3, "{text}"),
         (["read", "{text}", "{memory}", "--model", "./no"], 3, "no model directory ./no"),
@@ -135,7 +140,7 @@ def test_a_damaged_memory_is_told_by_verify(cli: Cli, memory: Path) -> None:
 
     done = cli("verify", memory)
     assert done.code == 4
-    assert "whale" in done.out
+    assert re.search(r"damaged +whale +0 +1 +4 to 7 ", done.out), "kind, document, layer, block, tokens"
     findings = cli("verify", memory, "--json").json["findings"]
     assert [(each["document"], each["layer"], each["block"]) for each in findings] == [("whale", 0, 1)]
 
@@ -143,6 +148,41 @@ def test_a_damaged_memory_is_told_by_verify(cli: Cli, memory: Path) -> None:
     assert shown.code == 4
     assert "whale" in shown.err
     assert cli("show", memory, "whale", 0).code == 0
+
+
+def test_names_cannot_give_orders_to_the_terminal(cli: Cli, memory: Path, tmp_path: Path) -> None:
+    """Neither in errors nor beside a progress bar."""
+    evil = tmp_path / "[red]\x1b[31m"
+    memory.rename(evil)
+    cli("fork", evil, "whale", "two\nlines\x1b[31m")
+    for done in (
+        cli("ask", evil, "Why?"),
+        cli("ls", evil / "none"),
+        cli("copy", evil, tmp_path / "copy"),
+        cli("diff", evil, tmp_path / "copy"),
+    ):
+        assert "\x1b" not in done.out + done.err
+        assert len(done.err.splitlines()) == 1, done
+        assert "mistake" not in done.err
+    assert "ship, 'two\\nlines\\x1b[31m'" in cli("ask", evil, "Why?").err
+
+
+def test_checks_that_may_take_long_show_that_they_go_on(
+    cli: Cli, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    for verb in (["verify", memory], ["repair", memory], ["repair", memory, "--to", tmp_path / "saved"]):
+        says = "saving what can be read" if "--to" in verb else "checking every value"
+        assert says in cli(*verb).err
+        if "--to" not in verb:
+            assert cli(*verb, "--json").err == ""
+
+
+def test_a_progress_bar_shows_names_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("[/red]whale", "[red]whale", ":whale:"):
+        with progress_bar(name, 0, 3, show=True) as advance:
+            advance(3)
+        assert f"reading {name} " in capfd.readouterr().err
 
 
 def flip(path: Path, value: bytes) -> None:

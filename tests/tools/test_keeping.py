@@ -77,6 +77,13 @@ def test_pins_and_limits(cli: Cli, memory: Path) -> None:
     assert "no limit; when full: evict-oldest-document" in cli("limit", memory).out
 
 
+def test_a_limit_below_what_is_there_says_what_comes_of_it(cli: Cli, memory: Path) -> None:
+    said = "that is more than the limit, so the next append"
+    assert f"{said} is refused" in cli("limit", memory, "--max-bytes", "1KB").out
+    assert f"{said} forgets other documents" in cli("limit", memory, "--when-full", "evict-least-read").out
+    assert said not in cli("limit", memory, "--max-bytes", "1GB").out
+
+
 def test_a_document_expires(cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "utc", lambda: 86_400.0)
     done = cli("expire", memory, "whale", "--after", "36h")
