@@ -101,7 +101,7 @@ class LayerView:
         ids = _as_ids(blocks)
 
         def read(state: DocumentState) -> list[Tensor]:
-            return self._shared.blocks.stored(self._wanted(ids, state), self._unedited(state))
+            return self._shared.blocks.stored(self._wanted(ids, state), self._unmoved(state, ids))
 
         return self._steadily(ids, read)
 
@@ -134,7 +134,7 @@ class LayerView:
         gone = dropped(state)
         ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]
         if ids:
-            self._shared.blocks.prefetch(self._wanted(ids, state), self._unedited(state))
+            self._shared.blocks.prefetch(self._wanted(ids, state), self._unmoved(state, ids))
 
     def sound(self, blocks: Sequence[int]) -> list[int]:
         """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
@@ -155,20 +155,18 @@ class LayerView:
         self._searchable()
         if blocks.step != 1:
             raise InvalidArgument(f"blocks must be a range of step 1, not {blocks}.")
-        self._check_live(blocks)
         spec = self._shared.spec
-        if not blocks:
-            return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
         while True:
-            edits = self._handle.current().edits
+            state = self._check_live(blocks)
+            if not blocks:
+                return torch.empty(0, spec.key_heads, spec.keys_per_block, spec.key_dim)
             try:
                 landmarks = self._read_landmarks(blocks)
             except DamagedError as error:
                 self._check_live(blocks)  # they may have left in the meantime
                 raise self._blame_landmarks(blocks, error) from error
-            if self._handle.current().edits == edits:  # else the runs may be of different moments
+            if self._unmoved(state, blocks)():  # else the runs may be of different moments
                 return landmarks
-            self._check_live(blocks)
 
     def _read_landmarks(self, blocks: range) -> Tensor:
         runs = self._shared.runs(self._layer)
@@ -188,16 +186,22 @@ class LayerView:
         """Blocks from here on are not complete."""
         return max(state.first, state.tokens // self._shared.spec.block_size)
 
-    def _unedited(self, state: DocumentState) -> Callable[[], bool]:
-        """Whether the document was truncated since it was in ``state``: then the names of its blocks are others."""
+    def _unmoved(self, state: DocumentState, blocks: Sequence[int]) -> Callable[[], bool]:
+        """Whether ``blocks`` are still what they were when the document was in ``state``, all of them.
 
-        def unedited() -> bool:
+        Complete blocks are until it is truncated. An incomplete one is until the document grows, and others may leave
+        when it does: its new states beside their old ones would be of no moment at all.
+        """
+        grows = bool(blocks) and max(blocks) >= self._stop(state)
+
+        def unmoved() -> bool:
             try:
-                return self._handle.current().edits == state.edits
+                now = self._handle.current()
             except MemstoreError:  # forgotten, or closed
                 return False
+            return now.edits == state.edits and (not grows or now.tokens == state.tokens)
 
-        return unedited
+        return unmoved
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
@@ -257,7 +261,7 @@ class LayerView:
         self._read([block], self._handle.current())
 
     def _read(self, blocks: list[int], state: DocumentState, device: torch.device | None = None) -> dict[str, Tensor]:
-        return self._shared.blocks.read(self._wanted(blocks, state), self._unedited(state), device)
+        return self._shared.blocks.read(self._wanted(blocks, state), self._unmoved(state, blocks), device)
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from memstore.errors import NotFound
 from memstore.memory import Document
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import KEY_DIM, G, S, append, check_content, in_blocks, random_tokens, states
@@ -100,3 +103,29 @@ def test_documents_can_be_written_from_several_threads(make_memory: MakeMemory) 
     for seed in range(4):
         check_content(memory.document(f"d{seed}"), random_tokens(30, seed))
     assert memory.verify() == []
+
+
+@pytest.mark.parametrize("question", ["gather", "landmarks"])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_last_block_that_grows_while_others_leave_is_not_mixed_with_them(
+    make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch, codec: str, question: str
+) -> None:
+    memory = make_memory(capacity=6, codec=codec)
+    document, tokens = memory.document("a"), random_tokens(9 * S)
+    append(document, tokens[: 5 * S + 1])
+    view, store = document.layer(0), memory._shared.store
+    view.gather(range(5))  # into host memory, where they stay when they leave
+
+    def growing(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            append(document, tokens[5 * S + 1 :])
+            return read(*arguments)
+
+        return reading
+
+    for name in ("gather", "get", "read"):
+        monkeypatch.setattr(store, name, growing(getattr(store, name)))
+    with pytest.raises(NotFound, match="no block 0; it has blocks 3 to 8"):
+        getattr(view, question)(range(6))
+    assert document.n_blocks == 9
