@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 PLACE = NEEDLE // BLOCK
-PATIENCE = 20.0  # seconds, on a machine that does other things too
+PATIENCE = 60.0  # seconds, on a machine that does other things too
 RECORD = """
 import sys, memstore
 from memstore.memory import recorder as recording
