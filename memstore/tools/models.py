@@ -76,11 +76,17 @@ def lasting_name(name: str) -> str:
 
 def own_kind(source: str) -> str | None:
     """What the model in a folder is if it brings its own way to a memory, such as "memstore-drt"; None for others."""
-    try:
-        kind = json.loads((Path(source) / "config.json").read_text("utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
+    kind = _config(source).get("model_type")
     return kind if kind in OWN_KINDS else None
+
+
+def _config(source: str) -> dict[str, Any]:
+    """What ``config.json`` of a model in a folder says; nothing where there is none, or none that can be read."""
+    try:
+        config = json.loads((Path(source) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def is_drt(name: str) -> bool:
@@ -90,6 +96,8 @@ def is_drt(name: str) -> bool:
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
     """Load the model called ``name``, in evaluation mode, with its tokenizer."""
+    from memstore.eval.models import STOCK_MEMORY
+
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
@@ -98,6 +106,12 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
         raise UnsupportedModel(
             f"{name} is a {OWN_KINDS[kind]}, which brings its own way to a memory: memstore read and ask use it, and "
             "in Python its Reader does"
+        )
+    if _config(source).get(STOCK_MEMORY):
+        raise UnsupportedModel(
+            f"{name} is a stock model with a memory of tokens of its own, and attaching another would leave that one "
+            "out: memstore eval perplexity and eval lookup use it, and in Python "
+            "memstore.models.memorizing.load_knn_memory does"
         )
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)

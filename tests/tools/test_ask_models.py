@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import memstore
 from memstore.eval.models import shipped_model
+from memstore.models.memorizing import add_knn_memory
 from memstore.tools import models
 from memstore.tools.models import lasting_name, load_tokenizer, own_kind, resolve_model
 from tests.eval.drts import save_drt
@@ -110,6 +112,19 @@ def test_tokenizers_load_without_the_model(kind: str, folders: dict[str, Path]) 
     assert load_tokenizer(str(folders[kind])).decode([ord("A") - 33]) == "A"
     with pytest.raises(memstore.UnsupportedModel, match="its own way to a memory"):
         models.load_model(str(folders[kind]))
+
+
+def test_a_stock_model_with_a_memory_of_its_own_is_not_read_without_it(
+    cli: Cli, text: Path, tmp_path: Path, model_folder: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    add_knn_memory(model, layer=0)
+    model.save_pretrained(tmp_path / "remembers")
+    done = cli("read", text, tmp_path / "log.mem", "--model", tmp_path / "remembers")
+    assert done.code == 5, done.err
+    assert "a memory of tokens of its own" in done.err
+    assert "load_knn_memory" in done.err
+    assert not (tmp_path / "log.mem").exists()
 
 
 def test_landmark_models_retrieve_as_many_blocks_as_they_are_told(
