@@ -26,6 +26,8 @@ _HOMES = {
     "faiss": ("memstore.index.faiss", "FaissIndex"),
     "milvus": ("memstore.index.milvus", "MilvusIndex"),
 }
+BUILT_IN = frozenset(_HOMES)
+"""Kinds that come with memstore."""
 _NAMES = {name: home for home, name in _HOMES.values()}
 
 

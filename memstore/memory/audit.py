@@ -30,7 +30,8 @@ class Finding:
 
     kind: str
     """``damaged`` (a value is not what was written), ``missing``, ``unknown`` (nothing refers to it), ``mismatch``
-    (whole, but not what belongs there), or ``crash`` (the check itself could not go on)."""
+    (whole, but not what belongs there), ``index`` (the file of an index is damaged: it is built anew, and nothing is
+    lost), or ``crash`` (the check itself could not go on)."""
     message: str
     """What was expected and what was found."""
     document: str | None = None

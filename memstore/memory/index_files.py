@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.index import VectorIndex
+from memstore.index import BUILT_IN, VectorIndex, files
 from memstore.memory.places import Places
 from memstore.memory.runs import Runs
 from memstore.memory.spec import MemorySpec
@@ -87,7 +87,7 @@ class IndexFiles:
         partial.write_text(json.dumps(about))
         partial.replace(self._folder / f"{stem}.json")
         for path in old:
-            _remove(path)
+            remove(path)
 
     def sweep(self, states: Mapping[int, DocumentState]) -> None:
         """Remove the files of documents that are gone or were truncated, of all kinds, and what was left unfinished.
@@ -100,7 +100,7 @@ class IndexFiles:
         for path, about in told.items():
             state = states.get(about.get("document", -1))
             if state is None or state.edits != about.get("edits") or state.first > about.get("first", 0):
-                _remove(path)
+                remove(path)
         for path in [*self._folder.glob("*.partial"), *self._folder.glob("*.index")]:
             if path.suffix == ".partial" or not path.with_suffix(".json").exists():
                 path.unlink(missing_ok=True)
@@ -152,6 +152,29 @@ def folder_of(path: Path | None) -> Path | None:
     return None if path is None else path / FOLDER
 
 
+def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
+    """Files in ``folder`` that say of an index what it was made from, where it or they are damaged, and what is wrong.
+
+    What an index of another package writes only that package can check.
+    """
+    for path in sorted(folder.glob("*.json")) if folder else ():
+        about = _read(path)
+        try:
+            if about is None:
+                raise DamagedError(f"{path} is damaged: it is not what was written. Rebuild the index.")
+            if str(about.get("index")).partition(":")[0] in BUILT_IN:
+                files.load(path.with_suffix(".index"), {})
+        except (DamagedError, NotFound) as error:
+            if path.exists():  # else a writer has put another in its place
+                yield path, str(error)
+
+
+def remove(path: Path) -> None:
+    """Remove an index, which will be built anew; ``path`` is the file that says what it was made from."""
+    for file in (path, path.with_suffix(".index")):
+        file.unlink(missing_ok=True)
+
+
 def _spread(blocks: range) -> list[int]:
     """Up to ``SAMPLES`` of ``blocks``, the first and the last among them."""
     if len(blocks) <= SAMPLES:
@@ -175,8 +198,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and path.stem.endswith(_digest(about)) else None
-
-
-def _remove(path: Path) -> None:
-    for file in (path, path.with_suffix(".index")):
-        file.unlink(missing_ok=True)

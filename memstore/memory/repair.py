@@ -17,9 +17,11 @@ from memstore.errors import DamagedError
 from memstore.memory.audit import Audit, Finding
 from memstore.memory.document import Document
 from memstore.memory.dropping import losses, outcomes, without_blocks, without_hashes
+from memstore.memory.index_files import damaged, folder_of, remove
 from memstore.memory.keeping import lost_keys
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.state import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.urls import folder
 from memstore.store.checks import MAX_ITEM, MAX_LAYER
 from memstore.store.contract import Batch, Key
 
@@ -89,7 +91,7 @@ class Repair:
         steps = list(self._unknown(batch, audit.unknown))
         if batch.deletes and not dry_run:
             self._shared.store.write(batch)
-        return [*steps, *cure(findings, dry_run)]
+        return [*steps, *self._indexes(dry_run), *cure(findings, dry_run)]
 
     def _numbers(self, batch: Batch, audit: Audit) -> Iterator[Step]:
         """The number of the next document."""
@@ -139,6 +141,13 @@ class Repair:
             batch.delete(first, last)
         if unknown:
             yield Step(message=f"values that no document refers to were removed, in {len(unknown)} places")
+
+    def _indexes(self, dry_run: bool) -> Iterator[Step]:
+        """Kept indexes that are damaged: they are built anew, so they go."""
+        for path, _ in damaged(folder_of(folder(self._shared.url))):
+            if not dry_run:
+                remove(path)
+            yield Step(message=f"the kept index {path.stem} was damaged; it is built anew where it is wanted")
 
     def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
         """Cut each document where its first unsound block is."""

@@ -17,7 +17,8 @@ from shlex import quote
 
 from memstore.errors import MemstoreError
 from memstore.memory.audit import Audit, Finding
-from memstore.memory.urls import open_unchecked
+from memstore.memory.index_files import damaged, folder_of
+from memstore.memory.urls import folder, open_unchecked
 from memstore.store.contract import BlockStore
 
 _ATTEMPTS = 5
@@ -37,6 +38,12 @@ def check(store: BlockStore) -> list[Finding]:
         if not findings or store.version() == version:
             return findings
     return findings
+
+
+def damaged_indexes(url: str) -> list[Finding]:
+    """What is wrong with the indexes that are kept beside a memory on disk."""
+    found = damaged(folder_of(folder(url)))
+    return [Finding(kind="index", message=f"{what} It is built anew where it is wanted.") for _, what in found]
 
 
 def in_child(path: str) -> list[Finding]:
@@ -76,7 +83,7 @@ def main(path: str) -> None:
     except MemstoreError as error:
         findings = [Finding(kind="damaged", message=str(error))]
     else:
-        findings = check(store)
+        findings = [*check(store), *damaged_indexes(path)]
         store.close()
     for finding in findings:
         _say(asdict(finding))

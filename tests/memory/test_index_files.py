@@ -15,6 +15,7 @@ import memstore
 from memstore.errors import ReadOnlyMemory
 from memstore.index import ExactIndex
 from memstore.memory import Memory, layer_index
+from memstore.memory.verify import damaged_indexes
 from memstore.testing.indexes import brute_force, small_integers
 from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, landmarks, make_spec, random_tokens
 
@@ -166,6 +167,26 @@ def test_a_damaged_index_is_built_anew(
     with memstore.open(tmp_path / "m", mode="r", index=index) as memory:
         check_search(memory)
     assert built == [100, 100]
+
+
+@pytest.mark.parametrize("harm", DAMAGE)
+@pytest.mark.parametrize("index", KINDS)
+def test_damage_to_an_index_is_named(tmp_path: Path, harm: Callable[[Path], None], index: str) -> None:
+    make(str(tmp_path / "m"), index)
+    assert damaged_indexes(str(tmp_path / "m")) == []
+    harm(tmp_path / "m")
+    assert [finding.kind for finding in damaged_indexes(str(tmp_path / "m"))] == ["index", "index"]
+
+
+def test_repair_removes_a_damaged_index(tmp_path: Path) -> None:
+    url = f"zarr:{tmp_path / 'm'}"
+    make(url)
+    flip_a_bit(tmp_path / "m")
+    with memstore.open(url) as memory:
+        done = memory.repair()
+        assert [step.tokens_lost for step in done.steps] == [0, 0]
+        assert done.left == []
+        check_search(memory)
 
 
 def test_whoever_may_read_the_memory_may_read_its_index(tmp_path: Path) -> None:
