@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+
+LARGEST_ID = (1 << 63) - 1
+LARGEST = 1e15
+"""No number of a key or a query is larger: products, squares and their sums stay within float32."""
 
 
 def check_ids(ids: Tensor) -> None:
@@ -19,28 +25,31 @@ def check_ids(ids: Tensor) -> None:
 
 
 def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """``keys`` must be finite floating point of ``shape`` ``[n, G, P, D]``."""
+    """``keys`` must be floating point of ``shape`` ``[n, G, P, D]``, no number beyond ``LARGEST``."""
     if tuple(keys.shape) != shape or not keys.is_floating_point():
         raise InvalidArgument(f"keys must be floating point of shape {list(shape)}, not {_describe(keys)}.")
-    if not _all_finite(keys):
-        raise InvalidArgument("keys must be finite; these contain NaN or infinity, which no search can order.")
+    check_numbers("keys", keys)
 
 
-def _all_finite(keys: Tensor) -> bool:
+def check_numbers(name: str, numbers: Tensor) -> None:
+    """``numbers`` must be finite, and none beyond ``LARGEST``; ``name`` is what an error calls them."""
     # One pass over the keys where isfinite takes four; NaN passes through a minimum.
-    return not keys.numel() or all(bool(end.isfinite()) for end in keys.aminmax())
+    most = max(abs(float(end)) for end in numbers.aminmax()) if numbers.numel() else 0.0
+    if not math.isfinite(most):
+        raise InvalidArgument(f"{name} must be finite; these contain NaN or infinity, which no search can order.")
+    if most > LARGEST:
+        raise InvalidArgument(f"{name} must lie within {LARGEST:g}; these reach {most:g}, whose products overflow.")
 
 
 def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
-    """``queries`` must be finite floating point ``[H, T, D]`` with H a multiple of the key heads."""
+    """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``."""
     if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
         raise InvalidArgument(f"queries must be floating point of shape [H, T, {key_dim}], not {_describe(queries)}.")
     if queries.shape[0] == 0 or queries.shape[0] % key_heads:
         raise InvalidArgument(
             f"queries have {queries.shape[0]} heads; expected a multiple of the index's {key_heads} key heads."
         )
-    if not bool(queries.isfinite().all()):
-        raise InvalidArgument("queries must be finite; these contain NaN or infinity, which no search can order.")
+    check_numbers("queries", queries)
 
 
 def check_top_k(k: int) -> None:
@@ -55,6 +64,17 @@ def check_allowed(allowed: range | Tensor | None) -> None:
         raise InvalidArgument(f"allowed must be a range or int64 ids of shape [n], not {_describe(allowed)}.")
     if not isinstance(allowed, range | Tensor | None):
         raise InvalidArgument(f"allowed must be a range, int64 ids or None, not a {type(allowed).__name__}.")
+    if isinstance(allowed, range) and max(map(abs, (allowed.start, allowed.stop, allowed.step))) > LARGEST_ID:
+        raise InvalidArgument(f"allowed must be of block ids, which are int64, not {allowed}.")
+
+
+def allows(allowed: range | Tensor, ids: Tensor) -> Tensor:
+    """Which of ``ids [n]`` are ``allowed``, which ``check_allowed`` has passed. No range is ever written out."""
+    if isinstance(allowed, Tensor):
+        return torch.isin(ids, allowed.to(ids.device))
+    rising = allowed if allowed.step > 0 else allowed[::-1]
+    inside = (ids >= rising.start) & (ids < rising.stop)
+    return inside if rising.step == 1 else inside & (ids % rising.step == rising.start % rising.step)
 
 
 def _describe(tensor: Tensor) -> str:

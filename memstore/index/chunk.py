@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memstore.index.checks import allows
 from memstore.index.codes import Codes
 from memstore.index.frame import Frame
 
@@ -122,15 +123,8 @@ class Chunk:
     def wanted(self, allowed: range | Tensor | None) -> Tensor:
         """Which rows ``[used]`` hold a block that is ``allowed``."""
         ids = self.ids[: self.used]
-        wanted = self.alive[: self.used].clone()
-        match allowed:
-            case Tensor():
-                wanted &= torch.isin(ids, allowed.to(ids.device))
-            case range(step=1):
-                wanted &= (ids >= allowed.start) & (ids < allowed.stop)
-            case range():
-                wanted &= torch.isin(ids, torch.tensor(allowed, dtype=torch.int64, device=ids.device))
-        return wanted
+        alive = self.alive[: self.used]
+        return alive.clone() if allowed is None else alive & allows(allowed, ids)
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""

@@ -420,11 +420,7 @@ def _found(head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, 
 
 def _wanted(base: Base, allowed: range | Tensor | None) -> Tensor:
     """Which of the blocks ``[n]`` of the clusters may be found."""
-    if allowed is None:
-        return ~base.dead
-    if isinstance(allowed, range) and allowed.step == 1:
-        return ~base.dead & (base.ids >= allowed.start) & (base.ids < allowed.stop)
-    return ~base.dead & torch.isin(base.ids, torch.as_tensor(allowed, dtype=torch.int64))
+    return ~base.dead if allowed is None else ~base.dead & checks.allows(allowed, base.ids)
 
 
 def _best(found: Found, k: int) -> Found:

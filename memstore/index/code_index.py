@@ -223,10 +223,8 @@ class CodeIndex(VectorIndex):
         """The rows of the allowed blocks, in the order of their ids."""
         checks.check_allowed(allowed)
         wanted = self._ids >= 0
-        if isinstance(allowed, range) and allowed.step == 1:
-            wanted &= (self._ids >= allowed.start) & (self._ids < allowed.stop)
-        elif allowed is not None:
-            wanted &= torch.isin(self._ids, torch.as_tensor(allowed, dtype=torch.int64))
+        if allowed is not None:
+            wanted &= checks.allows(allowed, self._ids)
         rows = wanted.nonzero().squeeze(1)
         return rows[self._ids[rows].argsort()]
 

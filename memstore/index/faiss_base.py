@@ -5,6 +5,7 @@ It is never added to. A block that leaves is taken out of inverted lists, and hi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import faiss_gpu
+from memstore.index.checks import allows
 
 ADDED_KEYS = 1 << 16
 """Keys that are converted and added at a time."""
@@ -23,6 +25,10 @@ TRAINING_KEYS = 39
 """Keys for each list that FAISS wants to train with, at least."""
 MOST_TRAINING_KEYS = 64
 """Of more it does not get, for k-means over a million keys and 4,096 lists takes minutes; FAISS itself takes 256."""
+LARGEST_NUMBER = 1 << 22
+"""Of lists, links and candidates: FAISS makes room for as many as it is told to, before there are keys."""
+FEWEST_LINKS = 2
+"""Of a key in HNSW: with fewer FAISS ends the process."""
 Array = npt.NDArray[Any]
 
 
@@ -40,6 +46,8 @@ class Settings(NamedTuple):
 
 def parse(text: str) -> Settings:
     """Raises ``InvalidArgument``, naming what is wrong."""
+    if any(int(number) > LARGEST_NUMBER for number in re.findall(r"\d+", text)):
+        raise InvalidArgument(f"faiss:{text}: no number in it may be larger than {LARGEST_NUMBER:,}.")
     factory, *options = text.split(";")
     values: dict[str, int] = {}
     for option in options:
@@ -65,6 +73,8 @@ def library() -> ModuleType:
 def make(factory: str, dim: int) -> Any:
     """An empty FAISS index for inner products. Raises ``InvalidArgument`` for what cannot be used here."""
     faiss = library()
+    if any(int(links) < FEWEST_LINKS for links in re.findall(r"HNSW(\d+)", factory)):
+        raise InvalidArgument(f"faiss:{factory}: a key needs at least {FEWEST_LINKS} links; HNSW32 gives it 32.")
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -76,6 +86,8 @@ def make(factory: str, dim: int) -> Any:
             f"faiss:{factory} ({type(index).__name__}) cannot filter or remove. Use Flat, SQ8, HNSW32, IVF1024,Flat, "
             "IVF1024,SQ8 or IVF1024,PQ16np; winners are always scored again in float32."
         )
+    if isinstance(index, faiss.IndexIVF) and index.nlist < 1:
+        raise InvalidArgument(f"faiss:{factory}: there must be at least one list; write IVF1024 for 1,024 of them.")
     return index
 
 
@@ -135,10 +147,7 @@ class Base:
         """Which rows ``[n]`` may be found; None where FAISS needs no filter for that."""
         if allowed is None:
             return None if self._removes or not self.hidden else self.alive
-        if isinstance(allowed, range) and allowed.step == 1:
-            return self.alive & (self.ids >= allowed.start) & (self.ids < allowed.stop)
-        numbers = allowed if isinstance(allowed, Tensor) else torch.tensor(allowed, dtype=torch.int64)
-        return self.alive & torch.isin(self.ids, numbers.cpu())
+        return self.alive & allows(allowed, self.ids)
 
     def candidates(self, queries: Tensor, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Tensor:
         """Places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for what repeats."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +30,9 @@ class Content(NamedTuple):
 def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write to a file beside ``path``, then put it in its place: a crash leaves the old file or the new one.
 
-    ``facts`` are JSON values that ``load`` has to meet again.
+    ``facts`` are JSON values that ``load`` has to meet again. Raises ``OSError``, with the old file as it was.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -43,6 +46,9 @@ def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+    except SafetensorError as error:  # its word for a full disk, and for a folder that is gone
+        number = int(found[1]) if (found := re.search(r"os error (\d+)", str(error))) else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
 

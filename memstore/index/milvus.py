@@ -219,6 +219,11 @@ def _connect(where: str) -> Any:
     try:
         return pymilvus.MilvusClient(str(Path(where).expanduser()) if not server else where, timeout=10)
     except (pymilvus.MilvusException, OSError) as error:
+        if not server:
+            raise MemstoreError(
+                f"Milvus cannot open {where}: {error}. One process at a time has such a file: give each one its own "
+                "(it is filled from the memory), or use index='exact'."
+            ) from error
         raise MemstoreError(f"no Milvus answers at {where}: {error}. Start it, or use index='exact'.") from error
 
 
@@ -228,7 +233,8 @@ def _among(there: set[int], allowed: range | Tensor | None) -> str | None:
         return "" if there else None
     if isinstance(allowed, range) and allowed.step == 1:
         return f" and block >= {allowed.start} and block < {allowed.stop}" if there and allowed else None
-    wanted = sorted(there & {int(block) for block in allowed})
+    among = allowed if isinstance(allowed, range) else set(allowed.tolist())
+    wanted = sorted(block for block in there if block in among)
     return f" and block in {wanted}" if wanted else None
 
 

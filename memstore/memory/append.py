@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.index.checks import check_numbers
 from memstore.memory.coding import encode_blocks
 from memstore.memory.hashes import beginning
 from memstore.memory.history import chain
@@ -213,8 +214,7 @@ class Append:
         if landmarks is None or not landmarks.is_floating_point() or list(landmarks.shape) != expected:
             found = "none" if landmarks is None else f"{landmarks.dtype} {list(landmarks.shape)}"
             raise InvalidArgument(f"layer {layer}, landmarks: expected floating point {expected}, not {found}.")
-        if not bool(landmarks.isfinite().all()):
-            raise InvalidArgument(f"layer {layer}, landmarks: they contain NaN or infinity, which no search can order.")
+        check_numbers(f"layer {layer}, landmarks", landmarks)
         return landmarks.detach().cpu()
 
 

@@ -101,15 +101,17 @@ class IndexFiles:
             state = states.get(about.get("document", -1))
             if state is None or state.edits != about.get("edits") or state.first > about.get("first", 0):
                 remove(path)
-        for path in [*self._folder.glob("*.partial"), *self._folder.glob("*.index")]:
-            if path.suffix == ".partial" or not path.with_suffix(".json").exists():
+        # A process that was killed while it saved leaves a .partial, or what safetensors makes of it first, a .tmp.
+        unfinished = {*self._folder.glob("*.partial"), *self._folder.glob(".tmp*")}
+        for path in [*unfinished, *self._folder.glob("*.index")]:
+            if path in unfinished or not path.with_suffix(".json").exists():
                 path.unlink(missing_ok=True)
 
     def told(self) -> Iterator[Mapping[str, Any]]:
-        """What every file of this kind of index says of itself, with ``file_bytes``."""
+        """What every file says of itself, of whatever kind its index is, with ``file_bytes``."""
         if self._folder is None:
             return
-        for path in sorted(self._folder.glob(f"*-*-{_digest(self._kind)[:8]}-*.json")):
+        for path in sorted(self._folder.glob("*.json")):
             about, index = _read(path), path.with_suffix(".index")
             if about is not None and index.exists():
                 yield about | {"file_bytes": index.stat().st_size}

@@ -360,13 +360,15 @@ class Memory:
         """Release the store. Closing twice is allowed."""
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]
-        for index in (view.index for view in views if view.index is not None):
-            try:
-                index.close()
-            except (MemstoreError, OSError) as error:  # it can always be built again
-                _log.warning("An index of memory %s was not kept: %s", self.url, error)
-        self._shared.blocks.close()
-        _close(self._opened)
+        try:
+            for index in (view.index for view in views if view.index is not None):
+                try:
+                    index.close()
+                except (MemstoreError, OSError) as error:  # it can always be built again
+                    _log.warning("An index of memory %s was not kept: %s", self.url, error)
+        finally:  # whatever an index of somebody else raises, the memory is not left locked
+            self._shared.blocks.close()
+            _close(self._opened)
 
     def _sweep(self) -> None:
         """Remove index files of what is not there any more."""
@@ -377,18 +379,18 @@ class Memory:
         """What there is to tell of each index: those of this process, and those that are kept."""
         with self._lock:
             built = [
-                {"document": document.name, **facts}
+                {"document": document.name, "index": self._shared.index, **facts}
                 for document in self._documents.values()
                 for view in document.views()
                 if view.index is not None and (facts := view.index.facts()) is not None
             ]
-        known = {(each["document"], each["layer"]) for each in built}
+        known = {(each["document"], each["layer"], each["index"]) for each in built}
         kept = [
-            {"document": told["name"], "layer": told["layer"], "blocks": told["stop"] - told["first"]}
-            | {"file_bytes": told["file_bytes"]}
+            {name: told[name] for name in ("index", "layer", "file_bytes")}
+            | {"document": told["name"], "blocks": told["stop"] - told["first"]}
             | told["facts"]
             for told in self._shared.index_files.told()
-            if (told["name"], told["layer"]) not in known
+            if (told["name"], told["layer"], told["index"]) not in known
         ]
         return built + kept
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.index.checks import check_numbers
 from memstore.memory.document import Document
 from memstore.memory.memory import Memory
 
@@ -78,8 +79,9 @@ def _check(memory: Memory, queries: Tensor, top_k: int) -> None:
             f"expected queries [H, T, {spec.key_dim}] with H a multiple of {spec.key_heads}, the key heads of the "
             f"memory, not {list(queries.shape)}."
         )
-    if not bool(queries.isfinite().all()) or not queries.shape[1]:
-        raise InvalidArgument("the queries must be at least one vector of numbers without NaN and infinity.")
+    if not queries.shape[1]:
+        raise InvalidArgument("the queries must be at least one vector.")
+    check_numbers("queries", queries)
     if top_k < 1:
         raise InvalidArgument(f"top_k must be at least 1, not {top_k}.")
 

@@ -126,17 +126,19 @@ class IndexTests(ABC):
         [
             range(6, 31),
             range(4, 60, 6),
+            range(40, 5, -4),
+            range(-6, 1000, 8),
             range(9, 9),
             range(-3, 1000),
             torch.tensor([40, 4, 4, 6, 77]),
             torch.tensor([1]),
         ],
-        ids=["range", "steps", "empty", "everything", "ids", "none of them"],
+        ids=["range", "steps", "backwards", "steps from before", "empty", "everything", "ids", "none of them"],
     )
     def test_only_allowed_blocks_are_found(self, allowed: range | Tensor) -> None:
         index, ids, keys = self.filled(30)
         queries = small_integers(2, 5, 8, seed=1)
-        kept = torch.tensor([i for i, block in enumerate(ids.tolist()) if block in list(allowed)], dtype=torch.int64)
+        kept = torch.tensor([i for i, block in enumerate(ids.tolist()) if block in allowed], dtype=torch.int64)
         found, expected = index.search(queries, 4, allowed=allowed), brute_force(ids[kept], keys[kept], queries, 4)
         if index.capabilities.exact:
             assert_found(found, expected)
@@ -285,14 +287,16 @@ class IndexTests(ABC):
         index, _, _ = self.filled(4)
         queries, keys = torch.ones(2, 1, 8), torch.ones(1, 2, 3, 8)
         bad_queries = [torch.ones(3, 1, 8), torch.ones(2, 1, 7), torch.ones(2, 8), queries.long(), queries * torch.nan]
-        for bad in bad_queries:
+        for bad in (*bad_queries, queries * 1e20):
             with pytest.raises(InvalidArgument):
                 index.search(bad, 1)
         with pytest.raises(InvalidArgument):
             index.search(queries, 0)
         with pytest.raises(InvalidArgument):
             index.search(queries, 1, allowed=torch.ones(3))
-        for bad in (keys[:, :1], keys[..., :7], keys[0], keys.long(), keys * torch.nan, keys * torch.inf):
+        with pytest.raises(InvalidArgument):
+            index.search(queries, 1, allowed=range(1 << 70))
+        for bad in (keys[:, :1], keys[..., :7], keys[0], keys.long(), keys * torch.nan, keys * torch.inf, keys * 1e20):
             with pytest.raises(InvalidArgument):
                 index.add(torch.tensor([100]), bad)
         for ids in ([5, 3], [5, 5], [-1, 3]):

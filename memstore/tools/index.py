@@ -25,7 +25,7 @@ def index(memory: MemoryUrl, *, index: Index = "exact", json: Json = False) -> R
     with memstore.open(memory, index=index) as opened:
         with bar("layers", show=not json) as progress:
             opened.build_indexes(progress)
-        kept = opened.stats()["indexes"]
+        kept = [each for each in opened.stats()["indexes"] if each["index"] == index]
     data = {"memory": memory, "index": index, "indexes": kept}
     return Report(data=data, text=lambda page: _show(page, kept))
 

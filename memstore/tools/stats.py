@@ -28,8 +28,9 @@ def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
         for kept in numbers["indexes"]:
             recall = f"recall {kept['recall']:.3f}" if "recall" in kept else "recall not measured"
             why = f", {kept['why']}" if "why" in kept else ""
-            facts[f"index {kept['document']} layer {kept['layer']}"] = (
-                f"{kept.get('picked', kept['kind'])}, {kept['blocks']:,} blocks, {recall}{why}"
+            picked = f" ({kept['picked']})" if "picked" in kept else ""
+            facts[f"index {kept['document']} layer {kept['layer']} {kept['index']}"] = (
+                f"{kept['blocks']:,} blocks{picked}, {recall}{why}"
             )
         page.facts(facts)
 

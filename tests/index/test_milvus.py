@@ -65,3 +65,15 @@ def test_importing_memstore_imports_no_library_of_an_index() -> None:
     program = "import sys, memstore, memstore.index; print({'faiss', 'pymilvus', 'milvus_lite'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_file_that_another_process_has_is_told(tmp_path: Path) -> None:
+    where = tmp_path / "landmarks.db"
+    sizes = "key_heads=1, key_dim=8, keys_per_block=1"
+    code = f"from memstore.index import open_index; open_index('milvus:{where}', {sizes})"
+    index = open_index(f"milvus:{where}", key_heads=1, key_dim=8, keys_per_block=1)
+    second = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert "One process at a time has such a file" in second.stderr
+    index.add(torch.tensor([3]), torch.ones(1, 1, 1, 8))
+    assert index.search(torch.ones(1, 1, 8), 1).ids.item() == 3
+    index.close()

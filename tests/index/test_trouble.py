@@ -60,10 +60,23 @@ def test_more_blocks_than_there_are_leave_empty_places(index: str, tmp_path: Pat
         finds_the_truth(opened, TEXT, k=len(TEXT) // S + 9)
 
 
+def test_a_range_is_allowed_however_long_it_is(index: str, tmp_path: Path) -> None:
+    queries = small_integers(2 * G, 3, KEY_DIM, seed=1)
+    with memstore.open(filled(tmp_path / "m", index), mode="r", index=index) as opened:
+        view = opened.document("a").layer(0)
+        everything = view.search(queries, 5).blocks
+        assert torch.equal(view.search(queries, 5, allowed=range((1 << 63) - 1)).blocks, everything)
+        found = view.search(queries, 20, allowed=range(-5, 1 << 60, 3)).blocks
+        assert found.unique().tolist() == [-1, *range(1, 50, 3)]
+        with pytest.raises(InvalidArgument, match="int64"):
+            view.search(queries, 5, allowed=range(1 << 70))
+
+
 BAD_QUERIES = [
     (torch.ones(G, 1, KEY_DIM + 1), rf"of shape \[H, T, {KEY_DIM}\], not float32 of shape \[2, 1, 9\]"),
     (torch.ones(G + 1, 1, KEY_DIM), "multiple of the index's 2 key heads"),
     (torch.full((G, 1, KEY_DIM), torch.nan), "NaN or infinity, which no search can order"),
+    (torch.full((G, 1, KEY_DIM), 1e20), "whose products overflow"),
 ]
 
 

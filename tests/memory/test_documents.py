@@ -158,7 +158,8 @@ def test_tokens_must_be_ids(memory: Memory, tokens: Any) -> None:
         ({"x": torch.zeros(2)}, r"layer 0: expected the fields \['v', 'k'\], not \['k', 'v', 'x'\]"),
         ({"landmarks": None}, "layer 0, landmarks: .* not none"),
         ({"landmarks": torch.zeros(1, G, P, KEY_DIM)}, "layer 0, landmarks"),
-        ({"landmarks": torch.full((2, G, P, KEY_DIM), torch.nan)}, "layer 0, landmarks: they contain NaN"),
+        ({"landmarks": torch.full((2, G, P, KEY_DIM), torch.nan)}, "layer 0, landmarks must be finite"),
+        ({"landmarks": torch.full((2, G, P, KEY_DIM), 1e20)}, "layer 0, landmarks must lie within 1e"),
         ({"layer": 1}, "layer 1 has no landmarks"),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,47 @@ def test_no_room_for_an_index_closes_the_memory_all_the_same(
     assert "No space left" in caplog.text
     with memstore.open(tmp_path / "m", mode="r") as memory:
         check_search(memory)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[], None]]:
+    """From its call on no file may grow beyond 100 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("index", ["exact", "faiss:Flat", "clusters", "codes"])
+def test_without_room_for_an_index_a_memory_is_closed_all_the_same(
+    tmp_path: Path, index: str, full_disk: Callable[[], None]
+) -> None:
+    memory = memstore.open(tmp_path / "m", spec=make_spec(), index=index)
+    append(memory.document("a"), TOKENS)
+    check_search(memory)
+    full_disk()
+    with pytest.raises(OSError, match=r"File too large.*index"):
+        memory.build_indexes()
+    memory.close()
+    assert list((tmp_path / "m" / "index").iterdir()) == []
+    with memstore.open(tmp_path / "m", index=index) as memory:  # nobody holds it
+        check_search(memory)
+
+
+def test_what_a_killed_process_left_unfinished_goes_with_the_document(tmp_path: Path) -> None:
+    make(str(tmp_path / "m"))
+    for name in (".tmpa1B2c3", "1-0-x.index.77.partial"):
+        (tmp_path / "m" / "index" / name).write_text("landmarks")
+    with memstore.open(tmp_path / "m") as memory:
+        memory.forget("a")
+    assert list((tmp_path / "m" / "index").iterdir()) == []
+
+
+def test_stats_tell_of_every_kept_index_whatever_the_memory_is_opened_with(tmp_path: Path) -> None:
+    make(str(tmp_path / "m"), "codes")
+    with memstore.open(tmp_path / "m", index="auto") as memory:
+        memory.build_indexes()
+        told = [(each["index"], each["layer"]) for each in memory.stats()["indexes"]]
+    assert sorted(told) == [("auto", 0), ("auto", 2), ("codes", 0), ("codes", 2)]
 
 
 def test_stats_tell_the_index_and_its_recall_also_where_nobody_has_searched(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_an_index_is_built_measured_and_found_again(cli: Cli, tmp_path: Path) ->
     assert (kept["document"], kept["layer"], kept["blocks"]) == ("notes", 1, 5000)
     assert 0.5 < kept["recall"] <= 1
     assert [each.name for each in (path / "index").iterdir()]
+    assert "layer 1 faiss:IVF16,Flat" in cli("stats", path).out
     shown = cli("index", path)
     assert shown.code == 0, shown.err
     assert "exact" in shown.out
@@ -84,6 +85,11 @@ def test_the_command_line_says_in_one_line_what_to_install(
         ("clusters:many", USAGE, "clusters:0.99"),
         ("codes:8", USAGE, "'codes:pruned'"),
         ("faiss:Tree", USAGE, "FAISS cannot make 'Tree'"),
+        ("faiss:IVF0,Flat", USAGE, "at least one list"),
+        ("faiss:HNSW1", USAGE, "at least 2 links"),
+        ("faiss:IVF4_HNSW0,Flat", USAGE, "at least 2 links"),
+        ("faiss:IVF99999999,Flat", USAGE, "larger than 4,194,304"),
+        ("faiss:HNSW32;ef_search=9999999999", USAGE, "larger than 4,194,304"),
         ("faiss:PQ4", USAGE, "cannot filter or remove"),
         ("faiss:Flat;speed=2", USAGE, "'speed=2' is no option"),
         ("milvus:somewhere", USAGE, "a file that ends in .db"),

@@ -131,7 +131,7 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
         (["--vector", "{tmp}/text.npy"], 2, "is not a .npy file"),
         (["--vector", "{tmp}/pickle.npy"], 2, "is not a .npy file"),
         (["--vector", "{tmp}/short.npy"], 2, "expected queries"),
-        (["--vector", "{tmp}/nan.npy"], 2, "without NaN"),
+        (["--vector", "{tmp}/nan.npy"], 2, "NaN or infinity"),
     ],
 )
 def test_what_cannot_be_searched_is_told(
