@@ -11,17 +11,40 @@ from transformers import GenerationMixin, PreTrainedModel
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 
+WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
+"""Options of ``from_pretrained`` that say where a checkpoint is."""
+
 
 class CausalLM(PreTrainedModel, GenerationMixin):
     """A decoder ``model`` and an output layer ``lm_head``, with a cache of its own kind."""
 
     model: Any
     lm_head: nn.Linear
+    config_class: Any
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # transformers reads these from the class
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _supports_sdpa = True
+    _is_stateful = True
+    """What has left a window cannot be brought back: transformers then refuses assisted generation by name."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As any model of transformers. Raises ``InvalidArgument`` for a block size that is not the checkpoint's.
+
+        It does not show in the shapes of weights, so nothing else would notice.
+        """
+        size = kwargs.get("block_size", getattr(kwargs.get("config"), "block_size", None))
+        if size is not None:
+            found = {name: kwargs[name] for name in WHERE if name in kwargs}
+            trained = cls.config_class.from_pretrained(pretrained_model_name_or_path, **found).block_size
+            if size != trained:
+                raise InvalidArgument(
+                    f"block_size {size} does not match {pretrained_model_name_or_path}, which was trained with blocks "
+                    f"of {trained}: leave it out"
+                )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -91,6 +91,23 @@ def test_a_saved_model_is_the_same_after_loading(kind: str, tmp_path: Path) -> N
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+def test_a_block_size_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    fitting: tuple[dict[str, Any], ...] = ({"block_size": 8}, {"config": model.config})
+    for options in fitting:
+        assert DRTForCausalLM.from_pretrained(tmp_path, **options).config.block_size == 8
+    wrong: tuple[dict[str, Any], ...] = ({"block_size": 16}, {"config": DRTConfig(block_size=16)})
+    for options in wrong:
+        with pytest.raises(InvalidArgument, match=r"block_size 16 does not match .* blocks of 8"):
+            DRTForCausalLM.from_pretrained(tmp_path, **options)
+
+
+def test_assisted_generation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="stateful models, such as DRTForCausalLM"):
+        generate(make(), tokens(20), prompt_lookup_num_tokens=3, max_new_tokens=3)
+
+
 def test_a_configuration_survives_being_saved(tmp_path: Path) -> None:
     for options in KINDS.values():
         config = DRTConfig(**options)
