@@ -42,7 +42,7 @@ def read_pairs(path: Path, *, prompt: str = "prompt", answer: str = "answer") ->
         _pair(line, f"line {number} of {path}", prompt, answer) for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not found:
-        raise InvalidArgument(f"{path} is empty: there is nothing to train on.")
+        raise InvalidArgument(f"{path} is empty: give one JSON object with a prompt and its answer a line.")
     return found
 
 
@@ -54,11 +54,13 @@ def _pair(line: str, where: str, prompt: str, answer: str) -> tuple[str, str]:
     if not isinstance(value, dict):
         raise InvalidArgument(f"{where} is not an object with {prompt!r} and {answer!r}, but {type(value).__name__}")
     for name in (prompt, answer):
-        if not isinstance(value.get(name), str) or not value[name].strip():
+        if name not in value:
             raise InvalidArgument(
                 f"{where} has no text {name!r}; its fields are {', '.join(map(repr, value)) or 'none'}. "
                 "Choose fields with --prompt-field and --answer-field."
             )
+        if not isinstance(value[name], str) or not value[name].strip():
+            raise InvalidArgument(f"{where} has no text {name!r}, but {json.dumps(value[name])[:40]}: give text.")
     return value[prompt], value[answer]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
+
+WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
+"""Options of ``from_pretrained`` that say where a checkpoint is."""
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):
@@ -16,11 +20,31 @@ class CausalLM(PreTrainedModel, GenerationMixin):
 
     model: Any
     lm_head: nn.Linear
+    config_class: Any
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # transformers reads these from the class
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _supports_sdpa = True
+    _is_stateful = True
+    """What has left a window cannot be brought back: transformers then refuses assisted generation by name."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As any model of transformers. Raises ``InvalidArgument`` for a block size that is not the checkpoint's.
+
+        It does not show in the shapes of weights, so nothing else would notice.
+        """
+        size = kwargs.get("block_size", getattr(kwargs.get("config"), "block_size", None))
+        if size is not None:
+            found = {name: kwargs[name] for name in WHERE if name in kwargs}
+            trained = cls.config_class.from_pretrained(pretrained_model_name_or_path, **found).block_size
+            if size != trained:
+                raise InvalidArgument(
+                    f"block_size {size} does not match {pretrained_model_name_or_path}, which was trained with blocks "
+                    f"of {trained}: leave it out"
+                )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -34,6 +58,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        if not input_ids.shape[1]:
+            raise InvalidArgument("a prompt has at least one token; this one has none")
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
         if known >= input_ids.shape[1]:
             raise InvalidArgument(
@@ -53,9 +79,16 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of ``hidden [B, T, hidden]``, of the last ``logits_to_keep`` tokens (0: all), and the loss if any.
 
-        ``mask [B, T]`` is False on padding, which predicts nothing. ``kwargs`` go to the loss function.
+        ``mask [B, T]`` is False on padding, which predicts nothing; what a row ends with of it is not among the last
+        tokens, so that ``generate`` goes on after the text whatever side was padded. ``kwargs`` go to the loss
+        function. Raises ``InvalidArgument`` for labels without a place for every token.
         """
-        logits: Tensor = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        if labels is not None and (logits_to_keep or labels.shape != hidden.shape[:2]):
+            raise InvalidArgument(
+                f"labels need logits of all {list(hidden.shape[:2])} tokens, one label each (-100: none); got labels "
+                f"{list(labels.shape)} and logits_to_keep={logits_to_keep}"
+            )
+        logits: Tensor = self.lm_head(_last(hidden, mask, logits_to_keep) if logits_to_keep else hidden)
         if labels is None:
             return logits, None
         if mask is not None:
@@ -65,6 +98,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
 
     def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
         """Raise ``InvalidArgument`` for what is not ``[B, T]`` of this model's tokens, with a mask that fits."""
+        if not isinstance(input_ids, Tensor):
+            raise InvalidArgument(f"expected token ids [B, T] as a tensor, got a {type(input_ids).__name__}")
         if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
             raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
         if input_ids.device.type == "cpu":
@@ -84,7 +119,20 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values of a {type(self).__name__} is a {kind.__name__}, not {type(cache).__name__}"
             )
         if cache.rows != len(input_ids):
-            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
+            raise InvalidArgument(
+                f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}: make a cache for so many "
+                "(each beam and each returned sequence is a row)"
+            )
         if not cache.fits(self.config):
             raise InvalidArgument("past_key_values was made for another configuration than this model's")
         cache.belong_to(self.model)
+
+
+def _last(hidden: Tensor, mask: Tensor | None, count: int) -> Tensor:
+    """``hidden [B, T, hidden]`` of the last ``count`` tokens of each row, the padding that it ends with left out."""
+    if mask is None or bool(mask[:, -1].all()):
+        return hidden[:, -count:]
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, places, 0).amax(1)
+    at = last[:, None] + torch.arange(1 - count, 1, device=mask.device)
+    return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))

@@ -12,13 +12,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from memstore.errors import DifferentRun, InvalidArgument
+from safetensors import SafetensorError, safe_open
+
+from memstore.errors import DamagedError, DifferentRun, InvalidArgument, MemstoreError, StoreFull
 
 SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
 
@@ -38,7 +43,7 @@ class Run:
         wanted = json.loads(json.dumps(settings))  # as it will be read
         path = out / SETTINGS
         if path.exists():
-            there = json.loads(path.read_text("utf-8"))
+            there = _read_json(path)
             if there == wanted:
                 return
             if self.report is not None or self.checkpoint() is not None:
@@ -48,8 +53,13 @@ class Run:
             shutil.rmtree(self.checkpoints, ignore_errors=True)  # none of them is whole
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InvalidArgument(f"{out} exists and is not a training run; name a new folder with --out")
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(path, wanted)
+        except OSError as error:
+            raise InvalidArgument(
+                f"the folder {out} cannot be made or written ({error.strerror}); name another one with --out"
+            ) from None
 
     @property
     def checkpoints(self) -> Path:
@@ -60,7 +70,7 @@ class Run:
     def report(self) -> dict[str, Any] | None:
         """What was reached, if the run is done."""
         path = self.out / REPORT
-        return json.loads(path.read_text("utf-8")) if path.exists() else None
+        return _read_json(path) if path.exists() else None
 
     def checkpoint(self) -> Path | None:
         """The newest checkpoint that is whole."""
@@ -69,7 +79,7 @@ class Run:
     def drop_incomplete(self) -> None:
         """Remove checkpoints whose writing was cut short."""
         for path in self.checkpoints.glob("checkpoint-*"):
-            if not (path / COMPLETE).exists():
+            if not is_whole(path):
                 shutil.rmtree(path)
 
     def finish(self, report: Mapping[str, Any]) -> None:
@@ -90,8 +100,20 @@ class Run:
 
 def last_checkpoint(out: Path) -> Path | None:
     """The newest whole checkpoint of the run in ``out``."""
-    whole = [path for path in (out / CHECKPOINTS).glob("checkpoint-*") if (path / COMPLETE).exists()]
+    whole = [path for path in (out / CHECKPOINTS).glob("checkpoint-*") if is_whole(path)]
     return max(whole, key=lambda path: complete(path)["step"], default=None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether all of a checkpoint was written; a machine that fails may leave files that end too early."""
+    try:
+        complete(checkpoint)["step"]
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt"):
+                pass
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False
+    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))
 
 
 def complete(checkpoint: Path) -> dict[str, int]:
@@ -105,6 +127,42 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     scratch.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged ({error}): put it right, or name a new folder with --out") from None
+    return found
+
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+@contextmanager
+def saying_what_is_safe(out: Path) -> Iterator[None]:
+    """Raise ``StoreFull`` where what the body writes does not fit, with the checkpoint that it can go on from."""
+    try:
+        yield
+    except MemstoreError:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not _is_of_the_disk(error):
+            raise
+        last = last_checkpoint(out)
+        where = f"goes on from step {complete(last)['step']:,}" if last else "starts anew: there is no checkpoint yet"
+        raise StoreFull(
+            f"{out} cannot be written ({str(error).partition(chr(10))[0]}). Make room, and run the same command again; "
+            f"it {where}"
+        ) from error
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether it came of writing: the libraries that write tensors have their own words for that."""
+    if isinstance(error, OSError):
+        return error.errno in UNWRITABLE
+    return "I/O error" in str(error) or "PytorchStreamWriter" in str(error)
 
 
 def _different(out: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> DifferentRun:

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from memstore.train.run import REPORT, Run, complete
+from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
 from memstore.train.segments import Shuffled
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, quiet
@@ -81,13 +81,16 @@ class Session:
 def session(
     out: Folder, settings: Mapping[str, Any], optimisation: Optimisation, runtime: Runtime
 ) -> Iterator[Session]:
-    """Begin the run in the folder ``out``, or go on with it; transformers is silent meanwhile."""
+    """Begin the run in the folder ``out``, or go on with it; transformers is silent meanwhile.
+
+    Raises ``StoreFull`` where the folder cannot be written any more, and what ``Run`` raises.
+    """
     state = PartialState(cpu=runtime.device == "cpu")
     with state.main_process_first():
         run = Run(Path(out).expanduser(), {**settings, "processes": state.num_processes})
         if state.is_main_process and run.report is None:
             run.drop_incomplete()
-    with quiet():
+    with quiet(), saying_what_is_safe(run.out):
         yield Session(run, state, optimisation, runtime)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class Optimisation:
         for name in ("batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {getattr(self, name)}")
-        if (self.steps is not None and self.steps < 1) or self.epochs <= 0:
+        if (self.steps is not None and self.steps < 1) or not 0 < self.epochs < math.inf:
             raise InvalidArgument(f"nothing would be trained with steps={self.steps}, epochs={self.epochs}")
         if not 0 < self.learning_rate < 1:
             raise InvalidArgument(f"learning_rate must be above 0 and below 1, got {self.learning_rate}")

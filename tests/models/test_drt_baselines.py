@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -77,10 +78,22 @@ def test_an_external_retriever_belongs_to_models_that_use_one() -> None:
         model(tokens(20))
 
 
-def test_an_external_retriever_must_return_one_embedding_for_each_block() -> None:
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.tensor(1.0), r"\[n, e\].* it returned \[\]"),
+        (torch.ones(2, 7, 4), r"for \[2, 7\] it returned \[2, 7, 4\]"),
+        (torch.ones(1, 4), r"for \[2, 7\] it returned \[1, 4\]"),
+        (torch.ones(2, 0), r"it returned \[2, 0\]"),
+        (torch.tensor([[1.0], [math.nan]]), "NaN or infinity"),
+        ([[1.0], [2.0]], "a list, not a tensor"),
+        (None, "a NoneType, not a tensor"),
+    ],
+)
+def test_an_external_retriever_must_return_one_embedding_for_each_block(returned: Any, message: str) -> None:
     model = make(retrieval="external")
-    model.set_retriever(lambda blocks: blocks.float().mean())
-    with pytest.raises(InvalidArgument, match=r"\[n, e\]"):
+    model.set_retriever(lambda blocks: returned)
+    with pytest.raises(InvalidArgument, match=message):
         model(tokens(20))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -136,6 +138,10 @@ def test_padding_and_labels_on_it_count_for_nothing() -> None:
         ({"positions": "learned"}, "alibi, rope"),
         ({"fusion": "sum"}, "grouped, chunked"),
         ({"gumbel": -1.0}, "gumbel"),
+        ({"gumbel": math.nan}, "gumbel"),
+        ({"upper_layers": (1.5,)}, "upper_layers"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
@@ -170,6 +176,31 @@ def test_a_mask_or_a_cache_that_does_not_fit_is_refused() -> None:
         model(ids, past_key_values=((),))
     with pytest.raises(InvalidArgument, match="another"):
         make("alibi, two groups")(ids, past_key_values=model(ids).past_key_values)
+
+
+def test_tokens_are_a_tensor() -> None:
+    with pytest.raises(InvalidArgument, match="as a tensor, got a list"):
+        make()([[1, 2, 3]])
+
+
+def test_labels_have_a_place_for_every_token() -> None:
+    model, ids = make(), tokens(10, rows=2)
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)
+    for labels in (ids[:, :9], ids[:1], ids[0]):
+        with pytest.raises(InvalidArgument, match=r"labels need logits of all \[2, 10\] tokens"):
+            model(ids, attention_mask=mask, labels=labels)
+    with pytest.raises(InvalidArgument, match="logits_to_keep=3"):
+        model(ids, labels=ids, logits_to_keep=3)
+
+
+def test_the_last_tokens_of_a_row_are_not_its_padding() -> None:
+    model, ids = make(), tokens(40)
+    padded = torch.cat([torch.cat([ids, ids[:, :5]], 1), tokens(45, seed=1)])
+    mask = torch.ones_like(padded)
+    mask[0, 40:] = 0
+    last = logits(model, padded, attention_mask=mask, logits_to_keep=3)
+    torch.testing.assert_close(last[:1], logits(model, ids)[:, -3:], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(last[1:], logits(model, padded[1:])[:, -3:], atol=TOLERANCE, rtol=0)
 
 
 def test_logits_of_the_last_tokens_alone_are_the_same() -> None:

@@ -23,7 +23,7 @@ from memstore.models.drt import DRTForCausalLM, Reader
 from memstore.models.drt.reader import memory_spec
 from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer
 from tests.models.child import model as model_of_child
-from tests.models.drt import KINDS, TOLERANCE, close, logits, make, tokens
+from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 
 READS = [kind for kind in KINDS if kind != "none"]
 KILLS = 12
@@ -412,6 +412,19 @@ def test_what_cannot_read_is_refused() -> None:
     model.model.external = None
     with pytest.raises(InvalidArgument, match="set_retriever"):
         Reader(model, "ram:")
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_memory_of_another_retriever_is_refused(state_dtype: str, tmp_path: Path) -> None:
+    model = make("external", state_dtype=state_dtype)
+    with Reader(model, tmp_path / "memory") as reader:
+        reader.read(tokens(60)[0])
+    with Reader(model, tmp_path / "memory", document="another") as reader:
+        assert len(reader) == 0
+    model.set_retriever(lambda blocks: embed(blocks).flip(-1))
+    for document in ("document", "another"):
+        with pytest.raises(ForeignMemory, match="another retriever"):
+            Reader(model, tmp_path / "memory", document=document)
 
 
 def test_a_tokenizer_is_part_of_what_a_memory_belongs_to() -> None:

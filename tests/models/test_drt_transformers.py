@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import memstore
-from memstore.errors import UnsupportedModel
+from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM
 from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 
@@ -36,12 +36,21 @@ def test_greedy_generation_is_a_loop_of_forward_passes(kind: str) -> None:
     assert torch.equal(generate(model, ids, max_new_tokens=20, use_cache=False), greedy(model, ids, 20))
 
 
-def test_left_padded_prompts_generate_what_they_would_alone() -> None:
+@pytest.mark.filterwarnings("ignore:.*right-padding was detected")  # these models leave padding out, wherever it is
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
+def test_padded_prompts_generate_what_they_would_alone(side: str, options: dict[str, Any]) -> None:
     model, texts = make("alibi, two groups"), [tokens(length)[0] for length in (40, 13, 1)]
-    ids = torch.stack([nn.functional.pad(text, (40 - len(text), 0)) for text in texts])
-    out = generate(model, ids, attention_mask=(ids != 0).long(), max_new_tokens=20)
+    sides = [(40 - len(text), 0) if side == "left" else (0, 40 - len(text)) for text in texts]
+    ids = torch.stack([nn.functional.pad(text, each) for text, each in zip(texts, sides, strict=True)])
+    out = generate(model, ids, attention_mask=(ids != 0).long(), max_new_tokens=20, **options)
     for row, text in enumerate(texts):
         assert torch.equal(out[row, 40:], greedy(model, text[None], 20)[0, len(text) :])
+
+
+def test_a_prompt_without_a_token_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="at least one token"):
+        generate(make(), tokens(5)[:, :0], max_new_tokens=3)
 
 
 def best_by_beams(model: DRTForCausalLM, ids: Tensor, beams: int, new: int) -> Tensor:
@@ -80,6 +89,23 @@ def test_a_saved_model_is_the_same_after_loading(kind: str, tmp_path: Path) -> N
         loaded.set_retriever(embed)
     assert torch.equal(logits(loaded, ids), logits(model, ids))
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_block_size_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    fitting: tuple[dict[str, Any], ...] = ({"block_size": 8}, {"config": model.config})
+    for options in fitting:
+        assert DRTForCausalLM.from_pretrained(tmp_path, **options).config.block_size == 8
+    wrong: tuple[dict[str, Any], ...] = ({"block_size": 16}, {"config": DRTConfig(block_size=16)})
+    for options in wrong:
+        with pytest.raises(InvalidArgument, match=r"block_size 16 does not match .* blocks of 8"):
+            DRTForCausalLM.from_pretrained(tmp_path, **options)
+
+
+def test_assisted_generation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="stateful models, such as DRTForCausalLM"):
+        generate(make(), tokens(20), prompt_lookup_num_tokens=3, max_new_tokens=3)
 
 
 def test_a_configuration_survives_being_saved(tmp_path: Path) -> None:

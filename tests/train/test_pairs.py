@@ -69,7 +69,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         ("{not json", r"line 2 of .* is not JSON"),
         ("[1]", r"line 2 of .* is not an object with 'prompt' and 'answer', but list"),
         ({"prompt": "x"}, r"line 2 of .* has no text 'answer'; its fields are 'prompt'\..*--answer-field"),
-        ({"prompt": "x", "answer": 3}, r"line 2 of .* has no text 'answer'"),
+        ({"prompt": "x", "answer": 3}, r"line 2 of .* has no text 'answer', but 3: give text"),
         ({"prompt": " ", "answer": "y"}, r"line 2 of .* has no text 'prompt'"),
     ],
 )

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from memstore.errors import DifferentRun, InvalidArgument
-from memstore.train.run import Run, last_checkpoint, write_json
+from memstore.errors import DamagedError, DifferentRun, InvalidArgument, StoreFull
+from memstore.train.run import Run, last_checkpoint, saying_what_is_safe, write_json
 
 
 def checkpoint(run: Run, step: int, *, whole: bool = True) -> Path:
@@ -25,6 +28,45 @@ def test_the_newest_whole_checkpoint_counts(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "run") == run.checkpoints / "checkpoint-10"
     run.drop_incomplete()
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["checkpoint-10", "checkpoint-5"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "complete.json"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_checkpoint_with_a_file_that_ends_too_early_does_not_count(name: str, left: float, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"a": 1})
+    for step in (5, 10):
+        folder = checkpoint(run, step)
+        save_file({"weight": torch.ones(100)}, folder / "model.safetensors")
+        for each in ("optimizer.pt", "rng_state.pth"):
+            torch.save({"state": torch.ones(100)}, folder / each)
+    assert run.checkpoint() == run.checkpoints / "checkpoint-10"
+    path = run.checkpoints / "checkpoint-10" / name
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
+    assert run.checkpoint() == run.checkpoints / "checkpoint-5"
+    run.drop_incomplete()
+    assert [each.name for each in run.checkpoints.iterdir()] == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "report.json"])
+def test_a_damaged_run_is_named(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"a": 1})
+    (run.out / name).write_text("{")
+    with pytest.raises(DamagedError, match=rf"{name} is damaged .*new folder with --out"):
+        _ = Run(tmp_path / "run", {"a": 1}).report
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidArgument, match=r"run cannot be made or written \(Not a directory\); name another one"):
+        Run(tmp_path / "file" / "run", {"a": 1})
+
+
+def test_other_failures_are_not_blamed_on_the_disk(tmp_path: Path) -> None:
+    for error in (RuntimeError("a shape"), OSError(errno.ECONNRESET, "gone"), NotADirectoryError()):
+        with pytest.raises(type(error)), saying_what_is_safe(tmp_path):
+            raise error
+    with pytest.raises(StoreFull, match="starts anew"), saying_what_is_safe(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_run_with_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:

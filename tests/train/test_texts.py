@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from memstore.errors import DifferentRun, InvalidArgument, NotFound, TrainingDiverged
+from memstore.errors import DifferentRun, InvalidArgument, NotFound, StoreFull, TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import Optimisation, Runtime, corpora, segments, train_on_texts
 from memstore.train.trainer import MemoryTrainer, rate
@@ -145,6 +147,25 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
         train_on_texts([text], tmp_path / "run", context=CONTEXT, optimisation=SHORT, runtime=RUNTIME)
 
 
+def test_a_full_disk_stops_and_names_where_it_will_go_on(text: Path, tmp_path: Path) -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill() -> None:  # from here on no file may be as large as a model
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+
+    options: dict[str, Any] = {"context": CONTEXT, "optimisation": SHORT, "runtime": RUNTIME}
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 8, fill)
+        try:
+            with pytest.raises(StoreFull, match=r"Make room.* goes on from step 5"):
+                train_on_texts([text], tmp_path / "run", **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+            signal.signal(signal.SIGXFSZ, handler)
+    assert train_on_texts([text], tmp_path / "run", **options)["resumed_from_step"] == 5
+
+
 def test_a_text_shorter_than_a_segment_is_refused(tmp_path: Path, trained: Trained) -> None:
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(InvalidArgument, match=r"the texts have \d+ tokens, one segment has 992: give more text"):
@@ -249,7 +270,9 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
     assert rate(1000, 1000, optimisation) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"steps": 0}, {"epochs": 0.0}, {"learning_rate": 2.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 0}, {"steps": 0}, {"epochs": 0.0}, {"epochs": float("nan")}, {"learning_rate": 2.0}]
+)
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         Optimisation(**wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,10 +143,14 @@ class DRTConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         check_sizes(self, SIZES)
-        if self.gumbel < 0:
+        if not 0 <= self.gumbel < math.inf:
             raise InvalidArgument(f"gumbel must be at least 0, not {self.gumbel}")
+        if not (self.rope_theta > 0 and self.rms_norm_eps > 0):
+            raise InvalidArgument(
+                f"rope_theta and rms_norm_eps must be above 0, not {self.rope_theta} and {self.rms_norm_eps}"
+            )
         check_block_size(self)
-        if not self.upper_layers or min(self.upper_layers) < 1:
+        if not self.upper_layers or not all(isinstance(count, int) and count > 0 for count in self.upper_layers):
             raise InvalidArgument(f"upper_layers has one number of layers for each group, not {self.upper_layers}")
         check_heads(self)
         if self.head_dim % 2:

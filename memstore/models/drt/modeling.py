@@ -180,10 +180,6 @@ class DRTModel(nn.Module):
         return states, landmarks
 
     def _external_landmarks(self, packing: Packing, cache: DRTCache | None) -> Tensor | None:
-        if self.external is None:
-            raise InvalidArgument(
-                "this model's retrieval is 'external', and it has no retriever; give it one with set_retriever"
-            )
         ids = packing.ids.unsqueeze(-1)
         whole, waiting = packing.joined(None if cache is None else _joined(cache.partial_ids), ids)
         if cache is not None:
@@ -191,13 +187,27 @@ class DRTModel(nn.Module):
         if not whole.shape[1]:
             return None
         tokens = whole[..., :-1, 0]
-        embedded = self.external(tokens.flatten(0, 1).clamp(min=0)).detach().to(ids.device)
-        if embedded.dim() != 2 or len(embedded) != tokens.shape[0] * tokens.shape[1]:
-            raise InvalidArgument(
-                f"a retriever returns embeddings [n, e] of token ids [n, {tokens.shape[-1]}]; for "
-                f"{tokens.shape[0] * tokens.shape[1]} blocks it returned {list(embedded.shape)}"
-            )
+        embedded = self.embedded(tokens.flatten(0, 1).clamp(min=0)).to(ids.device)
         return embedded.view(*tokens.shape[:2], embedded.shape[-1])
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """What the external retriever makes of blocks ``[n, block_size - 1]``: ``[n, e]``, without gradient.
+
+        Raises ``InvalidArgument`` where there is no retriever, or where it returns anything else.
+        """
+        if self.external is None:
+            raise InvalidArgument(
+                "this model's retrieval is 'external', and it has no retriever; give it one with set_retriever"
+            )
+        embedded: object = self.external(tokens)
+        wanted = f"a retriever returns finite embeddings [n, e] of token ids [n, t]; for {list(tokens.shape)}"
+        if not isinstance(embedded, Tensor):
+            raise InvalidArgument(f"{wanted} it returned a {type(embedded).__name__}, not a tensor")
+        if embedded.dim() != 2 or len(embedded) != len(tokens) or not embedded.shape[1]:
+            raise InvalidArgument(f"{wanted} it returned {list(embedded.shape)}")
+        if not bool(embedded.isfinite().all()):
+            raise InvalidArgument(f"{wanted} it returned NaN or infinity")
+        return embedded.detach()
 
     def _retrieve(
         self,

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument, ReadOnlyMemory
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder
 from memstore.memory.append import Tokens
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
@@ -38,6 +38,8 @@ from memstore.models.reading import DocumentReader, codec_of, evaluating
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
+RETRIEVER_TOLERANCE = 0.05
+"""How far, as a part of its length, a landmark may be from what an external retriever makes of the block now."""
 SWITCH_SECONDS = 0.0005
 """After which a thread that computes in Python lets others go on, while several read."""
 
@@ -116,7 +118,7 @@ class Reader(DocumentReader):
         "miss": it is left out, counted in ``memory.stats()`` and logged once. Damage met by ``read`` always raises.
         ``index`` is the vector index of a memory that is opened here, see ``memstore.open``.
 
-        Raises ``ForeignMemory`` for a memory of another model (other weights, block size or state type),
+        Raises ``ForeignMemory`` for a memory of another model (other weights, block size, state type or retriever),
         ``InvalidArgument``, and what ``memstore.open`` raises.
         """
         if not isinstance(model, DRTForCausalLM):
@@ -130,6 +132,12 @@ class Reader(DocumentReader):
         self.segment = segment_blocks * model.config.tokens_per_block
         spec = memory_spec(model, tokenizer, codec_of(memory, mode) if codec is None else codec)
         super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
+        if model.config.retrieval == "external":
+            try:
+                self._check_retriever()
+            except BaseException:
+                self.close()
+                raise
 
     @torch.no_grad()
     def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> DRTCache:
@@ -191,6 +199,25 @@ class Reader(DocumentReader):
             last = config.lower_layers + len(groups) - 1
             raise InvalidArgument(f"layer must be an upper one, from {config.lower_layers} to {last}, not {layer}")
         return groups[layer - config.lower_layers]
+
+    @torch.no_grad()
+    def _check_retriever(self) -> None:
+        """Raise ``ForeignMemory`` where another retriever made the landmarks: it has no weights to tell it by."""
+        for document in self.memory.documents():
+            blocks = document.complete_blocks
+            if not blocks:
+                continue
+            block = blocks[-1]
+            wanted = self.model.model.embedded(document.tokens(block)[None].to(self.model.device)).flatten()
+            stored = document.layer(0).landmarks(range(block, block + 1)).flatten()
+            # Retrievers are networks: they round, and not always alike.
+            if not bool((wanted.float().cpu() - stored).norm() <= RETRIEVER_TOLERANCE * stored.norm()):
+                raise ForeignMemory(
+                    f"the memory {self.memory.url} was made with another retriever than this model's: its landmark of "
+                    f"block {block} of {document.name!r} is not what this one makes of the same tokens. Set the "
+                    "retriever that it was made with, or read the text into a new memory"
+                )
+            return
 
     def _started(self, rows: int) -> tuple[DRTCache, Tensor]:
         """An empty cache some way before the end of the document, and the tokens from there on.
@@ -333,7 +360,5 @@ def _landmark_size(model: DRTForCausalLM) -> int:
     config = model.config
     if config.retrieval != "external":
         return config.hidden_size
-    if model.model.external is None:
-        raise InvalidArgument("this model's retrieval is 'external'; give it a retriever with set_retriever first")
     probe = torch.zeros(1, config.tokens_per_block, dtype=torch.int64, device=model.device)
-    return int(model.model.external(probe).shape[-1])
+    return int(model.model.embedded(probe).shape[-1])
