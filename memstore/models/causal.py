@@ -34,6 +34,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        if not input_ids.shape[1]:
+            raise InvalidArgument("the prompt has no tokens: generating begins with one at least")
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
         if known >= input_ids.shape[1]:
             raise InvalidArgument(
@@ -84,7 +86,10 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values of a {type(self).__name__} is a {kind.__name__}, not {type(cache).__name__}"
             )
         if cache.rows != len(input_ids):
-            raise InvalidArgument(f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}")
+            raise InvalidArgument(
+                f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}: make it with a row for each "
+                "text, and for each of its beams or samples"
+            )
         if not cache.fits(self.config):
             raise InvalidArgument("past_key_values was made for another configuration than this model's")
         cache.belong_to(self.model)
