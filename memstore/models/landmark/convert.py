@@ -67,8 +67,8 @@ def make_landmark(
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(
-            "make_landmark takes a model, as AutoModelForCausalLM.from_pretrained loads it, and without adapters, not a "
-            f"{type(model).__name__}"
+            "make_landmark takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, "
+            f"not a {type(model).__name__}"
         )
     config = _configuration(model, block_size, changes)
     with torch.device("meta"):
