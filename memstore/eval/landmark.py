@@ -260,20 +260,28 @@ def retrieved(
         made.asked = counts
         return made
 
-    with segments_of(model, local):
+    with segments_of(model, local, length):
         return _perplexity(model, tokens, length, cache, advance), counts
 
 
-@contextmanager
-def segments_of(model: LandmarkForCausalLM, tokens: int) -> Iterator[None]:
-    """Let segments have so many tokens inside the block. Raises ``InvalidArgument`` for parts of a block."""
-    blocks, rest = divmod(tokens, model.config.tokens_per_block)
-    if rest or not blocks:
+def check_local(model: LandmarkForCausalLM, tokens: int) -> None:
+    """Raise ``InvalidArgument`` for a local length that is not some whole blocks."""
+    if tokens < 1 or tokens % model.config.tokens_per_block:
         raise InvalidArgument(
             f"a local length of {tokens} is no multiple of the model's {model.config.tokens_per_block} tokens a block"
         )
+
+
+@contextmanager
+def segments_of(model: LandmarkForCausalLM, tokens: int, length: int) -> Iterator[None]:
+    """Let segments have so many tokens inside the block, for texts of ``length`` tokens.
+
+    Raises ``InvalidArgument`` for parts of a block.
+    """
+    check_local(model, tokens)
+    text = model.config.tokens_per_block
     before = model.config.segment_blocks
-    model.config.segment_blocks = blocks
+    model.config.segment_blocks = min(tokens // text, -(-length // text))  # there is room for a whole segment at once
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ def tables(
     """All tables that the model in ``folder`` has, on ``samples`` pieces of the longest length from the text's end."""
     import torch
 
-    from memstore.eval.landmark import by_cutoff, by_granularity, check, rows_of
+    from memstore.eval.landmark import by_cutoff, by_granularity, check, check_local, permissive, rows_of
 
     use_threads(threads)
     check_device(device)
@@ -69,19 +69,29 @@ def tables(
     locals_ = _numbers("--local", local, int) or [config.segment_tokens]
     k = _numbers("--top-k", top_k, _top_k) or [config.retrieval_top_k]
     chosen = _numbers("--cutoffs", cutoffs, float)
+    longer = [length for length in lengths if length > locals_[0]]
+    for each in locals_:
+        check_local(model, each)
+    for number in k:
+        permissive(number)
+    for cutoff in chosen:
+        permissive(k[0], cutoff)
+    if chosen and not config.context_miss:
+        raise InvalidArgument("--cutoffs needs a model with a context-miss token: train one with --context-miss")
+    if chosen and not longer:
+        raise InvalidArgument(
+            f"--cutoffs needs one of --lengths above the {locals_[0]:,} local tokens: a shorter text retrieves nothing"
+        )
     tokens = torch.tensor(encode(tokenizer, text))
     check(tokens, lengths)
     tokens = tokens[-max(lengths) * min(samples, len(tokens) // max(lengths)) :]
     rows = _all_lengths(folder, model, baseline or [], tokens, lengths, locals_, k, device, json)
     data: dict[str, Any] = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows_of(rows)}
-    longer = [length for length in lengths if length > locals_[0]]
     if longer:
         data["granularity"] = rows_of(list(by_granularity(model, tokens, longer, local=locals_[0], top_k=k)))
     if config.context_miss and longer:
         wanted = chosen or DEFAULT_CUTOFFS
         data["cutoffs"] = rows_of(list(by_cutoff(model, tokens, longer, wanted, local=locals_[0], top_k=k[0])))
-    elif chosen:
-        raise InvalidArgument("--cutoffs needs a model with a context-miss token: train one with --context-miss")
     return Report(data=data, text=lambda page: _show(page, data))
 
 

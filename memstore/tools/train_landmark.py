@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,8 +207,9 @@ def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
     from memstore.train.family import LANDMARK
     from memstore.train.start import kind_of, load_config
 
-    there = {}
-    if kind_of(init) == LANDMARK.config.model_type:  # else a stock model, which gets landmarks now
+    if kind_of(init) == LANDMARK.config.model_type:
         config = load_config(init, LANDMARK)
         there = {option: getattr(config, name) for option, name in _MODEL.items()}
+    else:  # a stock model, which gets landmarks now and keeps its words
+        there = {"vocabulary": jsonlib.loads((init / "config.json").read_text("utf-8")).get("vocab_size")}
     train.check_fit(init, given, there)

@@ -103,6 +103,12 @@ def test_what_is_under_the_cutoff_is_not_retrieved_and_counted() -> None:
     assert 0 < some.dropped < all_.dropped == 1
 
 
+def test_a_segment_longer_than_the_text_takes_no_more_room_than_the_text() -> None:
+    model = small_landmark()
+    rows = by_length(model, TEXT, [100], local=[105, 7 * 10**12], top_k=[2])
+    assert len({row.perplexity for row in rows}) == 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

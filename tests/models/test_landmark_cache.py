@@ -277,6 +277,8 @@ def test_what_a_landmark_model_cannot_do_is_refused() -> None:
         Retrieval(threshold=1.5)
     with pytest.raises(NotImplementedError, match="cannot be cut"):
         LandmarkCache(model.config, 1).crop(3)
+    with pytest.raises(AttributeError, match="no setter"):
+        LandmarkCache(model.config, 1).retrieval = options(top_k=1)  # type: ignore[misc]  # what it refuses
 
 
 def test_unique_blocks_are_counted_for_each_layer_and_segment() -> None:

@@ -116,6 +116,15 @@ def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path
         assert torch.equal(theirs, ours)
 
 
+def test_a_document_read_under_autocast_is_the_same() -> None:
+    with Reader(model(), "ram:") as plain, Reader(model(), "ram:") as cast:
+        plain.read(TEXT)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast.read(TEXT)
+            answer(cast)
+        assert torch.equal(states(cast), states(plain))
+
+
 def test_what_was_read_before_an_error_is_kept() -> None:
     def pieces() -> object:
         yield TEXT[:100]
@@ -199,6 +208,10 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         pytest.raises(InvalidArgument, match="was begun with reading"),
     ):
         reader.read(TEXT)
+    llama.ramp = 0.5
+    with Reader(llama, "ram:") as reader, pytest.raises(InvalidArgument, match="on its way to landmark attention"):
+        reader.read(TEXT)
+    llama.ramp = 1
     with Reader(llama, folder, mode="r") as reader, pytest.raises(ReadOnlyMemory):
         reader.append(TEXT)
     with pytest.raises(ForeignMemory, match="weights"):

@@ -110,6 +110,17 @@ def test_half_precision_streams() -> None:
     assert float((out.float() - expected.float()).abs().max() / expected.float().abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("kind", ["llama", "context miss"])
+def test_autocast_changes_no_state_of_a_cache(kind: str) -> None:
+    model, ids = make(kind, segment_blocks=2), tokens(60)
+    cache = model.new_cache(1)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            for piece in (ids[:, :50], ids[:, 50:]):
+                model(piece, past_key_values=cache)
+        close(model(ids[:, :9], past_key_values=cache).logits, streamed(model, [ids, ids[:, :9]])[:, 60:])
+
+
 def test_a_model_that_is_not_there_yet_does_not_retrieve() -> None:
     model, ids = make(), tokens(50)
     model.ramp = 0.5

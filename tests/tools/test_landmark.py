@@ -99,6 +99,9 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(
         (["--lengths", "100", "--scored", 5], "--scored is for DRTs"),
         (["--lengths", "100", "--local", 15], "no multiple"),
         (["--lengths", "100", "--top-k", "few"], "write numbers"),
+        (["--lengths", "100", "--top-k", "0"], "top_k must be a whole number"),
+        (["--lengths", "100", "--cutoffs", "1.5"], "threshold must be a number from 0 to 1"),
+        (["--lengths", "5", "--cutoffs", "0.5"], "a shorter text retrieves nothing"),
         (["--lengths", "1M"], "fewer than the length"),
         (["--lengths", "100", "--baseline", "{drt}"], "is no baseline"),
     ],
@@ -111,6 +114,13 @@ def test_tables_that_cannot_be_are_refused(
     outcome = cli("eval", "perplexity", "--model", model, "--text", text, *filled)
     assert outcome.code in (USAGE, REFUSED), outcome
     assert words in outcome.err
+
+
+def test_cutoffs_need_a_context_miss_token(cli: Cli, text: Path, tmp_path: Path) -> None:
+    plain = save_landmark(tmp_path / "plain")
+    outcome = cli("eval", "perplexity", "--model", plain, "--text", text, "--lengths", "100", "--cutoffs", "0.5")
+    assert outcome.code == USAGE
+    assert "needs a model with a context-miss token" in outcome.err
 
 
 def test_options_of_landmark_models_are_refused_for_a_drt(cli: Cli, text: Path) -> None:

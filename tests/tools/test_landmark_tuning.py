@@ -111,9 +111,10 @@ def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not
         (["{text}", "--recipe", "landmark-finetune", "--lora", 8], "name its folder with --init"),
         (["--recipe", "landmark-cpu", "--lora", 8], "--lora cannot be used with --recipe landmark-cpu"),
         (["{text}", "--init", "smollm2", "--lora", 0], "--lora"),
+        (["{text}", "--init", "smollm2", "--vocabulary", 299], "--vocabulary 299 does not match"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(
+def test_what_a_stock_model_cannot_become_is_refused(
     cli: Cli, text: Path, tmp_path: Path, words: list[Any], message: str
 ) -> None:
     outcome = cli("train", "landmark", *[str(each).format(text=text) for each in words], "--out", tmp_path / "run")

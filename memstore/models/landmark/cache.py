@@ -119,7 +119,7 @@ class LandmarkCache(Past):
         all. Raises ``InvalidArgument`` for what a landmark model cannot do.
         """
         super().__init__(config, rows, blocks * config.tokens_per_block)
-        self.retrieval = default_retrieval(config) if retrieval is None else retrieval
+        self._retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
         check_capacity(self.retrieval, capacity)
         self.table = tensor_table(config.num_hidden_layers, rows) if table is None else table
@@ -140,6 +140,11 @@ class LandmarkCache(Past):
         self._run = torch.zeros(rows, dtype=torch.int64)
         self._view: _View | None = None
         self._search_seconds = 0.0
+
+    @property
+    def retrieval(self) -> Retrieval:
+        """How blocks are chosen: the same from beginning to end, for local tokens stand behind ``top_k`` slots."""
+        return self._retrieval
 
     @property
     def step(self) -> int:

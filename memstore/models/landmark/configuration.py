@@ -143,7 +143,7 @@ class LandmarkConfig(PreTrainedConfig):
         self._check_sizes()
         check_choices(self, CHOICES)
         check_block_size(self)
-        wrong = [layer for layer in self.local_layers if not 0 <= layer < self.num_hidden_layers]
+        wrong = [layer for layer in self.local_layers if layer not in range(self.num_hidden_layers)]
         if wrong:
             raise InvalidArgument(f"local_layers are numbers from 0 to {self.num_hidden_layers - 1}, not {wrong}")
         if not 0 <= self.context_miss_share <= 1:

@@ -7,6 +7,7 @@ very same parameters, and those of its landmark beside them.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 STOCK = ("llama", "mistral", "qwen2")
 """Kinds of models that compute what the Llama form of ``LandmarkForCausalLM`` does. SmolLM2 is a ``llama``."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED = (
     "vocab_size",
     "hidden_size",
@@ -32,11 +34,11 @@ COPIED = (
     "num_hidden_layers",
     "initializer_range",
     "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
+    *TOKENS,
     "dtype",
 )
+GIVEN = ("architecture", "head_dim", "norm_eps", "rope_theta", "rope_interleaved", "attention_bias", "stock")
+"""What the stock model says in other words."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What LoRA adapts where it is asked for by its rank."""
 OWN = ("model.landmark.", "model.context_miss.")
@@ -63,6 +65,11 @@ def make_landmark(
         UnsupportedModel: the model computes something else than the Llama form does.
         InvalidArgument: options that cannot be.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgument(
+            "make_landmark takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, "
+            f"not a {type(model).__name__}"
+        )
     config = _configuration(model, block_size, changes)
     with torch.device("meta"):
         made = LandmarkForCausalLM(config)
@@ -130,7 +137,7 @@ def lora_config(lora: int | LoraConfig) -> LoraConfig:
         raise InvalidArgument('lora needs peft: pip install "torch-memstore[lora]"') from error
     if not isinstance(lora, int):
         return lora
-    if lora < 1:
+    if isinstance(lora, bool) or lora < 1:
         raise InvalidArgument(f"the rank of lora must be at least 1, not {lora}")
     return LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
 
@@ -140,6 +147,7 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
     _check(stock)
     if changes.get("architecture", "llama") != "llama":
         raise InvalidArgument("a stock model becomes a Llama with landmarks: its architecture is given")
+    _check_names(changes)
     options = {name: getattr(stock, name, None) for name in COPIED}
     options |= {
         "head_dim": getattr(stock, "head_dim", None),
@@ -149,6 +157,13 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
         "stock": stock.to_dict(),
     }
     return LandmarkConfig(**{**options, "block_size": block_size, **changes})
+
+
+def _check_names(changes: dict[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
+    known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - set(COPIED) - set(GIVEN)
+    if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
+        raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
 
 def _check(stock: PreTrainedConfig) -> None:

@@ -150,7 +150,8 @@ class LandmarkForCausalLM(CausalLM):
             input_ids: tokens, without landmarks.
             attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
                 out.
-            past_key_values: what came before.
+            past_key_values: what came before. With it the model computes in the type of its weights, also under
+                ``torch.autocast``.
             labels: ``[B, T]``, -100 where there is none; adds ``loss``.
             use_cache: process the tokens as at inference, segment by segment with retrieval, and return
                 ``past_key_values``; if None only where ``past_key_values`` are given.
@@ -191,11 +192,12 @@ class LandmarkForCausalLM(CausalLM):
             past.trace.begin(input_ids)
         segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces = []
-        for ids, there in segments:
-            packing = Packing(ids, there, past.offsets, self.model.block_size)
-            past.begin(packing)
-            pieces.append(packing.tokens(self.model(packing, lambda _: past)))
-            past.end()
+        with torch.autocast(input_ids.device.type, enabled=False):  # states of one type meet, whoever computed them
+            for ids, there in segments:
+                packing = Packing(ids, there, past.offsets, self.model.block_size)
+                past.begin(packing)
+                pieces.append(packing.tokens(self.model(packing, lambda _: past)))
+                past.end()
         past.given += input_ids.shape[1]
         if past.trace is not None:
             past.trace.end()
@@ -203,7 +205,12 @@ class LandmarkForCausalLM(CausalLM):
 
     def _check_past(self, past: Past, input_ids: Tensor) -> None:
         self.check_cache(past, type(self.new_cache(1)), input_ids)
-        if self.config.attention == "landmark" and self.ramp != 1:
+        if self.config.attention == "landmark":
+            self.check_retrieves()
+
+    def check_retrieves(self) -> None:
+        """Raise ``InvalidArgument`` for a model whose training is not where landmarks count in full."""
+        if self.ramp != 1:
             raise InvalidArgument(
                 f"a model on its way to landmark attention (ramp={self.ramp}) cannot retrieve yet; set ramp to 1, or "
                 "pass use_cache=False"

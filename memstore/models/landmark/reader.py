@@ -231,12 +231,17 @@ class Reader(DocumentReader):
         """Read ``pieces`` at the end of the document; seconds that it took."""
         if self.memory.mode == "r":
             raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
+        self.model.check_retrieves()
         begun = time.perf_counter()
         cache = self._begun(1, self.retrieval)
         cache.asked = self.asked
         limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
         waiting: list[Tensor] = []
-        with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
+        with (
+            evaluating(self.model),
+            torch.autocast(self.model.device.type, enabled=False),  # what is stored is of the model's own type
+            progress_bar(self.document.name, done, total, progress) as advance,
+        ):
             try:
                 for tokens in self._segments(pieces, cache.step):
                     self._segment(tokens, cache)
