@@ -23,14 +23,19 @@ from memstore.attention.sliding import Tiles, alibi_slopes, fits
 from memstore.models.drt.layers import LowerLayer, SelfAttention
 
 if TYPE_CHECKING:
+    from memstore.models.drt.configuration import DRTConfig
     from memstore.models.drt.modeling import DRTModel
 
-FORWARD_BLOCKS = 64
-"""Blocks of one pass: more leave the processor's cache, fewer pay more often for what every pass costs."""
-
+PASS_NUMBERS = 3 << 18
+"""Numbers in the hidden states of one pass: more leave the processor's cache, fewer pay more often for every pass."""
 
 PLAIN = (nn.ModuleList, nn.Linear, RMSNorm, SwiGLU, SelfAttention, LowerLayer, EncoderLayer, BlockEncoder)
 """Modules whose work is done here."""
+
+
+def blocks_of_a_pass(config: DRTConfig) -> int:
+    """Blocks that are read at a time."""
+    return max(16, PASS_NUMBERS // (config.block_size * config.hidden_size))
 
 
 class TooLarge(ArithmeticError):
@@ -95,7 +100,7 @@ class BlockMaker:
         whole = tokens[: len(tokens) // text * text].view(-1, text)
         past: list[tuple[Tensor, Tensor] | None] = [None] * len(self._lower)
         seen = 0
-        for piece in whole.split(FORWARD_BLOCKS) if len(whole) else ():
+        for piece in whole.split(blocks_of_a_pass(self._config)) if len(whole) else ():
             yield self._pass(piece, past, seen)
             seen += len(piece) * self._config.block_size
 

@@ -28,7 +28,7 @@ from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_workers, progress_bar
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
-from memstore.models.drt.blocks import FORWARD_BLOCKS, BlockMaker, TooLarge
+from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import Packing
@@ -40,7 +40,7 @@ SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
 RETRIEVER_TOLERANCE = 0.05
 """How far, as a part of its length, a landmark may be from what an external retriever makes of the block now."""
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.00005
 """After which a thread that computes in Python lets others go on, while several read."""
 
 
@@ -336,7 +336,7 @@ class Reader(DocumentReader):
     def _passes(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         """States and landmarks of the blocks that ``tokens`` fill, as the model itself makes them."""
         cache = DRTCache(self.model.config, 1)
-        pieces = tokens.split(FORWARD_BLOCKS * self.model.config.tokens_per_block)
+        pieces = tokens.split(blocks_of_a_pass(self.model.config) * self.model.config.tokens_per_block)
         made = [self._segment(self.model.model.read_blocks, piece, cache) for piece in pieces]
         return [(blocks[0][0].cpu(), blocks[1][0].cpu()) for blocks in made if blocks is not None]
 
