@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -248,25 +249,26 @@ def test_no_room_for_an_index_closes_the_memory_all_the_same(
         check_search(memory)
 
 
-@pytest.fixture
-def full_disk() -> Iterator[Callable[[], None]]:
-    """From its call on no file may grow beyond 100 bytes."""
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond 100 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("index", ["exact", "faiss:Flat", "clusters", "codes"])
-def test_without_room_for_an_index_a_memory_is_closed_all_the_same(
-    tmp_path: Path, index: str, full_disk: Callable[[], None]
-) -> None:
+def test_without_room_for_an_index_a_memory_is_closed_all_the_same(tmp_path: Path, index: str) -> None:
     memory = memstore.open(tmp_path / "m", spec=make_spec(), index=index)
     append(memory.document("a"), TOKENS)
     check_search(memory)
-    full_disk()
-    with pytest.raises(OSError, match=r"File too large.*index"):
-        memory.build_indexes()
-    memory.close()
+    with full_disk():
+        with pytest.raises(OSError, match=r"File too large.*index"):
+            memory.build_indexes()
+        memory.close()
     assert list((tmp_path / "m" / "index").iterdir()) == []
     with memstore.open(tmp_path / "m", index=index) as memory:  # nobody holds it
         check_search(memory)
