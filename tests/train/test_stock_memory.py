@@ -128,7 +128,7 @@ def test_a_checkpoint_without_its_memory_is_refused(stock: Path, texts: Path, tm
             train(stock, texts, tmp_path / "run")
     checkpoint = last_checkpoint(tmp_path / "run")
     assert checkpoint is not None
-    (checkpoint / "memory-0.safetensors").write_bytes(b"\x07" * 30)
+    (checkpoint / "memory-0.safetensors").unlink()
     with pytest.raises(DamagedError, match="Remove the folder"):
         train(stock, texts, tmp_path / "run")
 
