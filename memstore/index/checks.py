@@ -34,7 +34,7 @@ def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
 def check_numbers(name: str, numbers: Tensor) -> None:
     """``numbers`` must be finite, and none beyond ``LARGEST``; ``name`` is what an error calls them."""
     # One pass over the keys where isfinite takes four; NaN passes through a minimum.
-    most = max(abs(float(end)) for end in numbers.aminmax()) if numbers.numel() else 0.0
+    most = max(abs(float(end)) for end in numbers.detach().aminmax()) if numbers.numel() else 0.0
     if not math.isfinite(most):
         raise InvalidArgument(f"{name} must be finite; these contain NaN or infinity, which no search can order.")
     if most > LARGEST:
