@@ -125,9 +125,10 @@ def test_the_command_line_finds_the_same_beside_a_damaged_index(
     harm(memory)
     after = cli("search", memory, "--block", "whale:0", "--top-k", "99", "--json")
     assert (after.code, after.json) == (0, before.json)
-    assert cli("verify", memory).code == 0
+    assert {finding["kind"] for finding in cli("verify", memory, "--json").json["findings"]} <= {"index"}
     assert cli("index", memory).code == 0
     assert cli("search", memory, "--block", "whale:0", "--top-k", "99", "--json").json == before.json
+    assert cli("verify", memory).code == 0
 
 
 def test_a_search_shows_a_bar_while_it_builds_an_index_and_none_where_there_is_none_to_build(
