@@ -50,6 +50,7 @@ faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harne
 gpu: $(READY) ## On a GPU: test the kernels there, and measure them
 	$(BIN)/python -m pytest tests/kernels tests/index/test_exact.py
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/landmark.py --output benchmarks/results/landmark-gpu.json
 
 docs: $(READY) ## Write docs/cli.md anew
 	$(BIN)/python -m memstore.tools.reference > docs/cli.md
