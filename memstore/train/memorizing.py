@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from memstore.attention.knn_memory import RecentTokens
-from memstore.errors import DamagedError, InvalidArgument
+from memstore.errors import InvalidArgument
 from memstore.models.memorizing import MemorizingCache
 from memstore.models.memorizing.refresh import key_shift, refresh
 from memstore.train.run import Run
+from memstore.train.streaming import StreamTrainer
 from memstore.train.streams import Streams
-from memstore.train.trainer import MemoryTrainer
 
 COMPARED_WINDOWS = 2
 """Windows of the oldest keys that a line of the log compares with present ones: a small part of a step's time."""
 
 
-class MemorizingTrainer(MemoryTrainer):
+class MemorizingTrainer(StreamTrainer):
     """Trains on the batches of ``Streams``."""
 
     def __init__(
@@ -50,10 +47,7 @@ class MemorizingTrainer(MemoryTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of a segment of each row; a row where a document begins forgets the one before."""
-        given = dict(inputs)
-        for row in given.pop("begins").nonzero().flatten().tolist():
-            self.cache.clear(row)
-        given |= {"past_key_values": self.cache, "use_cache": True}
+        given = self.segment(inputs) | {"past_key_values": self.cache, "use_cache": True}
         return super().compute_loss(model, given, return_outputs, num_items_in_batch)
 
     def texts(self, rows: int | None = None) -> list[Tensor]:
@@ -72,21 +66,14 @@ class MemorizingTrainer(MemoryTrainer):
                 self.parts["key_shift"] = [torch.tensor(shift)]
         super().log(logs, start_time)
 
-    def keep(self, checkpoint: Path) -> None:
+    def clear(self, row: int) -> None:
+        """See ``StreamTrainer``."""
+        self.cache.clear(row)
+
+    def remembered(self) -> dict[str, Tensor]:
         """The memory and the windows."""
-        save_file(self.cache.state_dict(), self._file(checkpoint))
+        return self.cache.state_dict()
 
-    def resume(self, checkpoint: Path) -> None:
-        """The memory and the windows. Raises ``DamagedError`` where they are not whole."""
-        path = self._file(checkpoint)
-        try:
-            state = load_file(path, device=str(self.args.device))
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(
-                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training goes on from the "
-                "checkpoint before it."
-            ) from None
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """See ``StreamTrainer``."""
         self.cache.load_state_dict(state)
-
-    def _file(self, checkpoint: Path) -> Path:
-        return checkpoint / f"memory-{self.args.process_index}.safetensors"

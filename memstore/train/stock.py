@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from memstore.errors import DamagedError, InvalidArgument
@@ -24,8 +23,8 @@ from memstore.train import corpora
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, digest_of_files, load_tokenizer
+from memstore.train.streaming import StreamTrainer
 from memstore.train.streams import Streams, collate, segments_of, shared_out
-from memstore.train.trainer import MemoryTrainer
 
 LAYER = -6
 """Of the layers of SmolLM2-135M, the one whose heads gain most."""
@@ -33,7 +32,7 @@ RATE = 0.1
 """Learning rate of gates and scales, which are few and begin at 0."""
 
 
-class StockTrainer(MemoryTrainer):
+class StockTrainer(StreamTrainer):
     """Trains on the batches of ``Streams``, with the memory that ``add_knn_memory`` put into the model."""
 
     def __init__(self, *arguments: Any, memory: KNNMemory, **options: Any) -> None:
@@ -44,33 +43,24 @@ class StockTrainer(MemoryTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of a segment of each row; a row where a document begins forgets the one before."""
-        given = dict(inputs)
-        for row in given.pop("begins").nonzero().flatten().tolist():
-            self.memory.clear(row)
-        return super().compute_loss(model, {**given, "use_cache": False}, return_outputs, num_items_in_batch)
+        given = self.segment(inputs) | {"use_cache": False}
+        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
 
-    def keep(self, checkpoint: Path) -> None:
-        """The memory."""
-        save_file(self.memory.remembered(), self._file(checkpoint))
+    def clear(self, row: int) -> None:
+        """See ``StreamTrainer``."""
+        self.memory.clear(row)
 
-    def resume(self, checkpoint: Path) -> None:
-        """The memory. Raises ``DamagedError`` where it is not whole."""
-        path = self._file(checkpoint)
-        try:
-            state = load_file(path, device=str(self.args.device))
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(
-                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training goes on from the "
-                "checkpoint before it."
-            ) from None
+    def remembered(self) -> dict[str, Tensor]:
+        """See ``StreamTrainer``."""
+        return self.memory.remembered()
+
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """See ``StreamTrainer``."""
         self.memory.remember(state)
 
     def finish(self) -> None:
         """Let the model be saved as it is."""
         self.memory.clear()
-
-    def _file(self, checkpoint: Path) -> Path:
-        return checkpoint / f"memory-{self.args.process_index}.safetensors"
 
 
 def train_stock_memory(
