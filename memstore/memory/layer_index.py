@@ -17,6 +17,7 @@ from memstore.index import Found, VectorIndex
 from memstore.memory.handle import Handle
 from memstore.memory.index_files import Source
 from memstore.memory.places import dropped, lacking
+from memstore.memory.precision import own_types
 from memstore.memory.recall import LOGGED, recall
 from memstore.memory.state import DocumentState
 from memstore.store.contract import Progress
@@ -72,7 +73,7 @@ class LayerIndex:
 
     def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> Found:
         """Search all blocks that are complete and committed now."""
-        with self._lock:
+        with self._lock, own_types():
             index = self._synced()
             found = index.search(queries, top_k, allowed=allowed)
             if queries.shape[1] and not index.capabilities.exact:
@@ -81,7 +82,7 @@ class LayerIndex:
 
     def score(self, queries: Tensor, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
         """Score all blocks that are complete and committed now. Raises ``InvalidArgument`` where the index cannot."""
-        with self._lock:
+        with self._lock, own_types():
             index = self._synced()
             if not index.capabilities.dense:
                 raise InvalidArgument(cannot_score(self._handle.shared.index))
@@ -89,7 +90,7 @@ class LayerIndex:
 
     def route(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
         """Route among all blocks that are complete and committed now; see ``VectorIndex.route``."""
-        with self._lock:
+        with self._lock, own_types():
             return self._synced().route(queries, top_k, allowed=allowed)
 
     def build(self) -> None:
@@ -97,7 +98,7 @@ class LayerIndex:
 
         Raises ``DamagedError`` where landmarks cannot be read, and ``OSError`` where there is no room.
         """
-        with self._lock:
+        with self._lock, own_types():
             index = self._synced()
             index.finish()
             if not index.capabilities.exact and len(index):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory, MemorySpec, Recorder, Traces, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
+from memstore.memory.precision import own_types
 from memstore.memory.urls import Mode
 from memstore.models.cache import ModelCache
 
@@ -237,18 +239,16 @@ class DocumentReader(ABC):
             )
 
 
-class evaluating:  # noqa: N801 - it reads as a word in a with statement
-    """The model without dropout or noise, for the time being."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._training = self._model.training
-        self._model.train(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._model.train(self._training)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout or noise, in the types of its weights, for the time being."""
+    training = model.training
+    model.train(False)
+    try:
+        with own_types():
+            yield
+    finally:
+        model.train(training)
 
 
 def spec_of(memory: Memory | str | Path, mode: Mode) -> MemorySpec | None:

@@ -549,3 +549,21 @@ def test_when_all_blocks_are_lost_nothing_is_attended_to(tmp_path: Path) -> None
 def test_what_becomes_of_damage_has_two_names() -> None:
     with pytest.raises(InvalidArgument, match="on_error must be one of raise, miss, not 'ignore'"):
         Reader(make(), "ram:", on_error="ignore")  # type: ignore[arg-type]  # the mistake of somebody else
+
+
+def test_autocast_changes_nothing_that_is_stored_found_or_waiting() -> None:
+    model, text = make("rope"), tokens(300)[0]
+    question = tokens(QUESTION)[0]
+    with Reader(model, "ram:") as plain, Reader(model, "ram:") as cast:
+        plain.read(text)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast.read(text)
+            cache, found = cast.cache(), cast.search(question)
+            assert asked(model, cast, question).isfinite().all()
+        blocks = plain.document.complete_blocks
+        views = [reader.document.layer(0) for reader in (plain, cast)]
+        assert torch.equal(*(view.gather(blocks)["c"] for view in views))
+        assert torch.equal(*(view.landmarks(blocks) for view in views))
+        assert found == plain.search(question)
+        with torch.no_grad():
+            close(model(question[None], past_key_values=cache).logits[0], asked(model, plain, question))

@@ -237,11 +237,7 @@ class Reader(DocumentReader):
         cache.asked = self.asked
         limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
         waiting: list[Tensor] = []
-        with (
-            evaluating(self.model),
-            torch.autocast(self.model.device.type, enabled=False),  # what is stored is of the model's own type
-            progress_bar(self.document.name, done, total, progress) as advance,
-        ):
+        with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
             try:
                 for tokens in self._segments(pieces, cache.step):
                     self._segment(tokens, cache)
