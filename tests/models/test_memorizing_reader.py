@@ -208,12 +208,13 @@ def test_a_text_finds_the_blocks_whose_tokens_it_would_look_up() -> None:
 
 def test_a_document_read_under_autocast_is_the_same() -> None:
     model, text = small(), tokens(LENGTH)[0]
-    with Reader(model, "ram:") as plain, Reader(model, "ram:") as cast:
+    with Reader(model, "ram:", block_size=4) as plain, Reader(model, "ram:", block_size=4) as cast:
         plain.read(text)
         with torch.autocast("cpu", torch.bfloat16):
             cast.read(text)
             found = cast.search(text[:5])
         blocks = plain.document.complete_blocks
+        assert len(blocks) == LENGTH // 4
         one, other = (reader.document.layer(0).gather(blocks) for reader in (plain, cast))
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert found == plain.search(text[:5])
