@@ -32,13 +32,13 @@ from torch import Tensor
 from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
 from memstore.eval.resources import hardware
+from memstore.folders import cache_folder
 from memstore.index import VectorIndex, open_index
 from memstore.index.cluster_index import ClusterIndex
 from memstore.index.code_index import CodeIndex
 from memstore.index.faiss_base import TRAINING_KEYS
 from memstore.tools import keysets
 from memstore.tools.keysets import KeySet
-from memstore.tools.smollm2 import cache_folder
 
 RESULTS = Path(__file__).parent / "results" / "index.json"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

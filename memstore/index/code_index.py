@@ -23,8 +23,8 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import checks, files
-from memstore.index.codes import products
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.kernels import best_products
 
 LARGEST = 127
 PRUNED = "pruned"
@@ -35,8 +35,6 @@ SAMPLE = 1024
 """Blocks that are looked at token by token: those that looked best, and some from everywhere."""
 FLOOR = 1.0
 CHUNK_KEYS = 1 << 18
-TILE_PRODUCTS = 1 << 18
-"""Computed at a time by each thread: they stay in its cache until the best of each block were found."""
 
 
 def eight_bits(codes: Tensor) -> Tensor:
@@ -208,7 +206,7 @@ class CodeIndex(VectorIndex):
         """Ids ``[n]`` ascending, and keys ``[n, G, P, D]`` float32."""
         rows = self._rows(None)
         sizes = (0, self.key_heads, self.keys_per_block, self.key_dim)
-        parts = [self._keys[chunk][:, piece].transpose(0, 1).float() for chunk, piece in self._pieces(rows, self._room)]
+        parts = [self._keys[chunk][:, piece].transpose(0, 1).float() for chunk, piece in self._pieces(rows)]
         return self._ids[rows], torch.cat([torch.empty(sizes), *parts])
 
     def _replace(self, ids: Tensor, keys: Tensor) -> None:
@@ -228,31 +226,27 @@ class CodeIndex(VectorIndex):
         rows = wanted.nonzero().squeeze(1)
         return rows[self._ids[rows].argsort()]
 
-    def _pieces(self, rows: Tensor, most: int) -> Iterator[tuple[int, Tensor | slice]]:
-        """Chunks and rows in them, at most ``most`` at a time, in order; a slice where rows are adjacent."""
+    def _pieces(self, rows: Tensor) -> Iterator[tuple[int, Tensor | slice]]:
+        """Chunks and the rows in them, in order; a slice where these are adjacent."""
         chunks, lengths = torch.unique_consecutive(rows.div(self._room, rounding_mode="floor"), return_counts=True)
-        for chunk, inside in zip(chunks.tolist(), rows.split(lengths.tolist()), strict=True):
-            for piece in (inside - chunk * self._room).split(most):
-                first, last = int(piece[0]), int(piece[-1])
-                adjacent = last - first + 1 == len(piece) and bool((piece[1:] > piece[:-1]).all())
-                yield chunk, slice(first, last + 1) if adjacent else piece
+        for chunk, piece in zip(chunks.tolist(), rows.split(lengths.tolist()), strict=True):
+            inside = piece - chunk * self._room
+            first, last = int(inside[0]), int(inside[-1])
+            adjacent = last - first + 1 == len(inside) and bool((inside[1:] > inside[:-1]).all())
+            yield chunk, slice(first, last + 1) if adjacent else inside
 
     def _maxima(self, codes: list[Tensor], queries: Tensor, head: int, rows: Tensor) -> Tensor:
         """``[R, n]`` float32: the best product of ``queries [R, d]`` with the ``codes`` of each of the rows."""
         if not len(queries):
             return torch.empty(0, rows.numel())
         values, scales = _rounded(queries)
-        each = (self.keys_per_block if codes is self._keys else -(-self.keys_per_block // RUN)) * len(queries)
-        most = max(1, TILE_PRODUCTS * torch.get_num_threads() // each)
-        room = torch.empty(min(most, rows.numel()) * each, dtype=torch.int32)
-        best = torch.empty(rows.numel(), len(queries), dtype=torch.int32)
+        best = torch.empty(rows.numel(), len(queries))
         start = 0
-        for chunk, inside in self._pieces(rows, most):
+        for chunk, inside in self._pieces(rows):
             held = codes[chunk][head]  # [room, P, D]
-            # index_select of whole blocks copies memory; indexing with three dimensions goes number by number.
-            piece = held[inside] if isinstance(inside, slice) else held.flatten(1).index_select(0, inside)
-            stop = start + len(piece)
-            products(piece.view(-1, *held.shape[1:]), values, room, best[start:stop])
+            held, chosen = (held[inside], None) if isinstance(inside, slice) else (held, inside)
+            stop = start + len(held if chosen is None else chosen)
+            best_products(held, values, chosen=chosen, out=best[start:stop])
             start = stop
         return best.T.contiguous() * scales
 

@@ -12,13 +12,13 @@ so a group whose best product of codes lies further below the k-th best score th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memstore.index.frame import Frame
+from memstore.kernels.best_products.api import LARGEST_DIM, fastest
 
 GROUP_KEYS = 32
 """Keys whose best product stands for all of them."""
@@ -116,40 +116,6 @@ def encode_queries(queries: Tensor) -> CodedQueries:
     return CodedQueries(values.to(torch.int8), scales.squeeze(1), scaled.norm(dim=1), lost)
 
 
-def products(codes: Tensor, queries: Tensor, room: Tensor, out: Tensor) -> None:
-    """Largest product of each group of ``codes [n, keys, D]`` with each of ``queries [R, D]``, to ``out [n, R]`` int32.
-
-    All products go to ``room``, of at least ``n * keys * R`` int32.
-    """
-    groups, keys, dim = codes.shape
-    rows = len(queries)
-    room = room[: groups * keys * rows]
-    # Reducing along the longer of the two leaves whole vectors to the processor.
-    if rows >= keys:
-        torch._int_mm(codes.view(-1, dim), queries.T, out=room.view(-1, rows))
-        torch.amax(room.view(groups, keys, rows), 1, out=out)
-    else:
-        torch._int_mm(queries, codes.view(-1, dim).T, out=room.view(rows, -1))
-        out.copy_(room.view(rows, groups, keys).amax(2).T)
-
-
 def usable(device: torch.device, dim: int) -> bool:
-    """Whether keys of ``dim`` numbers are compared faster, and rightly, in 8 bits: on x86 with oneDNN."""
-    # Above 1,040 numbers a sum of products no longer fits into the 24 bits of a float32.
-    return device.type == "cpu" and 8 <= dim <= 1024 and _products_work()
-
-
-@cache
-def _products_work() -> bool:
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    # PyTorch does not document this product (2.13 computes it wrongly for vectors of one number), so it is tried.
-    keys = (torch.arange(8 * 32 * 24) * 89 % 255 - 127).to(torch.int8).view(8, 32, 24)
-    for rows in (3, 40):
-        queries = (torch.arange(rows * 24) * 41 % 255 - 127).to(torch.int8).view(rows, 24)
-        truth = torch.einsum("rd,gkd->grk", queries.long(), keys.long()).amax(2)
-        out = torch.empty(8, rows, dtype=torch.int32)
-        products(keys, queries, torch.empty(8 * 32 * rows, dtype=torch.int32), out)
-        if not torch.equal(out.long(), truth):
-            return False
-    return True
+    """Whether keys of ``dim`` numbers are compared faster in 8 bits."""
+    return device.type == "cpu" and 8 <= dim <= LARGEST_DIM and fastest(dim) != "reference"

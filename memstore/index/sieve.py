@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.index.codes import Codes, encode_queries, products
+from memstore.index.codes import Codes, encode_queries
+from memstore.kernels import best_products
 
-TILE_PRODUCTS = 1 << 18
-"""Computed at a time by each thread: they stay in its cache until the best of each group were found."""
-TILE_KEYS = 1 << 16
+STEP = 1 << 10
+"""Groups that are passed over together, where none of them counts."""
 NEIGHBOURS = 32
 """Groups whose best product stands for all of them, once more."""
 LARGEST_SHARE = 16
@@ -99,26 +99,25 @@ class Look:
 
 def _best_of_groups(parts: Sequence[Part], queries: Tensor, head: int, total: int) -> Tensor:
     """Best product of each group with each of ``queries [R, D]`` int8: ``[n, R]`` float32, -inf where none counts."""
-    rows, per_group = len(queries), parts[0].codes.keys_per_group
-    best = torch.zeros(-(-total // NEIGHBOURS) * NEIGHBOURS, rows, dtype=torch.int32)
-    keys = min(TILE_PRODUCTS * torch.get_num_threads() // rows, TILE_KEYS)
-    step = min(max(1, keys // per_group), total)
-    room = torch.empty(step * per_group * rows, dtype=torch.int32)
+    scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries))
+    scores[total:] = -torch.inf
     start = 0
     for codes, whole in parts:
-        values = codes.values[head, : codes.groups]
-        for first in range(0, codes.groups, step):
-            last = min(first + step, codes.groups)
-            if whole is None or bool(whole[first:last].any()):
-                products(values[first:last], queries, room, best[start + first : start + last])
-        start += codes.groups
-    scales = torch.cat([codes.scales[head, : codes.groups] for codes, _ in parts])
-    scores = best.float().mul_(_padded(scales).unsqueeze(1))
-    scores[total:] = -torch.inf
-    for (codes, whole), piece in zip(parts, scores[:total].split([codes.groups for codes, _ in parts]), strict=True):
+        values, here = codes.values[head, : codes.groups], scores[start : start + codes.groups]
+        pieces = [slice(0, codes.groups)] if whole is None else _steps(whole[: codes.groups])
+        for piece in pieces:
+            best_products(values[piece], queries, out=here[piece])
+        here.mul_(codes.scales[head, : codes.groups].unsqueeze(1))
         if whole is not None:
-            piece.masked_fill_(~whole[: codes.groups].unsqueeze(1), -torch.inf)
+            here.masked_fill_(~whole[: codes.groups].unsqueeze(1), -torch.inf)
+        start += codes.groups
     return scores
+
+
+def _steps(whole: Tensor) -> list[slice]:
+    """Pieces of the groups ``whole [groups]``: those in which some count."""
+    firsts = range(0, len(whole), STEP)
+    return [slice(first, first + STEP) for first in firsts if bool(whole[first : first + STEP].any())]
 
 
 def _padded(values: Tensor) -> Tensor:

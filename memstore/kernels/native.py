@@ -1,0 +1,104 @@
+"""C where PyTorch has no operation that is as fast: compiled at the first use by the machine's own compiler.
+
+Nobody needs it: whatever is written in C is there in PyTorch too, and is taken where there is no compiler, where the
+processor is another one, or where ``MEMSTORE_NATIVE=0`` forbids it. What was compiled is kept in the cache folder,
+under a name that tells what it was made from and what it holds, so that neither an old library nor a damaged one is
+loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from memstore.folders import cache_folder
+
+VARIABLE = "MEMSTORE_NATIVE"
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-shared", "-pthread")
+MOST_SECONDS = 120
+
+
+class Unavailable(Exception):
+    """No C here; the text says why, and fits behind the name of a back end."""
+
+
+@cache
+def processor() -> frozenset[str]:
+    """What this processor can do, in Linux's words; nothing where that is not known."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """The functions of the C file ``source``, compiled with ``flags``. Raises ``Unavailable``."""
+    if os.environ.get(VARIABLE) == "0":
+        raise Unavailable(f"is forbidden by {VARIABLE}=0; unset it, or use 'auto' or 'torch'")
+    key = hashlib.sha256("\0".join((*FLAGS, *flags, source.read_text())).encode()).hexdigest()[:16]
+    name = f"{source.parent.name}-{key}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="memstore-") as private:
+            folder = _kept_folder() or Path(private)
+            return ctypes.CDLL(str(_find(folder, name) or _compile(source, flags, folder, name)))
+    except OSError as error:
+        raise Unavailable(f"could not be compiled or loaded ({error}); use 'auto' or 'torch'") from error
+
+
+def _kept_folder() -> Path | None:
+    """Where libraries are kept; None where that cannot be, or somebody else could put one there."""
+    folder = cache_folder() / "native"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except OSError:
+        return None
+    mine = about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return folder if mine and os.access(folder, os.W_OK) else None
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """The library of that name which still holds what it held when it was written."""
+    return next((path for path in folder.glob(f"{name}-*.so") if path.stem == f"{name}-{_digest(path)}"), None)
+
+
+def _compile(source: Path, flags: Sequence[str], folder: Path, name: str) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as new:
+        made = Path(new) / "library.so"
+        command = [*_compiler(), *FLAGS, *flags, str(source), "-o", str(made)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)  # noqa: S603 - the user's compiler
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable(f"was not compiled within {MOST_SECONDS} s; use 'auto' or 'torch'") from error
+        if result.returncode or not made.exists():
+            lines = [line for line in result.stderr.splitlines() if "error" in line]
+            reason = lines[0] if lines else f"exit code {result.returncode} of {command[0]}"
+            raise Unavailable(f"could not be compiled ({reason}); use 'auto' or 'torch'")
+        path = folder / f"{name}-{_digest(made)}.so"
+        made.replace(path)
+    return path
+
+
+def _compiler() -> list[str]:
+    chosen = shlex.split(os.environ.get("CC", ""))
+    for candidate in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(candidate[0]):
+            return candidate
+    raise Unavailable("needs a C compiler (cc, gcc, clang, or the one that CC names); use 'auto' or 'torch'")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
