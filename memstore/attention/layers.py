@@ -23,9 +23,13 @@ class RMSNorm(nn.RMSNorm):
 
     def lengths(self, x: Tensor) -> Tensor:
         """Lengths ``[..., 1]`` of ``x [..., hidden]`` on a CPU, with ``eps`` added to the mean of the squares."""
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return lengths.hypot_(_least(x.shape[-1] * eps, x.dtype))
+        return lengths.hypot_(_least(x.shape[-1] * self.least, x.dtype))
+
+    @property
+    def least(self) -> float:
+        """What is added to the mean of the squares."""
+        return torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps
 
 
 @lru_cache(maxsize=64)

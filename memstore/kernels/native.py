@@ -24,12 +24,18 @@ from pathlib import Path
 from memstore.folders import cache_folder
 
 VARIABLE = "MEMSTORE_NATIVE"
-FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared", "-pthread", "-lm")
 MOST_SECONDS = 120
 
 
 class Unavailable(Exception):
     """No C here; the text says why, and fits behind the name of a back end."""
+
+
+def vectors() -> list[str]:
+    """Flags for the widest vectors of float32 that this processor has; none where that is not known."""
+    flags = {"avx2": "-mavx2", "fma": "-mfma", "avx512f": "-mavx512f", "avx512vl": "-mavx512vl"}
+    return [flag for name, flag in flags.items() if name in processor()]
 
 
 @cache

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.gca import Retrieved
-from memstore.kernels.grouped_cross_attention import Folded, Prepared
+from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.cache import ModelCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
@@ -61,7 +61,7 @@ class DRTCache(ModelCache):
         self.partial_ids: list[Tensor] = []
         """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, where an external retriever will want them."""
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
-        self.prepared: list[list[Prepared | Folded] | None] = [None] * len(config.upper_layers)
+        self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memstore.attention.gca import GroupedCrossAttention, Retrieved
 from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotate
 from memstore.attention.sliding import Window
-from memstore.kernels.grouped_cross_attention import Folded, Prepared
+from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.drt.configuration import DRTConfig
 
 States = tuple[Tensor, Tensor]
@@ -93,14 +93,14 @@ class UpperLayer(LowerLayer):
         attended, states = self.attention(self.attention_norm(x), sight, past)
         x = x + attended
         found, cross = x, self.cross
-        if cross is not None and isinstance(retrieved, Prepared | Folded):
+        if cross is not None and isinstance(retrieved, Ready):
             found = cross.added(x, retrieved)
         elif cross is not None and retrieved is not None:
             found = x + by_list(x, lambda queries: cross(queries, retrieved))
         return x + self.feed_forward(self.norm(found)), states
 
 
-Lists = Retrieved | Prepared | Folded
+Lists = Retrieved | Ready
 """Lists of a segment's items; a prepared one is the same for all items of a row."""
 ByList = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 """Hands tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and takes them back."""

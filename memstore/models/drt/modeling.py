@@ -23,7 +23,7 @@ from memstore.attention.gca import BlockEncoder, BlockKeysValues, CausalRetrieve
 from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
-from memstore.kernels.grouped_cross_attention import Folded, Prepared
+from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM
 from memstore.models.drt.at_once import Shared, as_one_row, retrieve
 from memstore.models.drt.cache import DRTCache
@@ -217,7 +217,7 @@ class DRTModel(nn.Module):
         blocks: tuple[Tensor, Tensor] | None,
         cache: DRTCache | None,
         shared: Shared | None,
-    ) -> tuple[Chosen | None, Retrieved | list[Prepared | Folded] | None]:
+    ) -> tuple[Chosen | None, Retrieved | list[Ready] | None]:
         """What the landmarks of a segment choose, and what its items attend to."""
         if cache is None:
             if blocks is None:
@@ -240,7 +240,7 @@ class DRTModel(nn.Module):
             cache.keep_last(group, packing, fresh)
         return chosen, retrieved
 
-    def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | list[Prepared | Folded] | None:
+    def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | list[Ready] | None:
         """The group's list of before, for all items of a segment; where it pays prepared, for each layer."""
         last, prepared = cache.lists[group], cache.prepared[group]
         if last is None:
@@ -249,7 +249,7 @@ class DRTModel(nn.Module):
             prepared = cache.prepared[group] = self._prepare(group, last.retrieved())
         return last.retrieved(packing.lists) if prepared is None else prepared
 
-    def _prepare(self, group: int, retrieved: Retrieved) -> list[Prepared | Folded] | None:
+    def _prepare(self, group: int, retrieved: Retrieved) -> list[Ready] | None:
         crosses = [cast("UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]
         assert crosses[0] is not None
         prepared = crosses[0].prepare(retrieved)
