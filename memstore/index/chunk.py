@@ -74,6 +74,12 @@ class Chunk:
         return self.keys.nbytes + self.ids.nbytes + self.alive.nbytes + (self.codes.nbytes if self.codes else 0)
 
     @property
+    def smallest_id(self) -> int:
+        """Of the blocks that are there, or of one that was removed."""
+        ids = self.ids[: self.used]
+        return int(ids[0] if self.ascending else ids.min())
+
+    @property
     def largest_id(self) -> int:
         """Of the blocks that are there."""
         return int(self.ids[self.used - 1] if self.ascending else self.live().max())

@@ -22,7 +22,8 @@ from memstore.index.chunk import Chunk, Tile
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
 from memstore.index.frame import Frame
 from memstore.index.sieve import Look, Pairs, Part
-from memstore.kernels.search_blocks import search_blocks
+from memstore.kernels.best_products.api import fastest
+from memstore.kernels.search_blocks import native, search_blocks
 from memstore.kernels.search_blocks.api import triton_problem
 
 FIRST_CHUNK_KEYS = 4096
@@ -35,10 +36,12 @@ FEW_QUERIES = 8
 SCORES_AT_ONCE, TILE_KEYS_AT_ONCE = 1 << 18, 1 << 13
 """Scores that are held where there are no more in all, and the keys of a tile that makes them."""
 CODED_KEYS, CODED_KEYS_OF_FEW = 1 << 15, 1 << 17
-"""Keys from which on it pays to read codes first; more for few queries, whose time goes into calls."""
+"""Keys from which on it pays to read codes first; more for few queries where PyTorch reads them."""
 GATHERED_NUMBERS = 1 << 18
 FEWEST_GROUPS = 64
 """Groups for each block wanted from which on it pays to read codes first."""
+PASSED_NUMBERS = 1 << 23
+"""Products up to which one pass over the keys in C is fastest."""
 
 
 class _Scan(NamedTuple):
@@ -138,7 +141,10 @@ class ExactIndex(VectorIndex):
         checks.check_allowed(allowed)
         if self._fused and all(chunk.ascending for chunk in self._chunks.values()):
             return self._search_fused(queries, k, allowed)
-        scans = self._scans(allowed, k, queries=queries.shape[0] // self.key_heads * queries.shape[1])
+        rows = queries.shape[0] // self.key_heads * queries.shape[1]
+        if self._in_one_pass(rows):
+            return self._search_in_one_pass(queries, k, allowed)
+        scans = self._scans(allowed, k, queries=rows)
         return self._each_head(queries, k, lambda rows, head: self._search_head(scans, rows, head, k))
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -241,14 +247,46 @@ class ExactIndex(VectorIndex):
         """As ``search``, by the kernel: all heads and queries at once, a chunk after the other."""
         grouped = self._grouped(queries)  # [G, R, D]
         best = nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
+        wanted = self._wanted(allowed)
         for number, chunk in self._chunks.items():
-            wanted = None if allowed is None and chunk.count == chunk.used else chunk.wanted(allowed)
-            scores, rows = search_blocks(grouped, chunk.keys[:, : chunk.used], k, wanted=wanted)
+            scores, rows = search_blocks(grouped, chunk.keys[:, : chunk.used], k, wanted=wanted[number])
             scores, rows = scores.flatten(0, 1), rows.flatten(0, 1)
             found = Best(scores, chunk.ids[rows.clamp(min=0)], rows + number * PLACES)
             best = merge(best, Best(scores, *(x.where(rows >= 0, -1) for x in found[1:])), k)
         by_head = [Best(*(x.unflatten(0, grouped.shape[:2])[head] for x in best)) for head in range(self.key_heads)]
         return self._each_head(queries, k, lambda rows, head: self._settle(by_head[head], rows, head))
+
+    def _in_one_pass(self, rows: int) -> bool:
+        """Whether so few queries and keys are searched fastest by reading the keys once, in C."""
+        numbers = rows * len(self) * self.keys_per_block * self.key_dim
+        return numbers <= PASSED_NUMBERS and self.device.type == "cpu" and native.problem() is None
+
+    def _search_in_one_pass(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> Found:
+        """As ``search``, by ``kernels/search_blocks/native.c``."""
+        wanted = self._wanted(allowed)
+
+        def search(rows: Tensor, head: int) -> Found:
+            parts = [
+                native.Part(chunk.keys[head, : chunk.used], chunk.ids, wanted[number])
+                for number, chunk in self._chunks.items()
+            ]
+            return Found(*native.search_parts(parts, rows, k))
+
+        return self._each_head(queries, k, search)
+
+    def _wanted(self, allowed: range | Tensor | None) -> dict[int, Tensor | None]:
+        """Which rows ``[used]`` of each chunk hold a block that is ``allowed``; None: all."""
+        everything = self._allows_all(allowed)
+        return {
+            number: None if everything and chunk.count == chunk.used else chunk.wanted(allowed)
+            for number, chunk in self._chunks.items()
+        }
+
+    def _allows_all(self, allowed: range | Tensor | None) -> bool:
+        if not isinstance(allowed, range) or allowed.step != 1 or not self._chunks:
+            return allowed is None
+        least = min(chunk.smallest_id for chunk in self._chunks.values())
+        return allowed.start <= least and self._largest_id < allowed.stop
 
     @property
     def _tile_rows(self) -> int:
@@ -260,12 +298,12 @@ class ExactIndex(VectorIndex):
         """What to look at from place ``start`` on, and how: codes first where there are enough of them to pay."""
         first, row = divmod(start, PLACES)
         scans = []
-        least = CODED_KEYS if queries > FEW_QUERIES else CODED_KEYS_OF_FEW
+        many = queries > FEW_QUERIES or fastest(self.key_dim) == "native"
+        least = CODED_KEYS if many else CODED_KEYS_OF_FEW
         coded = len(self) * self.keys_per_block >= least
-        allowed = None if self._allows_all(allowed) else allowed
-        for number, chunk in self._chunks.items():
+        for number, wanted in self._wanted(allowed).items():
             if number >= first:
-                wanted = None if allowed is None and chunk.count == chunk.used else chunk.wanted(allowed)
+                chunk = self._chunks[number]
                 if number == first and row:
                     wanted = chunk.wanted(allowed) if wanted is None else wanted
                     wanted[:row] = False
@@ -273,12 +311,6 @@ class ExactIndex(VectorIndex):
         if sum(_whole_groups(scan.part) for scan in scans) >= FEWEST_GROUPS * k:
             return scans
         return [scan if scan.part is None else _without_codes(scan) for scan in scans]
-
-    def _allows_all(self, allowed: range | Tensor | None) -> bool:
-        if not isinstance(allowed, range) or allowed.step != 1 or not self._chunks:
-            return allowed is None
-        least = min(int(chunk.ids[: chunk.used].min()) for chunk in self._chunks.values())
-        return allowed.start <= least and self._largest_id < allowed.stop
 
     def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Found:
         return self._settle(self._search_rows(scans, queries, head, k), queries, head)

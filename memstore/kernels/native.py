@@ -35,7 +35,8 @@ class Unavailable(Exception):
 def vectors() -> list[str]:
     """Flags for the widest vectors of float32 that this processor has; none where that is not known."""
     flags = {"avx2": "-mavx2", "fma": "-mfma", "avx512f": "-mavx512f", "avx512vl": "-mavx512vl"}
-    return [flag for name, flag in flags.items() if name in processor()]
+    found = [flag for name, flag in flags.items() if name in processor()]
+    return [*found, "-mprefer-vector-width=512"] if "avx512f" in processor() else found
 
 
 @cache

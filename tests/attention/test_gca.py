@@ -20,6 +20,7 @@ from memstore.attention.gca import (
     choose,
     weighed,
 )
+from memstore.kernels.grouped_cross_attention import FusedList, Ready, native
 
 HIDDEN, HEADS, GROUPS, DIM, S = 12, 2, 1, 6, 5
 TOLERANCE = 1e-12  # float64; sums of some dozens of terms in another order
@@ -235,3 +236,46 @@ def test_only_grouped_fusion_teaches_the_retriever() -> None:
         out = module(x.detach(), Retrieved(*kv(project, states.detach()), chosen.blocks, chosen.weights))
         gradients = torch.autograd.grad(out.sum(), list(retriever.parameters()), allow_unused=True)
         assert all((gradient is not None and bool((gradient != 0).any())) == reaches for gradient in gradients)
+
+
+@pytest.mark.parametrize("off_by_one", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 4, 1, 32, 16, 4, 64), (3, 3, 2, 17, 8, 4, 40), (2, 1, 2, 5, 6, 2, 12)], ids=str)
+def test_a_token_finds_the_same_in_every_form_of_its_list(
+    sizes: tuple[int, ...], off_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, count, groups, size, dim, heads, hidden = sizes
+    layer = GroupedCrossAttention(hidden, heads, dim, off_by_one=off_by_one)
+    nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    shape = (batch, count, groups, size, dim)
+    blocks = torch.arange(count).repeat(batch, 1, 1)
+    blocks[:, :, 1:] = torch.where(torch.rand(batch, 1, count - 1) < 0.4, -1, blocks[:, :, 1:])
+    retrieved = Retrieved(torch.randn(shape), torch.randn(shape), blocks, torch.rand(batch, 1, count))
+    with torch.no_grad():
+        prepared = layer.prepare(retrieved)
+        assert prepared is not None
+        forms: list[Ready] = [prepared, layer.own(prepared)]
+        monkeypatch.setattr(FusedList, "takes", staticmethod(lambda *_: False))
+        forms.append(layer.own(prepared))
+        for tokens in (1, 3):
+            x = torch.randn(batch, tokens, hidden)
+            wide = GroupedCrossAttention(hidden, heads, dim, off_by_one=off_by_one).double()
+            wide.load_state_dict(layer.state_dict())
+            keys, values, _, weights = (each.double() for each in retrieved)
+            truth = x.double() + wide(x[:, None].double(), Retrieved(keys, values, blocks, weights))[:, 0]
+            for form in forms:
+                torch.testing.assert_close(layer.added(x, form).double(), truth, atol=2e-5, rtol=0)
+
+
+@pytest.mark.skipif(native.problem() is not None, reason=f"C {native.problem()}")
+def test_a_list_of_a_small_model_is_attended_to_in_one_call_of_c() -> None:
+    layer = GroupedCrossAttention(12, 2, 6)
+    states = torch.randn(1, 2, 1, 5, 6)
+    retrieved = Retrieved(states, states, torch.tensor([[[0, 1]]]), torch.rand(1, 1, 2))
+    with torch.no_grad():
+        prepared = layer.prepare(retrieved)
+        assert prepared is not None
+        assert isinstance(layer.own(prepared), FusedList)
+        layer.query = nn.utils.parametrizations.weight_norm(layer.query)  # an adapter, say
+        assert layer.own(prepared) is prepared
+        layer.half()
+        assert not FusedList.takes(prepared, layer.norm.weight, layer.out.weight, layer.out.weight)

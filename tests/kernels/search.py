@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.kernels import search_blocks
+from memstore.kernels.search_blocks.api import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,10 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
     return queries, landmarks.to(dtype), wanted
 
 
-def agrees(case: Case, dtype: torch.dtype) -> bool:
+def agrees(case: Case, dtype: torch.dtype, backend: Backend = "triton") -> bool:
     """Whether the kernels find the blocks of the reference in float64, but for scores that are equal by rounding."""
     queries, landmarks, wanted = inputs(case, dtype)
-    scores, blocks = search_blocks(queries, landmarks, case.k, wanted=wanted, backend="triton")
+    scores, blocks = search_blocks(queries, landmarks, case.k, wanted=wanted, backend=backend)
     truth, expected = search_blocks(queries.double(), landmarks, case.k, wanted=wanted, backend="reference")
     if case.special == "equal" and not torch.equal(blocks, expected):
         return False

@@ -11,9 +11,11 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import search_blocks
+from memstore.kernels.search_blocks import native
 from tests.kernels.child import program
 from tests.kernels.search import CASES, Case, agrees, inputs
 
+in_c = pytest.mark.skipif(native.problem() is not None, reason=f"backend 'native' {native.problem()}")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = [f"{name} ({dtype})" for name in CASES for dtype in ("float32", "float16")]
 
@@ -36,6 +38,39 @@ def test_the_reference_finds_what_a_loop_finds(case: Case) -> None:
             assert scores[head, token, : len(best)].tolist() == pytest.approx([-score for score, _ in best], abs=1e-5)
             if case.special == "equal":
                 assert found[: len(best)] == [number for _, number in best]
+
+
+@in_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_c_finds_what_the_reference_finds(case: Case, dtype: torch.dtype) -> None:
+    assert agrees(case, dtype, "native")
+
+
+@in_c
+def test_c_searches_keys_in_several_parts_and_says_which_key_matched() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((90, 3, 8), (4, 8)))
+    ids, wanted = torch.randperm(1000, generator=generator)[:90], torch.rand(90, generator=generator) < 0.7
+    pieces = [slice(0, 50), slice(50, 51), slice(51, 51), slice(51, 90)]
+    parts = [native.Part(keys[piece], ids[piece], wanted[piece]) for piece in pieces]
+    scores, found, offsets = native.search_parts(parts, queries, 70)
+    products = torch.einsum("npd,rd->rnp", keys, queries)
+    for row, best in enumerate(products.amax(2)):
+        every = sorted((-float(best[n]), int(ids[n]), n) for n in range(90) if wanted[n])[:70]
+        assert found[row, : len(every)].tolist() == [number for _, number, _ in every]
+        assert scores[row, : len(every)].tolist() == [-score for score, _, _ in every]
+        assert offsets[row, : len(every)].tolist() == [int(products[row, n].argmax()) for _, _, n in every]
+        assert found[row, len(every) :].tolist() == offsets[row, len(every) :].tolist() == [-1] * (70 - len(every))
+
+
+@in_c
+def test_c_takes_what_it_says() -> None:
+    queries, landmarks, _ = inputs(Case())
+    with pytest.raises(InvalidArgument, match=r"'native' takes queries in float32 .* got torch.float64"):
+        search_blocks(queries.double(), landmarks, 3, backend="native")
+    with pytest.raises(InvalidArgument, match=r"'native' takes .* got torch.float32 and torch.float16"):
+        search_blocks(queries, landmarks.half(), 3, backend="native")
 
 
 @pytest.mark.parametrize(

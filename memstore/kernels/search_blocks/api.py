@@ -10,8 +10,9 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 
-Backend = Literal["auto", "reference", "triton"]
+Backend = Literal["auto", "reference", "native", "triton"]
 _TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NATIVE_TYPES = (torch.float32, torch.bfloat16)
 _LARGEST_HEAD = 256
 
 
@@ -25,8 +26,9 @@ def search_blocks(
         landmarks: ``[G, N, P, D]``, ``P`` keys of each block; query head ``h`` uses key head ``h // (H // G)``.
         k: blocks wanted for each query, at least 1.
         wanted: ``[N]`` bool: the blocks that count; all if None.
-        backend: ``"reference"``, ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: ``"triton"`` on a GPU
-            where it can, else ``"reference"``.
+        backend: ``"reference"``, ``"native"`` (in C, compiled at the first use, for a few queries on a CPU),
+            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: ``"triton"`` on a GPU where it can, else
+            ``"reference"``.
 
     Returns:
         Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64; of
@@ -42,18 +44,24 @@ def search_blocks(
         backend = "triton" if usable else "reference"
     elif backend == "triton" and (problem := triton_problem(queries, landmarks)):
         raise InvalidArgument(f"backend 'triton' {problem}")
+    elif backend == "native" and (problem := native_problem(queries, landmarks)):
+        raise InvalidArgument(f"backend 'native' {problem}")
     queries, landmarks = queries.detach(), landmarks.detach()
     match backend:
         case "triton" if queries.numel() and landmarks.numel():
             from memstore.kernels.search_blocks import triton
 
             return triton.search_blocks(queries, landmarks, k, wanted)
+        case "native":
+            from memstore.kernels.search_blocks import native
+
+            return native.search_blocks(queries, landmarks, k, wanted)
         case "reference" | "triton":
             from memstore.kernels.search_blocks import reference
 
             return reference.search_blocks(queries, landmarks, k, wanted)
         case _:
-            raise InvalidArgument(f"backend must be 'auto', 'reference' or 'triton', got {backend!r}")
+            raise InvalidArgument(f"backend must be 'auto', 'reference', 'native' or 'triton', got {backend!r}")
 
 
 def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
@@ -76,6 +84,18 @@ def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
                 f"{queries.device}; use 'auto' or 'reference'"
             )
     return None
+
+
+def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
+    """Why this cannot be searched in C, and what to do; None if it can."""
+    if queries.device.type != "cpu" or queries.dtype != torch.float32 or landmarks.dtype not in _NATIVE_TYPES:
+        return (
+            f"takes queries in float32 and landmarks in float32 or bfloat16 on the CPU, got {queries.dtype} and "
+            f"{landmarks.dtype} on {queries.device}; cast them, or use 'auto' or 'reference'"
+        )
+    from memstore.kernels.search_blocks import native
+
+    return native.problem()
 
 
 def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> None:
