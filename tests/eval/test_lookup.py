@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from memstore.errors import InvalidArgument
 from memstore.eval.lookup import KINDS, WatchedTokens, kinds_of, last_read, lookup
@@ -16,6 +16,7 @@ from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
 from tests.eval.drts import byte_tokenizer
 from tests.eval.memorizing import small_memorizing
+from tests.models.stock import small_llama
 
 TEXT = (
     "the lemma of Zorn is used. " + "and so on and on, in many words that say little; " * 4 + "Zorn had it of the lemma"
@@ -88,13 +89,8 @@ def test_weights_are_those_of_the_layer() -> None:
 
 
 def small_stock(segment: int) -> tuple[LlamaForCausalLM, KNNMemory]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
-    memory = add_knn_memory(model.eval(), layer=1, memory_size=50, top_k=4)
+    model: Any = small_llama(layers=2)
+    memory = add_knn_memory(model, layer=1, memory_size=50, top_k=4)
     torch.nn.init.normal_(memory.gate)
     torch.nn.init.normal_(memory.scale)
     model.config.knn_memory["window"] = segment

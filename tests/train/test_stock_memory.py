@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.eval.memorizing import by_memory_size, paired, stock_losses
@@ -20,6 +20,7 @@ from memstore.train import Optimisation, corpora, train_stock_memory
 from memstore.train.run import last_checkpoint
 from memstore.train.stock import StockTrainer
 from tests.eval.drts import byte_tokenizer
+from tests.models.stock import small_llama
 from tests.train.helpers import RUNTIME, Stopped, at_step, losses, same_weights, stop
 
 SHORT = Optimisation(steps=16, batch=2, accumulate=2, learning_rate=0.05, seed=3)
@@ -30,12 +31,7 @@ OWN = "model.layers.1.self_attn.knn_memory."
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stock")
     byte_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    small_llama().save_pretrained(folder)
     return folder
 
 
