@@ -88,9 +88,9 @@ def test_weights_are_those_of_the_layer() -> None:
     assert [weight for _, weight in told] == pytest.approx(best.values.tolist(), rel=1e-4)
 
 
-def small_stock(segment: int) -> tuple[LlamaForCausalLM, KNNMemory]:
+def small_stock(segment: int, memory_size: int = 50) -> tuple[LlamaForCausalLM, KNNMemory]:
     model: Any = small_llama(layers=2)
-    memory = add_knn_memory(model, layer=1, memory_size=50, top_k=4)
+    memory = add_knn_memory(model, layer=1, memory_size=memory_size, top_k=4)
     torch.nn.init.normal_(memory.gate)
     torch.nn.init.normal_(memory.scale)
     model.config.knn_memory["window"] = segment
@@ -120,6 +120,28 @@ def test_what_a_stock_model_looks_up_is_told_too() -> None:
         assert [each.number for each in example.retrieved] == [held[place] for place in places]
         assert [each.weight for each in example.retrieved] == pytest.approx(expected[places].tolist(), rel=1e-4)
     assert memory.memory is None
+
+
+@pytest.mark.parametrize("readings", [0, 1, 2])  # without the memory, with it, and watched
+def test_an_error_leaves_the_memory_of_a_stock_model_empty_and_as_large_as_before(readings: int) -> None:
+    model, memory = small_stock(segment=12)
+    left = readings * (len(TEXT) - 1)
+
+    def fail(tokens: int) -> None:
+        nonlocal left
+        left -= tokens
+        if left < 0:
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011 - of nothing else
+        lookup(model, byte_tokenizer(), TEXT, memory_size=30, examples=3, advance=fail)
+    assert memory.memory_size == 50
+    assert memory.memory is None
+
+
+def test_a_stock_model_whose_memory_is_off_can_be_given_another_size() -> None:
+    model, _ = small_stock(segment=12, memory_size=0)
+    assert any(example.retrieved for example in lookup(model, byte_tokenizer(), TEXT, memory_size=50).examples)
 
 
 def test_what_finds_nothing_is_refused() -> None:
