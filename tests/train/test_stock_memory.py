@@ -17,11 +17,10 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.eval.memorizing import by_memory_size, paired, stock_losses
 from memstore.models.memorizing import add_knn_memory, load_knn_memory
 from memstore.train import Optimisation, corpora, train_stock_memory
-from memstore.train.run import last_checkpoint
 from memstore.train.stock import StockTrainer
 from tests.eval.drts import byte_tokenizer
 from tests.models.stock import small_llama
-from tests.train.helpers import RUNTIME, Stopped, at_step, losses, same_weights, stop
+from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
 
 SHORT = Optimisation(steps=16, batch=2, accumulate=2, learning_rate=0.05, seed=3)
 OWN = "model.layers.1.self_attn.knn_memory."
@@ -102,12 +101,7 @@ def test_a_difference_is_paired_by_token() -> None:
 def test_an_interrupted_training_goes_on_with_the_memory_to_the_same_result(
     stock: Path, trained: Path, texts: Path, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 13, stop)
-        with pytest.raises(Stopped):
-            train(stock, texts, tmp_path / "run")
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+    checkpoint = stopped_at(13, lambda: train(stock, texts, tmp_path / "run"), tmp_path / "run")
     held = load_file(checkpoint / "memory-0.safetensors")
     assert held["keys"].shape == (2, 2, 100, 8)
     assert int(held["added"].sum()) > 0
@@ -118,12 +112,7 @@ def test_an_interrupted_training_goes_on_with_the_memory_to_the_same_result(
 
 
 def test_a_checkpoint_without_its_memory_is_refused(stock: Path, texts: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 7, stop)
-        with pytest.raises(Stopped):
-            train(stock, texts, tmp_path / "run")
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+    checkpoint = stopped_at(7, lambda: train(stock, texts, tmp_path / "run"), tmp_path / "run")
     (checkpoint / "memory-0.safetensors").unlink()
     with pytest.raises(DamagedError, match="Remove the folder"):
         train(stock, texts, tmp_path / "run")
