@@ -102,6 +102,7 @@ def test_options_of_other_models_are_refused(
         (model_folder, "--vocabulary", 300, "--vocabulary cannot be used with a stock model"),
         (model, "--layer", 1, "--layer cannot be used with a Memorizing Transformer"),
         (model_folder, "--layer", 7, "layer must be from -3 to 2, not 7"),
+        (model_folder, "--window", 32, "has 3 layers; unless another is named, the 6th from the end gets the memory"),
     ):
         refused = cli("train", "memorizing", text, "--init", init, option, value, "--out", tmp_path / "run")
         assert refused.code == USAGE, refused
