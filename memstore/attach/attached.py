@@ -124,7 +124,8 @@ class Attached:
         """Read a text into the memory, segment by segment, each committed before the next one but one is read.
 
         A document that is there already, in part or whole, must begin with the same tokens: reading goes on where it
-        stopped. An interrupted read leaves all committed segments in place.
+        stopped. An interrupted read leaves all committed segments in place. It computes in the types of the model's
+        weights, also under ``torch.autocast``.
 
         Args:
             token_ids: the tokens of the whole document ``[n]``.

@@ -27,6 +27,7 @@ from memstore.memory import Document, Memory
 from memstore.memory.append import as_tokens as as_token_ids
 from memstore.memory.coding import as_stored
 from memstore.memory.ingest import background_workers, progress_bar
+from memstore.memory.precision import own_types
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -58,6 +59,7 @@ class ReadResult:
         return float(self.nll.mean().exp())
 
 
+@own_types()
 def read(
     attached: Attached,
     token_ids: Sequence[int] | Tensor,

@@ -12,12 +12,14 @@ from memstore.attach.visible import Candidates, Source
 from memstore.attention import pooled
 from memstore.errors import InvalidArgument
 from memstore.memory.append import as_tokens
+from memstore.memory.precision import own_types
 from memstore.memory.search import Match, best, check_layer
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
 
 
+@own_types()
 def search(attached: Attached, token_ids: Sequence[int] | Tensor, top_k: int, layer: int | None) -> list[Match]:
     """See ``Attached.search``."""
     tokens = as_tokens(token_ids)

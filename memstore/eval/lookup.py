@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from memstore.attention.knn import KNNAttention, Neighbours
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
-from memstore.eval.memorizing import WINDOW, document_losses, stock_losses
+from memstore.eval.memorizing import WINDOW, document_losses, emptied, stock_losses
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 
 KINDS = ("far", "near", "new", "other")
@@ -305,7 +305,6 @@ class _Stock:
     def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Found:
         """As in ``_Memorizing``."""
         model, layer = self._model, self._memory
-        layer.clear()
         watching = WatchedTokens(
             wanted,
             layer.groups,
@@ -317,10 +316,10 @@ class _Stock:
             dtype=model.dtype,
             device=model.device,
         )
-        layer.memory = watching
-        for part in _segments(tokens, wanted, self.reach, advance):
-            model(part.to(model.device), use_cache=False)
-        layer.clear()
+        with emptied(layer, size):
+            layer.memory = watching
+            for part in _segments(tokens, wanted, self.reach, advance):
+                model(part.to(model.device), use_cache=False)
         return watching.found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
+from memstore.models.memorizing import KNNMemory, MemorizingCache, MemorizingForCausalLM, knn_memory_of
 
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
 """The paper's memories, in tokens."""
@@ -126,18 +127,27 @@ def document_losses(
 @torch.no_grad()
 def stock_losses(model: PreTrainedModel, tokens: Tensor, memory_size: int, advance: Callable[[int], None]) -> Tensor:
     """As ``document_losses``, of a stock model: it sees the segment, and finds what was before by its memory alone."""
-    memory, window = knn_memory_of(model), model.config.knn_memory.get("window", WINDOW)
-    memory.clear()
-    usual, memory.memory_size = memory.memory_size, memory_size
+    window = model.config.knn_memory.get("window", WINDOW)
     ids, losses = tokens.to(model.device), []
-    for start in range(0, len(tokens) - 1, window):
-        given = ids[None, start : min(start + window, len(tokens) - 1)]
-        logits = model(given, use_cache=False).logits[0].float()
-        losses.append(F.cross_entropy(logits, ids[start + 1 : start + 1 + given.shape[1]], reduction="none"))
-        advance(given.shape[1])
-    memory.clear()
-    memory.memory_size = usual
+    with emptied(knn_memory_of(model), memory_size):
+        for start in range(0, len(tokens) - 1, window):
+            given = ids[None, start : min(start + window, len(tokens) - 1)]
+            logits = model(given, use_cache=False).logits[0].float()
+            losses.append(F.cross_entropy(logits, ids[start + 1 : start + 1 + given.shape[1]], reduction="none"))
+            advance(given.shape[1])
     return torch.cat(losses)
+
+
+@contextmanager
+def emptied(memory: KNNMemory, size: int) -> Iterator[None]:
+    """``memory``, empty and of ``size`` tokens; in the end, after errors too, empty and of as many as before."""
+    memory.clear()
+    usual, memory.memory_size = memory.memory_size, size
+    try:
+        yield
+    finally:
+        memory.memory_size = usual
+        memory.clear()
 
 
 def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:

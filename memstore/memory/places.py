@@ -67,7 +67,7 @@ class Places:
 
     def all_tokens(self, blocks: range) -> list[Key]:
         """Keys of the token ids of blocks."""
-        return [Key(Table.TOKENS, owner, 0, block) for owner, part in self.pieces(blocks) for block in part]
+        return self._keys(Table.TOKENS, 0, blocks)
 
     def block(self, layer: int, block: int) -> Key:
         """Key of the states of a block."""
@@ -75,7 +75,11 @@ class Places:
 
     def all_blocks(self, layer: int, blocks: range) -> list[Key]:
         """Keys of the states of blocks."""
-        return [Key(Table.BLOCKS, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
+        return self._keys(Table.BLOCKS, layer, blocks)
+
+    def _keys(self, table: Table, layer: int, blocks: range) -> list[Key]:
+        """Keys of the values of blocks in ``table``."""
+        return [Key(table, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
 
 
 def owners(number: int, state: DocumentState, blocks: Sequence[int]) -> list[int]:

@@ -91,7 +91,7 @@ class Repair:
         steps = list(self._unknown(batch, audit.unknown))
         if batch.deletes and not dry_run:
             self._shared.store.write(batch)
-        return [*steps, *self._indexes(dry_run), *cure(findings, dry_run)]
+        return [*steps, *self._indexes(findings, dry_run), *cure(findings, dry_run)]
 
     def _numbers(self, batch: Batch, audit: Audit) -> Iterator[Step]:
         """The number of the next document."""
@@ -142,8 +142,10 @@ class Repair:
         if unknown:
             yield Step(message=f"values that no document refers to were removed, in {len(unknown)} places")
 
-    def _indexes(self, dry_run: bool) -> Iterator[Step]:
+    def _indexes(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
         """Kept indexes that are damaged: they are built anew, so they go."""
+        if all(finding.kind != "index" for finding in findings):
+            return  # to find out again which ones would mean to read them all
         for path, _ in damaged(folder_of(folder(self._shared.url))):
             if not dry_run:
                 remove(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from memstore.errors import InvalidArgument
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
 from memstore.tools.eval_memorizing import MemorySizes, memory_table
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
-from memstore.tools.options import Device, Threads, use_threads
+from memstore.tools.options import Device, Threads, token_count, use_threads
 from memstore.tools.output import Json, Page, Report
 from memstore.tools.texts import read_documents, read_text
 
@@ -324,10 +323,10 @@ def parse_lengths(text: str) -> list[int]:
     """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
     lengths = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([1-9][0-9]*)([kKmM]?)\s*", part, re.ASCII)
-        if match is None:
+        count = token_count(part)
+        if not count:
             raise InvalidArgument(f"--lengths {text!r}: {part!r} is no number of tokens. Write such as 65536,1M.")
-        lengths.append(int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()])
+        lengths.append(count)
     if len(set(lengths)) < len(lengths):
         raise InvalidArgument(f"--lengths {text!r} names a length twice")
     return lengths

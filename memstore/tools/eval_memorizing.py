@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
-from memstore.tools.options import Device, Threads, use_threads
+from memstore.tools.options import Device, Threads, token_count, tokens_of, use_threads
 from memstore.tools.output import Json, Page, Report, cell
 from memstore.tools.texts import read_text
 
@@ -32,7 +31,8 @@ Model = Annotated[
     typer.Option(help="Folder of the Memorizing Transformer, or of a stock model with a memory.", show_default=False),
 ]
 MemorySize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens that can be found. Without it: what the model was trained with.")
+    str | None,
+    typer.Option(help="Tokens that can be found, such as 8K. Without it: what the model was trained with."),
 ]
 Examples = Annotated[int, typer.Option(min=0, help="Words to show with what was retrieved for them.")]
 
@@ -64,6 +64,7 @@ def lookup(
     from memstore.memory.ingest import progress_bar
 
     require_transformers()
+    size = tokens_of("--memory-size", memory_size, least=1)
     written = read_text(text)
     use_threads(threads)
     check_device(device)
@@ -71,7 +72,7 @@ def lookup(
         loaded, tokenizer = load_token_memory(model_folder(model), device)
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
-        found = look_up(loaded, tokenizer, written, memory_size=memory_size, examples=examples, advance=advance)
+        found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
     data = {"task": "lookup", "model": model.name, **found.to_dict()}
     return Report(data=data, text=lambda page: _show_lookup(page, data))
 
@@ -105,10 +106,10 @@ def parse_sizes(text: str) -> list[int]:
     """``0,8K`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
     sizes = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]+)([kK]?)\s*", part, re.ASCII)
-        if match is None:
+        count = token_count(part)
+        if count is None:
             raise InvalidArgument(f"--memory-sizes {text!r}: {part!r} is no number of tokens. Write such as 0,512,8K.")
-        sizes.append(int(match[1]) << (10 if match[2] else 0))
+        sizes.append(count)
     if len(set(sizes)) < len(sizes):
         raise InvalidArgument(f"--memory-sizes {text!r} names a size twice")
     return sizes

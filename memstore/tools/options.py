@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,6 +56,22 @@ TopK = Annotated[
 ]
 TOP_K = 8
 """Blocks that a stock model retrieves at a time, unless said."""
+
+
+def token_count(text: str) -> int | None:
+    """Tokens that ``512``, ``8K`` (8,192) or ``1M`` mean; None for any other text."""
+    match = re.fullmatch(r"\s*([0-9]+)([kKmM]?)\s*", text, re.ASCII)
+    return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
+
+
+def tokens_of(option: str, text: str | None, least: int) -> int | None:
+    """Tokens that ``text`` says for ``option``; None where it was not given. Raises ``InvalidArgument``."""
+    if text is None:
+        return None
+    count = token_count(text)
+    if count is None or count < least:
+        raise InvalidArgument(f"{option} must be a number of tokens from {least} on, such as 512 or 8K, not {text!r}")
+    return count
 
 
 def on_disk(argument: str) -> bool:

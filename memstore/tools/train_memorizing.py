@@ -10,7 +10,7 @@ import typer
 
 from memstore.tools import train
 from memstore.tools.models import resolve_model
-from memstore.tools.options import Threads
+from memstore.tools.options import Threads, tokens_of
 from memstore.tools.output import Json, Report
 
 Init = Annotated[
@@ -26,7 +26,8 @@ Layer = Annotated[
 ]
 Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), small, or paper.")]
 MemorySize = Annotated[
-    int | None, typer.Option(min=0, help="Tokens of a document that can be found; 0: none. May differ from --init's.")
+    str | None,
+    typer.Option(help="Tokens of a document that can be found, such as 8K; 0: none. May differ from --init's."),
 ]
 Window = Annotated[int | None, typer.Option(min=1, help="Tokens of a segment, and seen directly before each token.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Tokens that each query of each head looks up.")]
@@ -79,7 +80,7 @@ def memorizing(
 
     Example:
 
-        memstore train memorizing books/ --memory-size 8192 --out memorizing
+        memstore train memorizing books/ --memory-size 8K --out memorizing
         memstore train memorizing books/ --init smollm2 --out smollm2-remembers
 
     In Python: memstore.train.train_on_documents and memstore.train.train_stock_memory.
@@ -87,7 +88,7 @@ def memorizing(
     given = train.chosen(
         init=None if init is None else Path(resolve_model(str(init))),
         preset=preset,
-        memory_size=memory_size,
+        memory_size=tokens_of("--memory-size", memory_size, least=0),
         window=window,
         top_k=top_k,
         refresh_every=refresh_every,

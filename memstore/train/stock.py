@@ -84,7 +84,7 @@ def train_stock_memory(
         texts: see ``corpora.Documents``; each file, and each row of a dataset, is a document.
         out: a new folder, or that of the same run, which then goes on.
         init: the folder of a stock causal LM, with its tokenizer.
-        layer: see ``add_knn_memory``, as ``memory_size`` and ``top_k``.
+        layer: see ``add_knn_memory``, as ``memory_size`` and ``top_k``. To be named for models of fewer than 6 layers.
         memory_size: tokens that can be found.
         window: tokens of a segment, which the model sees in a call, beside what it finds.
         top_k: tokens that each query of each head looks up.
@@ -147,6 +147,12 @@ def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, K
         raise DamagedError(f"the model {init} cannot be loaded: {error}") from None
     if hasattr(model.config, "knn_memory"):
         raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    if settings["layer"] == LAYER and layers < -LAYER:
+        raise InvalidArgument(
+            f"the model {init} has {layers} layers; unless another is named, the {-LAYER}th from the end gets the "
+            f"memory: name one from 0 to {layers - 1} with --layer"
+        )
     model.requires_grad_(False)
     memory = add_knn_memory(model, **settings)
     model.config.knn_memory["window"] = window

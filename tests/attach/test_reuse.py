@@ -26,6 +26,10 @@ def contents(document: Document) -> list[Tensor]:
     ]
 
 
+def landmarks(document: Document) -> list[Tensor]:
+    return [document.layer(layer).landmarks(document.blocks) for layer in document.memory.spec.index_layers]
+
+
 def test_reading_the_same_text_again_costs_nothing(tmp_path: Path) -> None:
     model = tiny("llama")
     with memstore.attach(model, tmp_path / "m", retrieval=Retrieval(top_k=2), **SIZES) as attached:
@@ -38,6 +42,21 @@ def test_reading_the_same_text_again_costs_nothing(tmp_path: Path) -> None:
         for shared, alone in zip(contents(memory.document("two")), contents(memory.document("alone")), strict=True):
             torch.testing.assert_close(shared, alone, rtol=0, atol=1e-4)
         assert memory.verify() == []
+
+
+@pytest.mark.parametrize("share", ["model", "group"])
+def test_autocast_changes_nothing_that_is_stored_or_found(share: Any) -> None:
+    outcomes = []
+    for enabled in (False, True):
+        with memstore.attach(tiny("llama"), "ram:", retrieval=Retrieval(top_k=2, share=share), **SIZES) as attached:
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                attached.read(TEXT, "text")
+                found = attached.search(TEXT[50:70])
+            document = attached.memories[0].document("text")
+            outcomes.append((found, [*contents(document), *landmarks(document)]))
+    (found, plain), (found_cast, cast) = outcomes
+    assert found_cast == found
+    assert all(torch.equal(one, other) for one, other in zip(plain, cast, strict=True))
 
 
 def test_a_text_read_with_other_options_is_not_reused(tmp_path: Path) -> None:

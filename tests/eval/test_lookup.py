@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from memstore.errors import InvalidArgument
 from memstore.eval.lookup import KINDS, WatchedTokens, kinds_of, last_read, lookup
@@ -16,6 +16,7 @@ from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
 from tests.eval.drts import byte_tokenizer
 from tests.eval.memorizing import small_memorizing
+from tests.models.stock import small_llama
 
 TEXT = (
     "the lemma of Zorn is used. " + "and so on and on, in many words that say little; " * 4 + "Zorn had it of the lemma"
@@ -87,14 +88,9 @@ def test_weights_are_those_of_the_layer() -> None:
     assert [weight for _, weight in told] == pytest.approx(best.values.tolist(), rel=1e-4)
 
 
-def small_stock(segment: int) -> tuple[LlamaForCausalLM, KNNMemory]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
-    memory = add_knn_memory(model.eval(), layer=1, memory_size=50, top_k=4)
+def small_stock(segment: int, memory_size: int = 50) -> tuple[LlamaForCausalLM, KNNMemory]:
+    model: Any = small_llama(layers=2)
+    memory = add_knn_memory(model, layer=1, memory_size=memory_size, top_k=4)
     torch.nn.init.normal_(memory.gate)
     torch.nn.init.normal_(memory.scale)
     model.config.knn_memory["window"] = segment
@@ -124,6 +120,28 @@ def test_what_a_stock_model_looks_up_is_told_too() -> None:
         assert [each.number for each in example.retrieved] == [held[place] for place in places]
         assert [each.weight for each in example.retrieved] == pytest.approx(expected[places].tolist(), rel=1e-4)
     assert memory.memory is None
+
+
+@pytest.mark.parametrize("readings", [0, 1, 2])  # without the memory, with it, and watched
+def test_an_error_leaves_the_memory_of_a_stock_model_empty_and_as_large_as_before(readings: int) -> None:
+    model, memory = small_stock(segment=12)
+    left = readings * (len(TEXT) - 1)
+
+    def fail(tokens: int) -> None:
+        nonlocal left
+        left -= tokens
+        if left < 0:
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011 - of nothing else
+        lookup(model, byte_tokenizer(), TEXT, memory_size=30, examples=3, advance=fail)
+    assert memory.memory_size == 50
+    assert memory.memory is None
+
+
+def test_a_stock_model_whose_memory_is_off_can_be_given_another_size() -> None:
+    model, _ = small_stock(segment=12, memory_size=0)
+    assert any(example.retrieved for example in lookup(model, byte_tokenizer(), TEXT, memory_size=50).examples)
 
 
 def test_what_finds_nothing_is_refused() -> None:

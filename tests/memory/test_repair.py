@@ -9,6 +9,7 @@ import pytest
 
 import memstore
 from memstore.errors import DamagedError, ReadOnlyMemory
+from memstore.memory import repair
 from memstore.memory.audit import Finding
 from memstore.memory.repair import Repair
 from memstore.memory.salvage import salvage
@@ -32,6 +33,16 @@ def test_a_sound_memory_is_left_alone(path: Path) -> None:
         done = memory.repair()
         assert (done.steps, done.left) == ([], [])
     assert (path / "data.mdb").read_bytes() == before
+
+
+def test_indexes_that_verify_finds_sound_are_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(folder: Path) -> None:
+        pytest.fail(f"{folder} is read again")
+
+    monkeypatch.setattr(repair, "damaged", again)
+    flip(path, states(BLOCKS, 1)["k"][3].contiguous().numpy().tobytes(), 9)
+    with memstore.open(path) as memory:
+        assert memory.repair().left == []
 
 
 @pytest.mark.parametrize("offset", [9, -60])  # in the payload; in the header, behind which a run cannot be walked

@@ -179,9 +179,11 @@ def test_what_cannot_be_made_or_unmade_is_refused() -> None:
             make_landmark(stock(), lora=rank)
     with pytest.raises(InvalidArgument, match=r"takes a model, .* not a str"):
         make_landmark("smollm2")  # type: ignore[arg-type]  # what it refuses
-    with pytest.raises(InvalidArgument, match="no option blocks_size, hidden_size; it has attention, block_size"):
-        make_landmark(stock(), blocks_size=8, hidden_size=64)
-    assert make_landmark(stock(), pad_token_id=1).config.pad_token_id == 1
+    with pytest.raises(InvalidArgument, match="no option blocks_size, rope_interleaved; it has attention, block_size"):
+        make_landmark(stock(), blocks_size=8, rope_interleaved=True)
+    with pytest.raises(InvalidArgument, match="no option hidden_size; it has attention, block_size"):
+        make_landmark(stock(), hidden_size=64)
+    assert make_landmark(stock(), architecture="llama", pad_token_id=1).config.pad_token_id == 1
     with pytest.raises(InvalidArgument, match="was made of"):
         unmake_landmark(make())
     odd = stock()

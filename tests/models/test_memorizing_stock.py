@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.memorizing import KNNMemory, add_knn_memory, knn_memory_of, remove_knn_memory
+from tests.models.stock import small_llama
 
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2,
-    )  # fmt: skip
-    made: Any = LlamaForCausalLM(config)
-    return made.double().eval()  # type: ignore[no-any-return]
+    made: Any = small_llama(vocabulary=60, layers=5)
+    return made.double()  # type: ignore[no-any-return]
 
 
 def tokens(rows: int, length: int) -> Tensor:

@@ -36,10 +36,10 @@ def test_training_without_a_memory_giving_it_late_and_measuring(cli: Cli, text: 
     assert done.code == 0, done.err
     assert (done.json["steps"], done.json["memory_size"]) == (3, 0)
     assert cli(*command, "--seed", 1).code == REFUSED
-    late = ("--init", tmp_path / "without", "--memory-size", 256, "--refresh-every", 2, "--steps", 3)
+    late = ("--init", tmp_path / "without", "--memory-size", "1K", "--refresh-every", 2, "--steps", 3)
     done = cli("train", "memorizing", text, "--out", tmp_path / "with", *late, "--json")
     assert done.code == 0, done.err
-    assert done.json["memory_size"] == 256
+    assert done.json["memory_size"] == 1024
     measured = cli("eval", "perplexity", "--model", tmp_path / "with", "--text", text, "--json")
     assert measured.code == 0, measured.err
     assert [row["memory_size"] for row in measured.json["rows"]] == [0, 512, 1536, 8192]
@@ -102,6 +102,7 @@ def test_options_of_other_models_are_refused(
         (model_folder, "--vocabulary", 300, "--vocabulary cannot be used with a stock model"),
         (model, "--layer", 1, "--layer cannot be used with a Memorizing Transformer"),
         (model_folder, "--layer", 7, "layer must be from -3 to 2, not 7"),
+        (model_folder, "--window", 32, "has 3 layers; unless another is named, the 6th from the end gets the memory"),
     ):
         refused = cli("train", "memorizing", text, "--init", init, option, value, "--out", tmp_path / "run")
         assert refused.code == USAGE, refused
@@ -145,7 +146,11 @@ def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> No
     text.with_name("short.txt").write_text("the gate of the memory")
     short = cli("eval", "lookup", "--model", model, "--text", text.with_name("short.txt"))
     assert "No word is far: a longer text is needed" in short.out
-    assert cli(*command, "--memory-size", 0).code == USAGE
+    assert cli(*command, "--memory-size", "1K", "--json").json["memory_size"] == 1024
+    for size in (0, "lots"):
+        refused = cli(*command, "--memory-size", size)
+        assert refused.code == USAGE
+        assert "--memory-size must be a number of tokens from 1 on, such as 512 or 8K" in refused.err
     assert cli("eval", "lookup", "--model", model, "--text", text.with_name("none.txt")).code == NOT_FOUND
 
 
@@ -157,6 +162,7 @@ def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> No
         (["{text}", "--init", "{model}", "--preset", "tiny"], "--preset is for new models"),
         (["{text}", "--preset", "huge"], "there is no preset"),
         (["{text}", "--refresh-every", 0], "--refresh-every"),
+        (["{text}", "--memory-size", "8G"], "--memory-size must be a number of tokens from 0 on, such as 512 or 8K"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_trained(

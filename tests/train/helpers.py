@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from memstore.train import RECIPES, Optimisation, Recipe, Runtime, corpora
+from memstore.train.run import last_checkpoint
 from memstore.train.trainer import MemoryTrainer
 
 CONTEXT = 124
@@ -56,6 +57,17 @@ def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> No
         return ordinary(self, *arguments, **named)
 
     patch.setattr(MemoryTrainer, "training_step", acting)
+
+
+def stopped_at(step: int, train: Callable[[], object], out: Path) -> Path:
+    """Stop ``train`` when a step is about to begin; the last checkpoint that it left in ``out``."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step, stop)
+        with pytest.raises(Stopped):
+            train()
+    checkpoint = last_checkpoint(out)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -17,10 +17,9 @@ from memstore.train.family import LANDMARK
 from memstore.train.landmark import LandmarkTextTrainer, Ramp
 from memstore.train.needles import Rows
 from memstore.train.recipes import LANDMARK_RECIPES, TEXT_RECIPES, LandmarkRecipe
-from memstore.train.run import last_checkpoint
 from memstore.train.start import starting
 from memstore.train.tokens import train_tokenizer
-from tests.train.helpers import RUNTIME, Stopped, at_step, losses, same_weights, stop, use_little_text
+from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at, use_little_text
 from tests.train.test_recipes import BLOCK, answers, check
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -88,14 +87,13 @@ def test_a_recipe_goes_on_after_an_interruption_to_the_same_model(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_little_text(monkeypatch)
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 8, stop)
-        with pytest.raises(Stopped):
-            train_recipe(small(), tmp_path / "run", runtime=RUNTIME)
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+
+    def again() -> dict[str, Any]:
+        return train_recipe(small(), tmp_path / "run", runtime=RUNTIME)
+
+    checkpoint = stopped_at(8, again, tmp_path / "run")
     assert (checkpoint / "ramp.json").exists()
-    report = train_recipe(small(), tmp_path / "run", runtime=RUNTIME)
+    report = again()
     assert report["resumed_from_step"] == 5
     assert same_weights(trained, tmp_path / "run")
     assert losses(trained)[-1] == losses(tmp_path / "run")[-1]

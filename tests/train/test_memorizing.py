@@ -20,9 +20,8 @@ from memstore.models.memorizing.refresh import key_shift, present_states, refres
 from memstore.train import Optimisation, corpora, train_on_documents
 from memstore.train.documents import LATE_GATE
 from memstore.train.memorizing import MemorizingTrainer
-from memstore.train.run import last_checkpoint
 from memstore.train.streams import NO_LABEL, Streams, collate, segments_of, shared_out
-from tests.train.helpers import RUNTIME, Stopped, at_step, losses, same_weights, stop
+from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
 from tests.train.two_memorizing import train as train_as_one
 
 SIZES: dict[str, Any] = {
@@ -132,12 +131,7 @@ def test_the_loss_falls_and_the_log_tells_how_keys_shift(trained: Path) -> None:
 def test_an_interrupted_training_goes_on_with_the_memories_to_the_same_result(
     trained: Path, texts: Path, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 13, stop)
-        with pytest.raises(Stopped):
-            train(texts, tmp_path / "run", refresh_every=6)
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+    checkpoint = stopped_at(13, lambda: train(texts, tmp_path / "run", refresh_every=6), tmp_path / "run")
     assert (checkpoint / "memory-0.safetensors").exists()
     report = train(texts, tmp_path / "run", refresh_every=6)
     assert report["resumed_from_step"] == 10
@@ -157,12 +151,7 @@ def test_rows_of_two_processes_read_what_those_of_one_would(texts: Path, tmp_pat
 
 
 def test_a_checkpoint_without_its_memory_is_refused(texts: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 7, stop)
-        with pytest.raises(Stopped):
-            train(texts, tmp_path / "run")
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+    checkpoint = stopped_at(7, lambda: train(texts, tmp_path / "run"), tmp_path / "run")
     (checkpoint / "memory-0.safetensors").unlink()
     with pytest.raises(DamagedError, match="Remove the folder"):
         train(texts, tmp_path / "run")

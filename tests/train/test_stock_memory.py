@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.eval.memorizing import by_memory_size, paired, stock_losses
 from memstore.models.memorizing import add_knn_memory, load_knn_memory
 from memstore.train import Optimisation, corpora, train_stock_memory
-from memstore.train.run import last_checkpoint
 from memstore.train.stock import StockTrainer
 from tests.eval.drts import byte_tokenizer
-from tests.train.helpers import RUNTIME, Stopped, at_step, losses, same_weights, stop
+from tests.models.stock import small_llama
+from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
 
 SHORT = Optimisation(steps=16, batch=2, accumulate=2, learning_rate=0.05, seed=3)
 OWN = "model.layers.1.self_attn.knn_memory."
@@ -30,12 +30,7 @@ OWN = "model.layers.1.self_attn.knn_memory."
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stock")
     byte_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    small_llama().save_pretrained(folder)
     return folder
 
 
@@ -106,12 +101,7 @@ def test_a_difference_is_paired_by_token() -> None:
 def test_an_interrupted_training_goes_on_with_the_memory_to_the_same_result(
     stock: Path, trained: Path, texts: Path, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 13, stop)
-        with pytest.raises(Stopped):
-            train(stock, texts, tmp_path / "run")
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+    checkpoint = stopped_at(13, lambda: train(stock, texts, tmp_path / "run"), tmp_path / "run")
     held = load_file(checkpoint / "memory-0.safetensors")
     assert held["keys"].shape == (2, 2, 100, 8)
     assert int(held["added"].sum()) > 0
@@ -122,12 +112,7 @@ def test_an_interrupted_training_goes_on_with_the_memory_to_the_same_result(
 
 
 def test_a_checkpoint_without_its_memory_is_refused(stock: Path, texts: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 7, stop)
-        with pytest.raises(Stopped):
-            train(stock, texts, tmp_path / "run")
-    checkpoint = last_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
+    checkpoint = stopped_at(7, lambda: train(stock, texts, tmp_path / "run"), tmp_path / "run")
     (checkpoint / "memory-0.safetensors").unlink()
     with pytest.raises(DamagedError, match="Remove the folder"):
         train(stock, texts, tmp_path / "run")

@@ -19,7 +19,7 @@ from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import Optimisation, Runtime, corpora, segments, train_on_texts
 from memstore.train.trainer import MemoryTrainer, rate
 from tests.train.conftest import Trained
-from tests.train.helpers import CONTEXT, RUNTIME, SHORT, Stopped, at_step, losses, same_weights, stop
+from tests.train.helpers import CONTEXT, RUNTIME, SHORT, at_step, losses, same_weights, stop, stopped_at
 from tests.train.two import train
 
 
@@ -41,16 +41,11 @@ def test_the_loss_falls(trained: Trained) -> None:
     assert list(values) == sorted(values, reverse=True)
 
 
-def test_an_interrupted_training_resumes_to_the_same_result(
-    trained: Trained, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_training_resumes_to_the_same_result(trained: Trained, text: Path, tmp_path: Path) -> None:
     def again() -> dict[str, Any]:
         return train_on_texts([text], tmp_path / "run", context=CONTEXT, valid=0.1, optimisation=SHORT, runtime=RUNTIME)
 
-    with monkeypatch.context() as patch:
-        at_step(patch, 13, stop)
-        with pytest.raises(Stopped):
-            again()
+    stopped_at(13, again, tmp_path / "run")
     report = again()
     assert report["resumed_from_step"] == 10
     assert same_weights(tmp_path / "run", trained.folder)

@@ -37,8 +37,6 @@ COPIED = (
     *TOKENS,
     "dtype",
 )
-GIVEN = ("architecture", "head_dim", "norm_eps", "rope_theta", "rope_interleaved", "attention_bias", "stock")
-"""What the stock model says in other words."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What LoRA adapts where it is asked for by its rank."""
 OWN = ("model.landmark.", "model.context_miss.")
@@ -147,21 +145,28 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
     _check(stock)
     if changes.get("architecture", "llama") != "llama":
         raise InvalidArgument("a stock model becomes a Llama with landmarks: its architecture is given")
-    _check_names(changes)
-    options = {name: getattr(stock, name, None) for name in COPIED}
-    options |= {
+    given = _given(stock)
+    _check_names(changes, given)
+    return LandmarkConfig(**{**given, "block_size": block_size, **changes})
+
+
+def _given(stock: Any) -> dict[str, Any]:
+    """What a stock model's configuration says, in the words of ``LandmarkConfig``."""
+    return {
+        **{name: getattr(stock, name, None) for name in COPIED},
+        "architecture": "llama",
         "head_dim": getattr(stock, "head_dim", None),
         "norm_eps": stock.rms_norm_eps,
         "rope_theta": float(stock.rope_parameters["rope_theta"]),
+        "rope_interleaved": False,
         "attention_bias": stock.model_type == "qwen2",
         "stock": stock.to_dict(),
     }
-    return LandmarkConfig(**{**options, "block_size": block_size, **changes})
 
 
-def _check_names(changes: dict[str, Any]) -> None:
+def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
-    known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - set(COPIED) - set(GIVEN)
+    known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
     if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
         raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
