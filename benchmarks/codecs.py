@@ -34,6 +34,7 @@ from memstore.tools.ask import answer
 from memstore.tools.models import Loaded, encode, load_model
 
 RESULTS = Path(__file__).parent / "results" / "codecs.json"
+PARTS = ["speed", "perplexity", "needles", "passkey"]
 GATHERS = {"one gather, in cache": 32, "more than a cache holds": 1024}
 """Blocks of SmolLM2 (3 heads, 64 tokens, 64 channels) that are encoded and decoded at a time."""
 ROUNDS = 15
@@ -49,19 +50,19 @@ def main() -> None:
     parser.add_argument("--passkey-tokens", type=int, default=65_536, help="Tokens of a haystack for the DRT.")
     parser.add_argument("--samples", type=int, default=10, help="Passkeys that the DRT looks for.")
     parser.add_argument("--codecs", nargs="+", default=[*CODECS], choices=CODECS)
-    parser.add_argument("--only", nargs="+", default=["speed", "perplexity", "needles", "passkey"])
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="A file for the rows; all parts go to results/codecs.json.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     for row in measure(options):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    options.out.write_text(
-        json.dumps({"hardware": hardware(), "threads": options.threads, "rows": rows}, indent=1) + "\n"
-    )
+    out = options.out or (RESULTS if options.only == PARTS else None)
+    if out is not None:
+        out.write_text(json.dumps({"hardware": hardware(), "threads": options.threads, "rows": rows}, indent=1) + "\n")
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

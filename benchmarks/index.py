@@ -44,6 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "index.json"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZES = (16_384, 262_144, 1_048_576)
 BATCHES = (1, 8, 64)
+PARTS = ["sets", "exact", "codes"]
 K = 8
 LAYERS_AND_HEADS = ((4, 2), (8, 1))
 """Of SmolLM2, as measured; the first is one on which plain inverted files are poor."""
@@ -70,8 +71,9 @@ def main() -> None:
         facts = {name: version(name) for name in ("numpy", "faiss-cpu")}
         date = datetime.datetime.now().astimezone().date().isoformat()
         about = {"date": date, "hardware": hardware() | facts, "threads": options.threads, "quick": options.quick}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     if options.pictures and any(row["what"] == "index" for row in rows):
         draw(rows, options.pictures)
 
@@ -81,15 +83,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keys", type=Path, default=cache_folder() / "keysets", help="Where keys of models are kept.")
     parser.add_argument("--sizes", type=int, nargs="+", default=[*SIZES])
     parser.add_argument("--indexes", nargs="+", default=[*INDEXES])
-    parser.add_argument("--only", nargs="+", default=["sets", "exact", "codes"], choices=["sets", "exact", "codes"])
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--sets", nargs="+", default=["clustered", "smollm2", "drt"])
     parser.add_argument("--graphs", action="store_true", help=f"HNSW also of more than {LARGEST_GRAPH:,} keys.")
     parser.add_argument("--long", action="store_true", help="Also exact search of 10 million keys of 64 dimensions.")
     parser.add_argument("--quick", action="store_true", help="Small sizes, few rounds, no text that is not read yet.")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--pictures", type=Path, default=PICTURES)
+    parser.add_argument("--out", type=Path, help="A file for the rows; a whole run goes to results/index.json.")
+    parser.add_argument("--pictures", type=Path, help="A folder for pictures; those of a whole run go to docs/.")
     options = parser.parse_args()
+    if options.only == PARTS and options.sizes == [*SIZES] and options.indexes == [*INDEXES] and not options.quick:
+        options.out, options.pictures = options.out or RESULTS, options.pictures or PICTURES
     if options.quick:
         options.sizes = [size for size in options.sizes if size <= 16_384] or [16_384]
     return options
