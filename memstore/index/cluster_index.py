@@ -177,7 +177,9 @@ class ClusterIndex(VectorIndex):
         if self._base is None:
             return near
         founds = [self._search_base(self._base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
-        old = (torch.stack(parts).reshape(near.ids.shape) for parts in zip(*founds, strict=True))
+        old = Found(*(torch.stack(parts).reshape(near.ids.shape) for parts in zip(*founds, strict=True)))
+        if not len(self._tail):
+            return old
         return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,8 @@ LARGEST = 127
 PRUNED = "pruned"
 RUN = 4
 """Tokens that the first look at a block takes together."""
-CANDIDATES = 512
-SAMPLE = 1024
+CANDIDATES = 1024
+SAMPLE = 2048
 """Blocks that are looked at token by token: those that looked best, and some from everywhere."""
 FLOOR = 1.0
 CHUNK_KEYS = 1 << 18

@@ -24,7 +24,7 @@ from pathlib import Path
 from memstore.folders import cache_folder
 
 VARIABLE = "MEMSTORE_NATIVE"
-FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared", "-pthread", "-lm")
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared", "-lm")
 MOST_SECONDS = 120
 
 

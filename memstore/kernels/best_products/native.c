@@ -14,7 +14,6 @@
 
 #include <immintrin.h>
 #include <limits.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +21,6 @@
 #include <unistd.h>
 
 #define LANES 16
-#define MOST_THREADS 256
 
 typedef struct {
     const int8_t *codes;  /* [groups there are, keys, dim] */
@@ -190,35 +188,19 @@ static void amx(const Work *work) { vnni(work); }
 
 /* ---- both ---- */
 
-static void *run(void *given) {
-    const Work *work = given;
-    if (work->amx)
-        amx(work);
+/* One of several equal shares of the groups. */
+static void run_share(Work work, long share, long shares) {
+    long first = work.groups * share / shares, last = work.groups * (share + 1) / shares;
+    if (work.chosen)
+        work.chosen += first;
     else
-        vnni(work);
-    return NULL;
-}
-
-/* Each thread has its share of the groups. A thread that cannot be had leaves its share to the caller. */
-static void share_out(const Work *whole, long threads) {
-    Work parts[MOST_THREADS];
-    pthread_t workers[MOST_THREADS];
-    int started[MOST_THREADS];
-    for (long t = 0; t < threads; t++) {
-        long first = whole->groups * t / threads, last = whole->groups * (t + 1) / threads;
-        parts[t] = *whole;
-        if (whole->chosen)
-            parts[t].chosen += first;
-        else
-            parts[t].codes += first * whole->keys * whole->dim;
-        parts[t].out += first * whole->rows;
-        parts[t].groups = last - first;
-        started[t] = t && pthread_create(&workers[t], NULL, run, &parts[t]) == 0;
-    }
-    for (long t = 0; t < threads; t++)
-        if (!started[t]) run(&parts[t]);
-    for (long t = 0; t < threads; t++)
-        if (started[t]) pthread_join(workers[t], NULL);
+        work.codes += first * work.keys * work.dim;
+    work.out += first * work.rows;
+    work.groups = last - first;
+    if (work.amx)
+        amx(&work);
+    else
+        vnni(&work);
 }
 
 /* 1 where AMX can be used, else 0. */
@@ -247,8 +229,8 @@ int memstore_best_products(const int8_t *codes, const int64_t *chosen, const int
         start[row] = -128 * sum;
     }
     Work whole = {codes, chosen, packed, start, out, groups, keys, dim, rows, blocks, with_amx};
-    threads = threads > groups ? groups : threads;
-    share_out(&whole, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads);
+#pragma omp parallel for num_threads((int)threads)
+    for (long share = 0; share < threads; share++) run_share(whole, share, threads);
     free(packed);
     free(start);
     return 0;

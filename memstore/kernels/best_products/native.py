@@ -56,5 +56,8 @@ def _library() -> ctypes.CDLL:
     able = native.processor()
     if not able.issuperset(VECTORS):
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 VNNI; use 'auto' or 'torch'")
-    flags = VECTORS | MATRICES if able.issuperset(MATRICES) else VECTORS
-    return native.library(SOURCE, list(flags.values()))
+    flags = list((VECTORS | MATRICES if able.issuperset(MATRICES) else VECTORS).values())
+    try:  # on PyTorch's own threads, which would otherwise keep the processors that ours need
+        return native.library(SOURCE, [*flags, "-fopenmp"])
+    except native.Unavailable:
+        return native.library(SOURCE, flags)
