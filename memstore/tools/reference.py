@@ -16,7 +16,8 @@ HEAD = """\
 
 Written by `make docs` from the command itself. Every verb prints tables on a terminal, plain text elsewhere,
 and one JSON object with `--json`. Models that are fetched are kept in the user's cache directory, or in the folder
-that the environment variable `MEMSTORE_CACHE` names. With `MEMSTORE_DEBUG=1` an error that nobody expected also prints
+that the environment variable `MEMSTORE_CACHE` names; what a C compiler makes at the first use lies there too, and with
+`MEMSTORE_NATIVE=0` nothing is compiled. With `MEMSTORE_DEBUG=1` an error that nobody expected also prints
 its traceback.
 """
 
