@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,13 +170,20 @@ class ClusterIndex(VectorIndex):
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
         """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
         self._adopt()
-        near = self._tail.search(queries, k, allowed=allowed)
+        base = self._base
+        if base is None or len(self._tail):
+            near = self._tail.search(queries, k, allowed=allowed)
+        else:
+            checks.check_top_k(k)
+            checks.check_allowed(allowed)
+            checks.check_queries(queries, self.key_heads, self.key_dim)
         grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
         self._keep(grouped)
-        if self._base is None:
+        if base is None:
             return near
-        founds = [self._search_base(self._base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
-        old = Found(*(torch.stack(parts).reshape(near.ids.shape) for parts in zip(*founds, strict=True)))
+        founds = [self._search_base(base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
+        shape = (*queries.shape[:2], k)
+        old = Found(*(torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True)))
         if not len(self._tail):
             return old
         return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
@@ -325,14 +331,15 @@ class ClusterIndex(VectorIndex):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best blocks of the clusters: scores, ids and offsets ``[R, k]``."""
         size = self.keys_per_block
-        selector = _selector(base, size, allowed)
+        numbers = _numbers(base, size, allowed)
         # Several keys of one block may be among the best; with twice as many a list is rarely short.
         count = k * (size if self.wanted_recall == 1 else min(size, 2))
         step = max(1, GATHERED_NUMBERS // (count * size * self.key_dim))
         founds = [
-            _best(_found(base.heads[head], base.ids, rows, count, size, base.probes, selector), k)
-            for rows in queries.split(step)
+            _found(base.heads[head], base.ids, rows, count, size, base.probes, numbers) for rows in queries.split(step)
         ]
+        if size > 1:
+            founds = [_best(found, k) for found in founds]
         return Found(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
 
     @staticmethod
@@ -395,23 +402,23 @@ def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> floa
     return float((truth[:, :, None] == numbers[:, None, :]).any(2).float().mean())
 
 
-def _selector(base: Base, size: int, allowed: range | Tensor | None) -> Any:
-    """FAISS's word for the keys that may be found; None for all."""
-    faiss = require_faiss()
+def _numbers(base: Base, size: int, allowed: range | Tensor | None) -> range | Tensor | None:
+    """The keys of the blocks that may be found, ``size`` each: a range or ``[n]`` bool; None for all."""
     if base.whole and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
         if allowed is None:
             return None
         first, stop = (int(torch.searchsorted(base.ids, place)) for place in (allowed.start, allowed.stop))
-        return faiss.IDSelectorRange(size * first, size * max(first, stop))
-    wanted = _wanted(base, allowed)
-    return faiss.IDSelectorBitmap(np.packbits(wanted.repeat_interleave(size).numpy(), bitorder="little"))
+        return range(size * first, size * max(first, stop))
+    return _wanted(base, allowed).repeat_interleave(size)
 
 
-def _found(head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, selector: Any) -> Found:
+def _found(
+    head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, allowed: range | Tensor | None
+) -> Found:
     """The blocks of the ``count`` best keys for ``queries [R, D]``, each as often as it has some among them."""
-    scores, numbers = head.search(queries, count, probes, selector)
-    rows = numbers.div(size, rounding_mode="floor")
-    offsets = rows.new_zeros(rows.shape)
+    scores, numbers = head.search(queries, count, probes, allowed)
+    rows = numbers if size == 1 else numbers.div(size, rounding_mode="floor")
+    offsets = torch.zeros_like(rows)
     if size > 1:  # the best key of a block may lie in a list that was not looked into
         keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
         scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)

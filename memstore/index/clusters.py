@@ -9,12 +9,13 @@ A list is worth looking into if its best key may be good, not if its mean is. Th
 ``SPREAD`` times what a deviation within the list can do to it, ``|W^-1 q|`` times the list's root mean square distance.
 ``benchmarks/LOG.md`` has what this is worth on real keys, and the variants that were worse.
 
-FAISS (``pip install 'torch-memstore[faiss]'``) scans the lists.
+FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them where that is not done in C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.index.best import order
+from memstore.kernels.search_blocks import native
 
 SPREAD = 3.0
 SMALLEST_VARIANCE = 1e-4
@@ -87,24 +90,50 @@ class Clusters:
         radii = (squares / sizes / keys.shape[1]).sqrt()
         return cls(keys, lists, sums / sizes[:, None], radii, inverse)
 
-    def search(self, queries: Tensor, k: int, probes: int, selector: Any = None) -> tuple[Tensor, Tensor]:
+    def search(
+        self, queries: Tensor, k: int, probes: int, allowed: range | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Scores and numbers ``[R, k]`` of the best keys in the ``probes`` most promising lists for ``queries [R, D]``.
 
-        -inf and -1 where there are fewer. ``selector`` is one of FAISS: which numbers may be found.
+        Best first, of equal keys the smaller number first; -inf and -1 where there are fewer. ``allowed``: the numbers
+        that may be found, a range or ``[n]`` bool; None: all.
         """
-        faiss, probes = self._faiss, min(probes, len(self.centres))
+        probes = min(probes, len(self.centres))
         reach = (queries @ self.inverse).norm(dim=1, keepdim=True)
         promise = (queries @ self.centres.T).addcmul_(reach, self.radii, value=SPREAD)
-        lists = np.ascontiguousarray(promise.topk(probes, dim=1, sorted=False).indices.numpy())
+        lists = promise.topk(probes, dim=1, sorted=False).indices
+        if native.problem() is None:
+            return self._in_c.search(queries, k, lists, range(self.count) if allowed is None else allowed)
+        return self._by_faiss(queries, k, lists, allowed)
+
+    @cached_property
+    def _in_c(self) -> native.Lists:
+        """The lists where FAISS keeps them, which never move."""
+        invlists = self._index.invlists
+        sizes = [invlists.list_size(number) for number in range(len(self.centres))]
+        addresses = [
+            (int(invlists.get_codes(number)), int(invlists.get_ids(number)), size) if size else (0, 0, 0)
+            for number, size in enumerate(sizes)
+        ]
+        return native.Lists(addresses, self.centres.shape[1])
+
+    def _by_faiss(
+        self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        faiss = self._faiss
+        preassigned = np.ascontiguousarray(lists.numpy())
         rows = np.ascontiguousarray(queries.numpy())
-        unused = np.zeros(lists.shape, np.float32)
+        unused = np.zeros(preassigned.shape, np.float32)
         scores = np.empty((len(rows), k), np.float32)
         numbers = np.empty((len(rows), k), np.int64)
-        parameters = faiss.SearchParametersIVF(nprobe=probes, **({} if selector is None else {"sel": selector}))
-        arrays = (faiss.swig_ptr(each) for each in (lists, unused, scores, numbers))
+        selector = _selector(faiss, allowed)
+        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1], **({} if selector is None else {"sel": selector}))
+        arrays = (faiss.swig_ptr(each) for each in (preassigned, unused, scores, numbers))
         self._index.search_preassigned_c(len(rows), faiss.swig_ptr(rows), k, *arrays, False, parameters)
         found = torch.from_numpy(numbers)
-        return torch.from_numpy(scores).masked_fill_(found < 0, -torch.inf), found
+        values = torch.from_numpy(scores).masked_fill_(found < 0, -torch.inf)
+        columns = order(values, found)
+        return values.gather(1, columns), found.gather(1, columns)
 
     def content(self) -> tuple[Tensor, Tensor]:
         """The keys ``[n, D]`` float32 and the list of each ``[n]``, as they were given."""
@@ -143,6 +172,13 @@ class Clusters:
         """Bytes of keys, their numbers, the table of their places and centres."""
         each = 4 * self.centres.shape[1] + (8 if self._index.direct_map.no() else 16)
         return self.count * each + self.centres.nbytes + self.radii.nbytes
+
+
+def _selector(faiss: Any, allowed: range | Tensor | None) -> Any:
+    """FAISS's word for the numbers that may be found; None for all."""
+    if isinstance(allowed, range):
+        return faiss.IDSelectorRange(allowed.start, max(allowed.start, allowed.stop))
+    return None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little"))
 
 
 def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,10 +33,9 @@ class Unavailable(Exception):
 
 
 def vectors() -> list[str]:
-    """Flags for the widest vectors of float32 that this processor has; none where that is not known."""
+    """Flags for vectors of float32 that this processor has; none where that is not known."""
     flags = {"avx2": "-mavx2", "fma": "-mfma", "avx512f": "-mavx512f", "avx512vl": "-mavx512vl"}
-    found = [flag for name, flag in flags.items() if name in processor()]
-    return [*found, "-mprefer-vector-width=512"] if "avx512f" in processor() else found
+    return [flag for name, flag in flags.items() if name in processor()]
 
 
 @cache
@@ -49,6 +48,17 @@ def processor() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """As ``library``, on several threads where the compiler has OpenMP.
+
+    They are PyTorch's own, which would otherwise keep the processors that ours need.
+    """
+    try:
+        return library(source, [*flags, "-fopenmp"])
+    except Unavailable:
+        return library(source, flags)
 
 
 def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memstore.index import VectorIndex, auto, cluster_index, code_index, codes, exact, faiss, open_index, sieve
 from memstore.kernels.best_products import native, torch_int
+from memstore.kernels.search_blocks import native as passes
 from memstore.testing.indexes import assert_found, brute_force, small_integers
 
 HEADS, PER_BLOCK, DIM = 2, 2, 8
@@ -166,9 +167,10 @@ def test_any_history_equals_the_model(name: str, dtype: torch.dtype) -> None:
     run(name, dtype)
 
 
-@pytest.mark.parametrize("name", ["exact", "codes"])
+@pytest.mark.parametrize("name", ["exact", "codes", "clusters:1"])
 def test_any_history_equals_the_model_without_c(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "problem", lambda: "is left out here")
+    for module in (native, passes):
+        monkeypatch.setattr(module, "problem", lambda: "is left out here")
     run(name, torch.float32)
 
 

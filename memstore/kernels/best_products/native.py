@@ -57,7 +57,4 @@ def _library() -> ctypes.CDLL:
     if not able.issuperset(VECTORS):
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 VNNI; use 'auto' or 'torch'")
     flags = list((VECTORS | MATRICES if able.issuperset(MATRICES) else VECTORS).values())
-    try:  # on PyTorch's own threads, which would otherwise keep the processors that ours need
-        return native.library(SOURCE, [*flags, "-fopenmp"])
-    except native.Unavailable:
-        return native.library(SOURCE, flags)
+    return native.parallel(SOURCE, flags)

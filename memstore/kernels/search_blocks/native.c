@@ -2,7 +2,7 @@
  *
  * With few queries a search is as fast as keys can be read, so each key is read once, widened to float32 where it is
  * bfloat16, and multiplied with all queries; the best blocks of each query are kept in order. A block is as good as its
- * best key; of equal blocks the smaller id comes first.
+ * best key; of equal blocks the smaller id comes first. Either all queries look into all parts, or each into its own.
  */
 
 #include <math.h>
@@ -87,6 +87,24 @@ void memstore_search(const Part *parts, int64_t count, const Sizes *sizes, const
                 int64_t offset;
                 float score = best_key(part, sizes, block * sizes->size, queries + row * sizes->dim, &offset);
                 insert(best, row * sizes->k, sizes->k, score, part->ids ? part->ids[block] : block, offset);
+            }
+        }
+}
+
+/* Row `row` of `lists` [rows, count] has the parts that query `row` looks into. Only ids from `first` to before `stop`
+ * and, unless it is NULL, `wanted`. */
+void memstore_search_lists(const Part *parts, const int64_t *lists, int64_t count, int64_t first, int64_t stop,
+                           const uint8_t *wanted, const Sizes *sizes, const float *queries, const Best *best,
+                           int64_t threads) {
+#pragma omp parallel for num_threads((int)threads)
+    for (int64_t row = 0; row < sizes->rows; row++)
+        for (const int64_t *list = lists + row * count; list < lists + (row + 1) * count; list++) {
+            const Part *part = parts + *list;
+            for (int64_t block = 0; block < part->blocks; block++) {
+                int64_t id = part->ids[block], offset;
+                if (id < first || id >= stop || (wanted && !wanted[id])) continue;
+                float score = best_key(part, sizes, block * sizes->size, queries + row * sizes->dim, &offset);
+                insert(best, row * sizes->k, sizes->k, score, id, offset);
             }
         }
 }

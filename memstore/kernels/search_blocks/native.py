@@ -54,8 +54,34 @@ def search_parts(parts: Sequence[Part], queries: Tensor, k: int) -> tuple[Tensor
         there = (_Part * len(parts))(*(_Part(*map(_pointer, part), len(part.keys)) for part in parts))
         sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16)
         best = _Best(*map(_pointer, (scores, ids, offsets)))
-        _function()(there, len(parts), ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
+        _library().memstore_search(there, len(parts), ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
     return scores, ids, offsets
+
+
+class Lists:
+    """Lists of keys that stay where they are, of which each query looks into some."""
+
+    def __init__(self, lists: Sequence[tuple[int, int, int]], dim: int) -> None:
+        """Addresses of the keys ``[m, dim]`` (float32) and ids ``[m]`` (int64) of each list, and how many it has."""
+        self._lists = (_Part * len(lists))(*(_Part(keys, ids, None, count) for keys, ids, count in lists))
+        self._dim = dim
+
+    def search(self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and ids ``[R, k]`` of the best keys in ``lists [R, n]`` for ``queries [R, dim]``, as ``search_parts``.
+
+        Only ids that are ``allowed``: a range whose step is 1, or bool for each id.
+        """
+        rows, wanted = len(queries), allowed.contiguous() if isinstance(allowed, Tensor) else None
+        queries, lists = queries.float().contiguous(), lists.contiguous()
+        scores = torch.full((rows, k), -torch.inf)
+        ids, offsets = torch.full((2, rows, k), -1)
+        sizes = _Sizes(1, self._dim, rows, k, False)
+        best = _Best(*map(_pointer, (scores, ids, offsets)))
+        span = allowed if isinstance(allowed, range) else range(len(allowed))
+        before = (self._lists, lists.data_ptr(), lists.shape[1], span.start, span.stop, _pointer(wanted))
+        after = (ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
+        _library().memstore_search_lists(*before, *after, max(1, min(rows, torch.get_num_threads())))
+        return scores, ids
 
 
 def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,7 +99,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
 def problem() -> str | None:
     """Why this cannot be; None if it can."""
     try:
-        _function()
+        _library()
     except native.Unavailable as reason:
         return str(reason)
     return None
@@ -84,9 +110,11 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _function() -> ctypes._FuncPointer:
-    function = native.library(SOURCE, native.vectors()).memstore_search
-    pointer = ctypes.c_void_p
-    function.argtypes = (pointer, ctypes.c_int64, pointer, pointer, pointer)
-    function.restype = None
-    return function
+def _library() -> ctypes.CDLL:
+    library = native.parallel(SOURCE, native.vectors())
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.memstore_search.argtypes = (pointer, number, pointer, pointer, pointer)
+    library.memstore_search.restype = None
+    library.memstore_search_lists.argtypes = (pointer, pointer, *(number,) * 3, *(pointer,) * 4, number)
+    library.memstore_search_lists.restype = None
+    return library
