@@ -11,6 +11,8 @@ PYTHON ?=
 PIP_FLAGS ?=
 # More options for pytest: make test PYTEST_FLAGS="-k store -x"
 PYTEST_FLAGS ?=
+# Processes that run the tests side by side, a file at a time: make test WORKERS=0 for one after another
+WORKERS ?= logical
 # Part of the faults, such as one store: make faults FAULTS_FLAGS="--store zarr"
 FAULTS_FLAGS ?=
 
@@ -35,7 +37,7 @@ types: $(READY) ## Check types
 	$(BIN)/mypy
 
 pytest: $(READY) ## Run the tests alone
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile $(PYTEST_FLAGS)
 
 format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .
