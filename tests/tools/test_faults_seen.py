@@ -220,7 +220,7 @@ def test_a_folder_that_may_not_be_written(cli: Cli, notes: Path, archive: Path, 
     if not os.getuid():
         for path in (folder, *folder.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
-        for path in folder.parents[:3]:
+        for path in folder.parents[:4]:
             path.chmod(path.stat().st_mode | 0o755)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
