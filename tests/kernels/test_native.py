@@ -105,6 +105,34 @@ def test_it_can_be_forbidden(source: Path, monkeypatch: pytest.MonkeyPatch) -> N
         native.library(source, ["-DANSWER=1"])
 
 
+def test_on_windows_it_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(native.Unavailable, match="needs Linux or macOS"):
+        native.library(source, ["-DANSWER=1"])
+
+
+def test_a_compiler_that_cannot_be_read_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc 'of mine")
+    with pytest.raises(native.Unavailable, match="cannot read CC=gcc 'of mine"):
+        native.library(source, ["-DANSWER=1"])
+
+
+@needs_compiler
+def test_a_compiler_may_complain_in_any_letters(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\necho 'error: \xff' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(native.Unavailable, match="error: \N{REPLACEMENT CHARACTER}"):
+        native.library(source, ["-DANSWER=1"])
+
+
+def test_where_the_source_was_left_out_it_says_so(source: Path) -> None:
+    source.unlink()
+    with pytest.raises(native.Unavailable, match=r"could not be compiled .*native\.c"):
+        native.library(source, ["-DANSWER=1"])
+
+
 def test_a_search_needs_no_c() -> None:
     program = (
         "import torch; from memstore.index import open_index; from memstore.kernels.best_products.api import fastest;"
