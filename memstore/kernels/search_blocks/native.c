@@ -86,6 +86,7 @@ void memstore_search(const Part *parts, int64_t count, const Sizes *sizes, const
             for (int64_t row = 0; row < sizes->rows; row++) {
                 int64_t offset;
                 float score = best_key(part, sizes, block * sizes->size, queries + row * sizes->dim, &offset);
+                if (score == -INFINITY) continue; /* as good as none */
                 insert(best, row * sizes->k, sizes->k, score, part->ids ? part->ids[block] : block, offset);
             }
         }

@@ -47,8 +47,9 @@ def search_parts(parts: Sequence[Part], queries: Tensor, k: int) -> tuple[Tensor
     """
     rows, dim = queries.shape
     queries = queries.float().contiguous()
-    scores = torch.full((rows, k), -torch.inf)
-    ids, offsets = torch.full((2, rows, k), -1)
+    # C writes to them: what they are must not depend on PyTorch's defaults.
+    scores = torch.full((rows, k), -torch.inf, dtype=torch.float32, device="cpu")
+    ids, offsets = torch.full((2, rows, k), -1, dtype=torch.int64, device="cpu")
     if parts:
         keys = parts[0].keys
         there = (_Part * len(parts))(*(_Part(*map(_pointer, part), len(part.keys)) for part in parts))
