@@ -12,6 +12,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels import best_products
 from memstore.kernels.best_products import native, torch_int
 from memstore.kernels.best_products.api import backend_problem
+from memstore.kernels.native import Unavailable
 
 SIZES = [
     (7, 32, 64, 64),
@@ -112,6 +113,23 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     codes, queries = torch.ones(2, 4, 8, dtype=torch.int8), torch.ones(3, 8, dtype=torch.int8)
     with pytest.raises(InvalidArgument, match=message):
         best_products(**{"codes": codes, "queries": queries, **changes})
+
+
+@in_c
+def test_a_compiler_that_knows_no_matrices_makes_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[str]] = []
+
+    def library(_: Any, flags: list[str]) -> Any:
+        tried.append(flags)
+        if "-mamx-int8" in flags:
+            raise Unavailable("no such flag")
+        return flags
+
+    monkeypatch.setattr("memstore.kernels.native.library", library)
+    monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset(native.VECTORS | native.MATRICES))
+    made: Any = native._library.__wrapped__()
+    assert made == [*native.VECTORS.values(), "-fopenmp"]
+    assert "-mamx-int8" in tried[0]
 
 
 def test_vectors_that_c_does_not_take_are_left_to_pytorch() -> None:

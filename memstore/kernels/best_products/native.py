@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -56,8 +57,9 @@ def _library() -> ctypes.CDLL:
     able = native.processor()
     if not able.issuperset(VECTORS):
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 VNNI; use 'auto' or 'torch'")
-    flags = list((VECTORS | MATRICES if able.issuperset(MATRICES) else VECTORS).values())
-    try:  # on PyTorch's own threads, which would otherwise keep the processors that ours need
-        return native.library(SOURCE, [*flags, "-fopenmp"])
-    except native.Unavailable:
-        return native.library(SOURCE, flags)
+    vectors, matrices = list(VECTORS.values()), list(MATRICES.values()) if able.issuperset(MATRICES) else []
+    # On PyTorch's own threads, which would otherwise keep the processors that ours need. Old compilers know no AMX.
+    for more in ([*matrices, "-fopenmp"], matrices, ["-fopenmp"]):
+        with suppress(native.Unavailable):
+            return native.library(SOURCE, [*vectors, *more])
+    return native.library(SOURCE, vectors)
