@@ -58,7 +58,8 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     if sys.platform == "win32":
         raise Unavailable("needs Linux or macOS; use 'auto'")
     try:
-        key = hashlib.sha256("\0".join((*FLAGS, *flags, source.read_text())).encode()).hexdigest()[:16]
+        made_from = (sys.platform, platform.machine(), *FLAGS, *flags, source.read_text())
+        key = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
         name = f"{source.parent.name}-{key}"
         with tempfile.TemporaryDirectory(prefix="memstore-") as private:
             folder = _kept_folder() or Path(private)

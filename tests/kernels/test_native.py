@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,14 @@ def test_other_flags_and_other_sources_make_other_libraries(source: Path) -> Non
     source.write_text("int memstore_answer(void) { return 3; }\n")
     assert native.library(source, ["-DANSWER=2"]).memstore_answer() == 3
     assert len(kept(source)) == 3
+
+
+@needs_compiler
+def test_a_cache_folder_can_serve_different_machines(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library(source, ["-DANSWER=1"]).memstore_answer() == 1
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert native.library(source, ["-DANSWER=1"]).memstore_answer() == 1
+    assert len(kept(source)) == 2
 
 
 @needs_compiler
