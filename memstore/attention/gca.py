@@ -245,7 +245,7 @@ class GroupedCrossAttention(nn.Module):
     def added(self, x: Tensor, prepared: Ready) -> Tensor:
         """``x [B, T, hidden]``: the tokens of each row's list, plus what they found."""
         if isinstance(prepared, FusedList):
-            if x.shape[1] == 1 and x.dtype == torch.float32 and x.is_contiguous():
+            if prepared.fits(x):
                 return prepared.added(x)
             prepared = prepared.prepared
         if isinstance(prepared, Folded):

@@ -102,7 +102,7 @@ class Clusters:
         reach = (queries @ self.inverse).norm(dim=1, keepdim=True)
         promise = (queries @ self.centres.T).addcmul_(reach, self.radii, value=SPREAD)
         lists = promise.topk(probes, dim=1, sorted=False).indices
-        if native.problem() is None:
+        if k <= native.LARGEST_K and native.problem() is None:
             return self._in_c.search(queries, k, lists, range(self.count) if allowed is None else allowed)
         return self._by_faiss(queries, k, lists, allowed)
 

@@ -240,7 +240,7 @@ class CodeIndex(VectorIndex):
         if not len(queries):
             return torch.empty(0, rows.numel())
         values, scales = _rounded(queries)
-        best = torch.empty(rows.numel(), len(queries))
+        best = torch.empty(rows.numel(), len(queries), dtype=torch.float32)
         start = 0
         for chunk, inside in self._pieces(rows):
             held = codes[chunk][head]  # [room, P, D]

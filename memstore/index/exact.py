@@ -142,7 +142,7 @@ class ExactIndex(VectorIndex):
         if self._fused and all(chunk.ascending for chunk in self._chunks.values()):
             return self._search_fused(queries, k, allowed)
         rows = queries.shape[0] // self.key_heads * queries.shape[1]
-        if self._in_one_pass(rows):
+        if self._in_one_pass(rows, k):
             return self._search_in_one_pass(queries, k, allowed)
         scans = self._scans(allowed, k, queries=rows)
         return self._each_head(queries, k, lambda rows, head: self._search_head(scans, rows, head, k))
@@ -256,10 +256,11 @@ class ExactIndex(VectorIndex):
         by_head = [Best(*(x.unflatten(0, grouped.shape[:2])[head] for x in best)) for head in range(self.key_heads)]
         return self._each_head(queries, k, lambda rows, head: self._settle(by_head[head], rows, head))
 
-    def _in_one_pass(self, rows: int) -> bool:
-        """Whether so few queries and keys are searched fastest by reading the keys once, in C."""
+    def _in_one_pass(self, rows: int, k: int) -> bool:
+        """Whether so few queries, keys and blocks wanted are searched fastest by reading the keys once, in C."""
         numbers = rows * len(self) * self.keys_per_block * self.key_dim
-        return numbers <= PASSED_NUMBERS and self.device.type == "cpu" and native.problem() is None
+        few = numbers <= PASSED_NUMBERS and k <= native.LARGEST_K
+        return few and self.device.type == "cpu" and native.problem() is None
 
     def _search_in_one_pass(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> Found:
         """As ``search``, by ``kernels/search_blocks/native.c``."""

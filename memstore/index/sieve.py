@@ -99,7 +99,7 @@ class Look:
 
 def _best_of_groups(parts: Sequence[Part], queries: Tensor, head: int, total: int) -> Tensor:
     """Best product of each group with each of ``queries [R, D]`` int8: ``[n, R]`` float32, -inf where none counts."""
-    scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries))
+    scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries), dtype=torch.float32)
     scores[total:] = -torch.inf
     start = 0
     for codes, whole in parts:

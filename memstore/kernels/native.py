@@ -24,7 +24,7 @@ from pathlib import Path
 from memstore.folders import cache_folder
 
 VARIABLE = "MEMSTORE_NATIVE"
-FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared", "-lm")
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared")
 MOST_SECONDS = 120
 
 
@@ -64,15 +64,18 @@ def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """The functions of the C file ``source``, compiled with ``flags``. Raises ``Unavailable``."""
     if os.environ.get(VARIABLE) == "0":
-        raise Unavailable(f"is forbidden by {VARIABLE}=0; unset it, or use 'auto' or 'torch'")
-    key = hashlib.sha256("\0".join((*FLAGS, *flags, source.read_text())).encode()).hexdigest()[:16]
-    name = f"{source.parent.name}-{key}"
+        raise Unavailable(f"is forbidden by {VARIABLE}=0; unset it, or use 'auto'")
+    if sys.platform == "win32":
+        raise Unavailable("needs Linux or macOS; use 'auto'")
     try:
+        made_from = (sys.platform, platform.machine(), *FLAGS, *flags, source.read_text())
+        key = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
+        name = f"{source.parent.name}-{key}"
         with tempfile.TemporaryDirectory(prefix="memstore-") as private:
             folder = _kept_folder() or Path(private)
             return ctypes.CDLL(str(_find(folder, name) or _compile(source, flags, folder, name)))
     except OSError as error:
-        raise Unavailable(f"could not be compiled or loaded ({error}); use 'auto' or 'torch'") from error
+        raise Unavailable(f"could not be compiled or loaded ({error}); use 'auto'") from error
 
 
 def _kept_folder() -> Path | None:
@@ -95,26 +98,31 @@ def _find(folder: Path, name: str) -> Path | None:
 def _compile(source: Path, flags: Sequence[str], folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as new:
         made = Path(new) / "library.so"
-        command = [*_compiler(), *FLAGS, *flags, str(source), "-o", str(made)]
+        command = [*_compiler(), *FLAGS, *flags, str(source), "-lm", "-o", str(made)]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)  # noqa: S603 - the user's compiler
+            result = subprocess.run(  # noqa: S603 - the user's compiler
+                command, capture_output=True, text=True, errors="replace", timeout=MOST_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"was not compiled within {MOST_SECONDS} s; use 'auto' or 'torch'") from error
+            raise Unavailable(f"was not compiled within {MOST_SECONDS} s; use 'auto'") from error
         if result.returncode or not made.exists():
             lines = [line for line in result.stderr.splitlines() if "error" in line]
             reason = lines[0] if lines else f"exit code {result.returncode} of {command[0]}"
-            raise Unavailable(f"could not be compiled ({reason}); use 'auto' or 'torch'")
+            raise Unavailable(f"could not be compiled ({reason}); use 'auto'")
         path = folder / f"{name}-{_digest(made)}.so"
         made.replace(path)
     return path
 
 
 def _compiler() -> list[str]:
-    chosen = shlex.split(os.environ.get("CC", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise Unavailable(f"cannot read CC={os.environ['CC']} ({error}); use 'auto'") from error
     for candidate in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(candidate[0]):
             return candidate
-    raise Unavailable("needs a C compiler (cc, gcc, clang, or the one that CC names); use 'auto' or 'torch'")
+    raise Unavailable("needs a C compiler (cc, gcc, clang, or the one that CC names); use 'auto'")
 
 
 def _digest(path: Path) -> str:

@@ -152,3 +152,12 @@ def test_what_the_index_cannot_be_is_said() -> None:
         open_index("codes:8", key_heads=1, key_dim=8, keys_per_block=1)
     with pytest.raises(InvalidArgument, match="on the CPU"):
         CodeIndex(1, 8, 1, device="meta")
+
+
+def test_codes_may_be_long() -> None:
+    keys = signs(40, 1, 2, 1500)
+    index = CodeIndex(1, 1500, 2)
+    index.add(torch.arange(40), keys)
+    found = index.search(keys[:5, :, 1].transpose(0, 1), 1)
+    assert found.ids.flatten().tolist() == [0, 1, 2, 3, 4]
+    assert found.scores.flatten().tolist() == [1500] * 5

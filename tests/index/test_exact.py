@@ -13,6 +13,7 @@ from memstore import index as indexes
 from memstore.errors import InvalidArgument
 from memstore.index import ExactIndex, VectorIndex, exact, open_index
 from memstore.index.chunk import Chunk
+from memstore.kernels.search_blocks import native
 from memstore.testing.indexes import IndexTests, assert_found, brute_force, small_integers
 
 
@@ -183,6 +184,15 @@ def test_few_keys_are_scored_without_a_look_at_codes(queries: int, monkeypatch: 
     found = index.search(asked, 4, allowed=range(3, 650))
     assert torch.equal(found.ids, with_codes.ids)
     torch.testing.assert_close(found.scores, with_codes.scores)
+
+
+def test_many_blocks_are_not_put_in_order_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, asked = torch.randn(700, 1, 1, 8), torch.randn(1, 2, 8)
+    index = ExactIndex(1, 8, 1)
+    index.add(torch.arange(700), keys)
+    monkeypatch.delattr(native, "search_parts")
+    found = index.search(asked, 600)
+    assert torch.equal(found.ids, brute_force(torch.arange(700), keys, asked, 600).ids)
 
 
 def test_a_range_that_allows_every_block_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

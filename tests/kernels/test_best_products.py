@@ -10,8 +10,9 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import best_products
-from memstore.kernels.best_products import native, torch_int
+from memstore.kernels.best_products import native, reference, torch_int
 from memstore.kernels.best_products.api import backend_problem
+from memstore.kernels.native import Unavailable
 
 SIZES = [
     (7, 32, 64, 64),
@@ -37,13 +38,16 @@ def inputs(groups: int, keys: int, dim: int, rows: int) -> tuple[Tensor, Tensor]
     return codes, torch.randint(-127, 128, (rows, dim), generator=generator).to(torch.int8)
 
 
-def test_the_reference_finds_what_a_loop_finds() -> None:
+def test_the_reference_finds_what_a_loop_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "STEP_NUMBERS", 40)
     codes, queries = inputs(4, 3, 5, 2)
     found = best_products(codes, queries, backend="reference")
     for group in range(4):
         for row in range(2):
             products = [int((key.long() * queries[row].long()).sum()) for key in codes[group]]
             assert found[group, row] == max(products)
+    chosen = torch.tensor([3, 0, 3, 1])
+    assert torch.equal(best_products(codes, queries, chosen=chosen, backend="reference"), found[chosen])
 
 
 @pytest.mark.parametrize("backend", WAYS)
@@ -105,6 +109,7 @@ def test_nothing_is_multiplied_by_nothing(backend: Any) -> None:
         ({"out": torch.ones(2, 4)}, "out must be"),
         ({"out": torch.ones(2, 3, dtype=torch.float64)}, "out must be"),
         ({"out": torch.ones(3, 2).T}, "out must be contiguous"),
+        ({"out": torch.ones(2, 3, device="meta")}, "on the CPU, got .*, meta"),
         ({"backend": "cuda"}, "'cuda' is none of"),
     ],
 )
@@ -114,9 +119,60 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         best_products(**{"codes": codes, "queries": queries, **changes})
 
 
+@pytest.mark.parametrize("backend", ["reference", *WAYS])
+def test_what_pytorch_makes_by_default_does_not_matter(backend: Any) -> None:
+    codes, queries = inputs(3, 20, 32, 2)
+    truth = best_products(codes, queries, backend="reference")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(best_products(codes, queries, backend=backend), truth)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@in_c
+def test_a_compiler_that_knows_no_matrices_makes_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[list[str]] = []
+
+    def library(_: Any, flags: list[str]) -> Any:
+        tried.append(flags)
+        if "-mamx-int8" in flags:
+            raise Unavailable("no such flag")
+        return flags
+
+    monkeypatch.setattr("memstore.kernels.native.library", library)
+    monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset(native.VECTORS | native.MATRICES))
+    made: Any = native._library.__wrapped__()
+    assert made == [*native.VECTORS.values(), "-fopenmp"]
+    assert "-mamx-int8" in tried[0]
+
+
 def test_vectors_that_c_does_not_take_are_left_to_pytorch() -> None:
     codes, queries = inputs(3, 20, 30, 2)
     with pytest.raises(InvalidArgument, match="multiple of 4 numbers, got 30; use 'auto'"):
         best_products(codes, queries, backend="native")
     assert torch.equal(best_products(codes, queries), best_products(codes, queries, backend="reference"))
     assert backend_problem("reference", 30) is None
+
+
+@pytest.mark.parametrize("backend", ["reference", *WAYS])
+def test_sums_beyond_24_bits_are_rounded(backend: Any) -> None:
+    codes, queries = inputs(3, 17, 3000, 5)
+    codes[0, 3], queries[2] = 127, 127
+    codes[1], queries[3] = -128, -128
+    exact = torch.einsum("npd,rd->nrp", codes.long(), queries.long()).amax(2)
+    assert int(exact.max()) == 128 * 128 * 3000
+    assert torch.equal(best_products(codes, queries, backend=backend), exact.float())
+    long = torch.full((1, 1, 1 << 16), 127, dtype=torch.int8)
+    for sign in (1, -1):
+        found = best_products(long, long[0] * sign, backend=backend)
+        assert found.item() == sign * 127 * 127 * (1 << 16)
+    with pytest.raises(InvalidArgument, match="of 1 to 65536 numbers"):
+        best_products(torch.cat([long, long], 2), torch.cat([long, long], 2)[0], backend=backend)
+
+
+def test_vectors_of_one_number_are_multiplied_rightly() -> None:
+    codes, queries = inputs(5, 22, 1, 57)
+    assert torch.equal(best_products(codes, queries), best_products(codes, queries, backend="reference"))
+    with pytest.raises(InvalidArgument, match="at least 2 numbers, got 1; use 'auto'"):
+        best_products(codes, queries, backend="torch")

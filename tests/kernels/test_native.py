@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,14 @@ def test_other_flags_and_other_sources_make_other_libraries(source: Path) -> Non
     source.write_text("int memstore_answer(void) { return 3; }\n")
     assert native.library(source, ["-DANSWER=2"]).memstore_answer() == 3
     assert len(kept(source)) == 3
+
+
+@needs_compiler
+def test_a_cache_folder_can_serve_different_machines(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library(source, ["-DANSWER=1"]).memstore_answer() == 1
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert native.library(source, ["-DANSWER=1"]).memstore_answer() == 1
+    assert len(kept(source)) == 2
 
 
 @needs_compiler
@@ -102,6 +111,34 @@ def test_what_does_not_compile_says_why(source: Path) -> None:
 def test_it_can_be_forbidden(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, "0")
     with pytest.raises(native.Unavailable, match="MEMSTORE_NATIVE=0; unset it"):
+        native.library(source, ["-DANSWER=1"])
+
+
+def test_on_windows_it_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(native.Unavailable, match="needs Linux or macOS"):
+        native.library(source, ["-DANSWER=1"])
+
+
+def test_a_compiler_that_cannot_be_read_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc 'of mine")
+    with pytest.raises(native.Unavailable, match="cannot read CC=gcc 'of mine"):
+        native.library(source, ["-DANSWER=1"])
+
+
+@needs_compiler
+def test_a_compiler_may_complain_in_any_letters(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\necho 'error: \xff' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(native.Unavailable, match="error: \N{REPLACEMENT CHARACTER}"):
+        native.library(source, ["-DANSWER=1"])
+
+
+def test_where_the_source_was_left_out_it_says_so(source: Path) -> None:
+    source.unlink()
+    with pytest.raises(native.Unavailable, match=r"could not be compiled .*native\.c"):
         native.library(source, ["-DANSWER=1"])
 
 

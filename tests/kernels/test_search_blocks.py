@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,32 @@ def test_c_searches_keys_in_several_parts_and_says_which_key_matched() -> None:
         assert scores[row, : len(every)].tolist() == [-score for score, _, _ in every]
         assert offsets[row, : len(every)].tolist() == [int(products[row, n].argmax()) for _, _, n in every]
         assert found[row, len(every) :].tolist() == offsets[row, len(every) :].tolist() == [-1] * (70 - len(every))
+
+
+@in_c
+def test_blocks_with_the_score_of_none_are_not_found() -> None:
+    landmarks = torch.ones(1, 3, 1, 2)
+    landmarks[0, 1] = torch.inf
+    queries = torch.tensor([[[-1.0, -1.0]]])
+    found = [search_blocks(queries, landmarks, 3, backend=way) for way in ("native", "reference")]
+    assert found[0][0].tolist() == found[1][0].tolist() == [[[-2, -2, -torch.inf]]]
+    assert found[0][1].tolist() == found[1][1].tolist() == [[[0, 2, -1]]]
+
+
+@in_c
+@pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
+def test_what_pytorch_makes_by_default_does_not_matter(default: str) -> None:
+    """In a process of its own: C would write behind tensors that are too small."""
+    program = (
+        "import sys, torch; from memstore.kernels import search_blocks; default = sys.argv[1];"
+        "inputs = torch.randn(2, 5, 16), torch.randn(2, 130, 1, 16);"
+        "truth = search_blocks(*inputs, 30, backend='reference');"
+        "torch.set_default_device('meta') if default == 'meta' else torch.set_default_dtype(getattr(torch, default));"
+        "found = search_blocks(*inputs, 30, backend='native');"
+        "print(torch.allclose(found[0], truth[0], atol=1e-5), torch.equal(found[1], truth[1]))"
+    )
+    result = subprocess.run([sys.executable, "-c", program, default], capture_output=True, text=True, check=False)
+    assert result.stdout == "True True\n", result.stderr
 
 
 @in_c

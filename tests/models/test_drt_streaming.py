@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -62,6 +63,17 @@ def test_tokens_with_gradients_use_the_form_that_has_them(kind: str) -> None:
     after = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(30, 60)]
     assert after[0].requires_grad
     close(torch.cat([*before, *(piece.detach() for piece in after)], 1), logits(model, ids))
+
+
+def test_a_copy_of_a_cache_goes_on_by_itself() -> None:
+    model, ids = make("alibi, two groups"), tokens(60, rows=2)
+    other = ids.flip(1)
+    out = streamed(model, ids[:, :30], [1] * 30, cache := DRTCache(model.config, 2))
+    assert any(prepared is not None for prepared in cache.prepared)
+    branch = copy.deepcopy(cache)
+    for rest, taken in ((ids, cache), (other, branch)):
+        whole = torch.cat([ids[:, :30], rest[:, 30:]], 1)
+        close(torch.cat([out, streamed(model, rest[:, 30:], [1] * 30, taken)], 1), logits(model, whole))
 
 
 def test_a_prompt_of_any_length_can_be_continued() -> None:

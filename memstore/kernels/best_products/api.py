@@ -11,7 +11,9 @@ from memstore.errors import InvalidArgument
 
 Backend = Literal["auto", "reference", "torch", "native"]
 LARGEST_DIM = 1024
-"""Beyond 1,040 numbers a sum of products no longer fits into the 24 bits of a float32."""
+"""Beyond 1,040 numbers a sum of products no longer fits into the 24 bits of a float32, and is rounded."""
+LARGEST_SUMMED_DIM = 1 << 16
+"""Beyond that a sum no longer fits into the 32 bits in which it is made."""
 
 
 def best_products(
@@ -25,7 +27,7 @@ def best_products(
     """The largest inner product of each group's keys with each query.
 
     Args:
-        codes: ``[n, P, D]`` int8 on the CPU: ``n`` groups of ``P`` keys.
+        codes: ``[n, P, D]`` int8 on the CPU: ``n`` groups of ``P`` keys, of at most 65,536 numbers.
         queries: ``[R, D]`` int8.
         chosen: ``[m]`` int64: the groups that are asked for. All if None, and then ``m`` is ``n``.
         out: ``[m, R]`` float32, contiguous: where to write. A new tensor if None.
@@ -34,16 +36,18 @@ def best_products(
             that works here.
 
     Returns:
-        ``[m, R]`` float32, exact.
+        ``[m, R]`` float32: exact for keys of up to 1,024 numbers, else rounded to that type.
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, a group is not there, or the back end is not available.
     """
     _check(codes, queries, chosen)
     shape = (len(codes) if chosen is None else len(chosen), len(queries))
-    out = torch.empty(shape) if out is None else out
-    if out.shape != shape or out.dtype != torch.float32 or not out.is_contiguous():
-        raise InvalidArgument(f"out must be contiguous float32 {list(shape)}, got {out.dtype} {list(out.shape)}")
+    out = torch.empty(shape, dtype=torch.float32, device="cpu") if out is None else out
+    if out.shape != shape or out.dtype != torch.float32 or not out.is_cpu or not out.is_contiguous():
+        raise InvalidArgument(
+            f"out must be contiguous float32 {list(shape)} on the CPU, got {out.dtype} {list(out.shape)}, {out.device}"
+        )
     if backend == "auto":
         backend = fastest(codes.shape[2])
     elif problem := backend_problem(backend, codes.shape[2]):
@@ -81,6 +85,8 @@ def backend_problem(backend: str, dim: int) -> str | None:
             from memstore.kernels.best_products import native
 
             return native.problem()
+        case "torch" if dim == 1:  # PyTorch 2.13 computes that wrongly
+            return "takes vectors of at least 2 numbers, got 1; use 'auto' or 'reference'"
         case "torch":
             from memstore.kernels.best_products import torch_int
 
@@ -95,8 +101,8 @@ def _check(codes: Tensor, queries: Tensor, chosen: Tensor | None) -> None:
     shapes = f"codes {tuple(codes.shape)}, queries {tuple(queries.shape)}"
     if codes.dim() != 3 or queries.dim() != 2 or codes.shape[2] != queries.shape[1]:
         raise InvalidArgument(f"expected codes [n, P, D] and queries [R, D], got {shapes}")
-    if not codes.shape[1] or not 1 <= codes.shape[2] <= LARGEST_DIM:
-        raise InvalidArgument(f"expected at least one key a group, of 1 to {LARGEST_DIM} numbers, got {shapes}")
+    if not codes.shape[1] or not 1 <= codes.shape[2] <= LARGEST_SUMMED_DIM:
+        raise InvalidArgument(f"expected at least one key a group, of 1 to {LARGEST_SUMMED_DIM} numbers, got {shapes}")
     if codes.dtype != torch.int8 or queries.dtype != torch.int8:
         raise InvalidArgument(f"codes and queries must be int8, got {codes.dtype} and {queries.dtype}")
     if codes.device.type != "cpu" or queries.device.type != "cpu":

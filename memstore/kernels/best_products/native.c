@@ -167,8 +167,8 @@ static void amx(const Work *work) {
     long step = amx_step(work->dim), height = work->keys < 16 ? work->keys : 16;
     Tiles tiles = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        tiles.bytes[tile] = tile == 4 || tile == 5 ? step : 64;
-        tiles.rows[tile] = tile < 6 ? height : step / 4;
+        tiles.bytes[tile] = tile == 4 || tile == 5 ? (uint16_t)step : 64;
+        tiles.rows[tile] = (uint8_t)(tile < 6 ? height : step / 4);
     }
     _tile_loadconfig(&tiles);
     for (long group = 0; group < work->groups; group++) {
@@ -206,14 +206,15 @@ static void run_share(Work work, long share, long shares) {
 /* 1 where AMX can be used, else 0. */
 int memstore_has_amx(void) { return amx_allowed(); }
 
-/* codes [groups there are, keys, dim], chosen [groups] or NULL, queries [rows, dim], out [groups, rows]. dim is a multiple
- * of 4, no size is 0, and what is chosen is there.
+/* codes [groups there are, keys, dim], chosen [groups] or NULL, queries [rows, dim], out [groups, rows]. dim is a
+ * multiple of 4, no size is 0, and what is chosen is there.
  * Returns 0, or -1 where there was no memory for the queries. */
-int memstore_best_products(const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups, long keys, long dim,
-                           long rows, long threads, int with_amx) {
+int memstore_best_products(
+    const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups, long keys, long dim,
+    long rows, long threads, int with_amx) {
     long blocks = (rows + LANES - 1) / LANES;
-    int8_t *packed = calloc(blocks * LANES, dim);
-    int32_t *start = calloc(blocks * LANES, sizeof *start);
+    int8_t *packed = calloc((size_t)(blocks * LANES), (size_t)dim);
+    int32_t *start = calloc((size_t)(blocks * LANES), sizeof *start);
     if (!packed || !start) {
         free(packed);
         free(start);

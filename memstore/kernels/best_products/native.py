@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -56,5 +57,8 @@ def _library() -> ctypes.CDLL:
     able = native.processor()
     if not able.issuperset(VECTORS):
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 VNNI; use 'auto' or 'torch'")
-    flags = list((VECTORS | MATRICES if able.issuperset(MATRICES) else VECTORS).values())
-    return native.parallel(SOURCE, flags)
+    vectors = list(VECTORS.values())
+    if able.issuperset(MATRICES):
+        with suppress(native.Unavailable):  # old compilers know no AMX
+            return native.parallel(SOURCE, [*vectors, *MATRICES.values()])
+    return native.parallel(SOURCE, vectors)

@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 typedef struct {
     const float *norm;   /* [hidden] */
@@ -13,7 +14,6 @@ typedef struct {
     const float *keys;   /* [rows, groups, dim, joined], scaled */
     const float *values; /* [rows, groups, joined, wide], weighed */
     const float *out;    /* [hidden, groups * heads * wide] */
-    float *scratch;      /* hidden + groups * heads * (dim + wide) + joined */
     int64_t rows, hidden, groups, heads, dim, wide, joined, size;
     float eps;
 } List;
@@ -41,11 +41,13 @@ static void softmax(float *scores, int64_t joined, int64_t size) {
     }
 }
 
-/* out [rows, hidden] = x [rows, hidden] plus what each row finds in its list. */
-void memstore_attend_token(const List *list, const float *x, float *result) {
+/* result [rows, hidden] = x [rows, hidden] plus what each row finds in its list. Returns 0, or -1 without memory.
+ * What it computes with is its own, so that several threads may use one list. */
+int memstore_attend_token(const List *list, const float *x, float *result) {
     int64_t inner = list->groups * list->heads * list->dim, found = list->groups * list->heads * list->wide;
-    float *normed = list->scratch, *query = normed + list->hidden, *attended = query + inner;
-    float *scores = attended + found;
+    float *normed = malloc((size_t)(list->hidden + inner + found + list->joined) * sizeof *normed);
+    if (!normed) return -1;
+    float *query = normed + list->hidden, *attended = query + inner, *scores = attended + found;
     for (int64_t row = 0; row < list->rows; row++, x += list->hidden, result += list->hidden) {
         float mean = product(x, x, list->hidden) / (float)list->hidden, factor = 1 / sqrtf(mean + list->eps);
         for (int64_t i = 0; i < list->hidden; i++) normed[i] = x[i] * factor * list->norm[i];
@@ -64,4 +66,6 @@ void memstore_attend_token(const List *list, const float *x, float *result) {
         }
         for (int64_t i = 0; i < list->hidden; i++) result[i] = x[i] + product(list->out + i * found, attended, found);
     }
+    free(normed);
+    return 0;
 }

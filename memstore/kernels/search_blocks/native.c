@@ -67,6 +67,7 @@ static float best_key(const Part *part, const Sizes *sizes, int64_t first, const
 static void insert(const Best *best, int64_t first, int64_t k, float score, int64_t id, int64_t offset) {
     float *scores = best->scores + first;
     int64_t *ids = best->ids + first, *offsets = best->offsets + first, at = k - 1;
+    if (score == -INFINITY) return; /* as good as none */
     if (ids[at] >= 0 && (score < scores[at] || (score == scores[at] && id > ids[at]))) return;
     for (; at > 0 && (ids[at - 1] < 0 || scores[at - 1] < score || (scores[at - 1] == score && ids[at - 1] > id)); at--) {
         scores[at] = scores[at - 1];

@@ -14,6 +14,8 @@ from torch import Tensor
 from memstore.kernels import native
 
 SOURCE = Path(__file__).with_suffix(".c")
+LARGEST_K = 256
+"""Blocks up to which this pays: those that were found are kept in order, one by one."""
 
 
 class Part(NamedTuple):
@@ -47,13 +49,12 @@ def search_parts(parts: Sequence[Part], queries: Tensor, k: int) -> tuple[Tensor
     """
     rows, dim = queries.shape
     queries = queries.float().contiguous()
-    scores = torch.full((rows, k), -torch.inf)
-    ids, offsets = torch.full((2, rows, k), -1)
+    scores, ids, offsets = results = _nothing(rows, k)
     if parts:
         keys = parts[0].keys
         there = (_Part * len(parts))(*(_Part(*map(_pointer, part), len(part.keys)) for part in parts))
         sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16)
-        best = _Best(*map(_pointer, (scores, ids, offsets)))
+        best = _Best(*map(_pointer, results))
         _library().memstore_search(there, len(parts), ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
     return scores, ids, offsets
 
@@ -73,10 +74,9 @@ class Lists:
         """
         rows, wanted = len(queries), allowed.contiguous() if isinstance(allowed, Tensor) else None
         queries, lists = queries.float().contiguous(), lists.contiguous()
-        scores = torch.full((rows, k), -torch.inf)
-        ids, offsets = torch.full((2, rows, k), -1)
+        scores, ids, _ = results = _nothing(rows, k)
         sizes = _Sizes(1, self._dim, rows, k, False)
-        best = _Best(*map(_pointer, (scores, ids, offsets)))
+        best = _Best(*map(_pointer, results))
         span = allowed if isinstance(allowed, range) else range(len(allowed))
         before = (self._lists, lists.data_ptr(), lists.shape[1], span.start, span.stop, _pointer(wanted))
         after = (ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
@@ -103,6 +103,13 @@ def problem() -> str | None:
     except native.Unavailable as reason:
         return str(reason)
     return None
+
+
+def _nothing(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, ids and offsets to be filled in C: what they are must not depend on PyTorch's defaults."""
+    scores = torch.full((rows, k), -torch.inf, dtype=torch.float32, device="cpu")
+    ids, offsets = torch.full((2, rows, k), -1, dtype=torch.int64, device="cpu")
+    return scores, ids, offsets
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
