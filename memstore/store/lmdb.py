@@ -168,6 +168,8 @@ class LmdbStore(BlockStore):
 
     def _read_facts(self) -> None:
         value = self._raw(STORE_KEY)
+        if value is None and self._env.stat()["entries"]:
+            value = self._raw(STORE_KEY)  # of a memory that somebody made in this very moment
         if value is None:
             raise self._without_facts()
         facts = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()

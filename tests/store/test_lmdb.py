@@ -238,6 +238,20 @@ def test_an_environment_without_facts_is_an_interrupted_creation(tmp_path: Path)
     LmdbStore.create(tmp_path / "m").close()
 
 
+def test_a_memory_that_is_made_while_it_is_opened_is_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    looks: list[bytes | None] = []
+    look = LmdbStore._raw
+
+    def before_the_first_commit(store: LmdbStore, run: Key) -> bytes | None:
+        looks.append(look(store, run) if looks else None)
+        return looks[-1]
+
+    monkeypatch.setattr(LmdbStore, "_raw", before_the_first_commit)
+    LmdbStore.open(tmp_path / "m", read_only=True).close()
+    assert len(looks) == 2
+
+
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = LmdbStore.create(tmp_path / "m")
     newer = Record.from_json({"format": 2, "blocks_per_value": 1})
