@@ -27,6 +27,8 @@ def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor
 
 def decode_block_rows(spec: MemorySpec, rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """What is stored of ``n`` complete blocks, ``[n, ...]`` for each of ``block_layouts`` -> states ``[n, *shape]``."""
+    if spec.codec == "none":  # nothing to decode, and gathers are fast enough to feel it
+        return dict(zip(spec.fields, rows, strict=True))
     codec, dtype = codec_named(spec.codec), TORCH_DTYPES[spec.dtype]
     each = len(rows) // len(spec.fields)
     return {

@@ -59,8 +59,9 @@ class Keeper:
 
     def count(self, document: int, blocks: int) -> None:
         """Note that blocks of a document were gathered; the next write stores it, where a limit asks for it."""
-        with self._lock:
-            self._reads[document] += blocks
+        if not self._store.read_only:  # else there will be none
+            with self._lock:
+                self._reads[document] += blocks
 
     def change(self, change: Callable[[Keeping], Keeping]) -> None:
         """Store other rules."""

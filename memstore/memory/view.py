@@ -192,7 +192,8 @@ class LayerView:
         Complete blocks are until it is truncated. An incomplete one is until the document grows, and others may leave
         when it does: its new states beside their old ones would be of no moment at all.
         """
-        grows = bool(blocks) and max(blocks) >= self._stop(state)
+        stop = self._stop(state)
+        grows = stop < state.blocks and bool(blocks) and max(blocks) >= stop
 
         def unmoved() -> bool:
             try:

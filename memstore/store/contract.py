@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ class Table(IntEnum):
 
 
 _KEY = struct.Struct(">BIIQ")
+_ITEM_BYTES = 8
 
 
 class Key(NamedTuple):
@@ -67,6 +69,38 @@ class Key(NamedTuple):
         """The inverse of ``to_bytes``."""
         table, *numbers = _KEY.unpack(raw)
         return cls(Table(table), *numbers)
+
+
+class BlockKeys(Sequence[Key]):
+    """Keys of states of one layer, each made when it is asked for: what finds values needs only their bytes."""
+
+    def __init__(self, layer: int, owners: Sequence[int], blocks: Sequence[int]) -> None:
+        """``blocks``, and the numbers of the documents under which they lie."""
+        self._layer, self._owners, self._blocks = layer, owners, blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, place: int) -> Key: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> BlockKeys: ...
+
+    def __getitem__(self, place: int | slice) -> Key | BlockKeys:
+        if isinstance(place, slice):
+            return BlockKeys(self._layer, self._owners[place], self._blocks[place])
+        return Key(Table.BLOCKS, self._owners[place], self._layer, self._blocks[place])
+
+    def __iter__(self) -> Iterator[Key]:
+        return map(Key, repeat(Table.BLOCKS), self._owners, repeat(self._layer), self._blocks)
+
+    def to_bytes(self) -> list[bytes]:
+        """As ``Key.to_bytes`` of each."""
+        first = {owner: _KEY.pack(Table.BLOCKS, owner, self._layer, 0)[:-_ITEM_BYTES] for owner in set(self._owners)}
+        return [
+            first[owner] + block.to_bytes(_ITEM_BYTES) for owner, block in zip(self._owners, self._blocks, strict=True)
+        ]
 
 
 class Layout(NamedTuple):

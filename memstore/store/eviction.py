@@ -13,6 +13,7 @@ retrieval that chooses it, and twice is already a habit.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
 
@@ -30,7 +31,7 @@ class S3Fifo:
         self._new: deque[Hashable] = deque()
         self._main: deque[Hashable] = deque()
         self._left: dict[Hashable, None] = {}  # names without pages, the one that left first first
-        self._uses = [0] * pages
+        self._uses = array("b", bytes(pages))  # small enough to stay in the processor's cache
         self._room_for_new = max(1, pages // _SMALL_SHARE)
 
     def __contains__(self, name: Hashable) -> bool:

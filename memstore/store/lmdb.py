@@ -365,7 +365,8 @@ class LmdbStore(BlockStore):
         self._check_open()
         # Not env.info(): while a commit is under way it names the new transaction already, and reads still see the old.
         with self._env.begin() as txn:
-            return int(txn.id())
+            number: int = txn.id()
+            return number
 
     def close(self) -> None:
         """Release the environment and the right to write. Closing twice is allowed."""

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from memstore.errors import DamagedError, NotFound
 from memstore.store import paging, runs
 from memstore.store.checks import MAX_DOCUMENT
-from memstore.store.contract import Bytes, Key, Record, Scanned, Table
+from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Table
 from memstore.store.records import ValueReader, damaged, decode_value, describe
 
 STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
@@ -51,7 +51,7 @@ class Values:
         ``waits`` says that the disk will have to be waited for. Raises ``NotFound`` or ``DamagedError``.
         """
         values = np.empty((len(keys), reader.size), np.uint8)
-        names = [KEY.pack(*key) for key in keys]
+        names = keys.to_bytes() if isinstance(keys, BlockKeys) else [KEY.pack(*key) for key in keys]
         places = names if max(self._lengths) == 1 else [pack(self.run(key)) for key in keys]
         if waits:
             self._fetch(txn, dict(sorted(zip(places, keys, strict=True))))
@@ -59,14 +59,14 @@ class Values:
         flat, size = values.reshape(-1).data, reader.size
         with txn.cursor() as cursor:  # its ``get`` leaves the pages to whoever copies them, a transaction's touches all
             find = cursor.get
-            for start, key, name, place in zip(range(0, len(flat), size), keys, names, places, strict=True):
+            for start, name, place in zip(range(0, len(flat), size), names, places, strict=True):
                 view = find(place)
                 if view is None or len(view) != size:
-                    view = self._part(view, key, reader)
+                    view = self._part(view, keys[start // size], reader)
                 copy = flat[start : start + size]
                 copy[:] = view
                 if checksum(copy) != known(name):
-                    self._verify(txn, copy, key, reader)
+                    self._verify(txn, copy, keys[start // size], reader)
         return values
 
     def _verify(self, txn: Transaction, copy: memoryview, key: Key, reader: ValueReader) -> None:

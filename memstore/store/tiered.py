@@ -13,20 +13,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memstore.store.contract import BlockStore, Key, Layout, Table
+from memstore.store.contract import BlockKeys, BlockStore, Layout
 from memstore.store.pool import UNKEPT, Counts, Pool, as_tensor
 
 PIECE_BYTES = 8 << 20
 """Bytes that are read ahead at a time: a bound for the buffer between store and pages."""
-
-_AS_KEY = partial(tuple.__new__, Key)  # as Key._make, in half the time
 
 
 class Wanted(NamedTuple):
@@ -47,13 +43,13 @@ class Wanted(NamedTuple):
         """A name of the content of each block: the same name is the same bytes, as long as the store exists."""
         # One number, not a tuple: a gather from memory looks every name up, and that is to take less than the copying.
         first = (self.edits << 128) + (self.document << 96) + (self.layer << 64)
-        return [first + block if block < self.stop else UNKEPT for block in self.blocks]
+        stop = self.stop
+        return [first + block if block < stop else UNKEPT for block in self.blocks]
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> BlockKeys:
         """Where each block is in the store."""
-        parts = zip(repeat(Table.BLOCKS), self.owners, repeat(self.layer), self.blocks)
-        return list(map(_AS_KEY, parts))
+        return BlockKeys(self.layer, self.owners, self.blocks)
 
     def only(self, places: Sequence[int]) -> Wanted:
         """Those of the blocks that are at ``places`` in the list."""
