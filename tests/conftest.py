@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,6 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from hypothesis import settings
 
+# Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
 
