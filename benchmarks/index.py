@@ -405,11 +405,17 @@ def draw_panel(panel: Any, name: str, rows: list[Row]) -> None:
     from matplotlib.ticker import NullLocator, StrMethodFormatter
 
     marks = {"exact": "o", "clusters": "s", "faiss": "^"}
+    words: dict[tuple[str, float, float], list[str]] = {}
     for row in rows:
         kind, _, settings = row["index"].partition(":")
         x, y = row["ms_per_query"]["1"], row["recall"]
         panel.plot(x, y, marks.get(kind, "x"), color="black", fillstyle="full" if kind == "clusters" else "none")
-        word, place = settings.partition(",")[0] or kind, (4, -9) if settings else (4, 4)
+        near = next(
+            (at for at in words if at[0] == kind and abs(at[2] - y) < 0.004 and abs(at[1] / x - 1) < 0.15), None
+        )
+        words.setdefault(near or (kind, x, y), []).append(settings.partition(",")[0])
+    for (kind, x, y), here in words.items():
+        word, place = ", ".join(filter(None, here)) or kind, (4, -9) if here[0] else (4, 4)
         panel.annotate(word, (x, y), place, "data", "offset points", size=7)
     times = [row["ms_per_query"]["1"] for row in rows]
     panel.set(title=name, xlabel="ms, one query at a time", xlim=(min(times) * 0.8, max(times) * 1.9))
