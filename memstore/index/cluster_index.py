@@ -170,22 +170,20 @@ class ClusterIndex(VectorIndex):
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
         """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
         self._adopt()
-        base = self._base
-        if base is None or len(self._tail):
-            near = self._tail.search(queries, k, allowed=allowed)
-        else:
-            checks.check_top_k(k)
-            checks.check_allowed(allowed)
-            checks.check_queries(queries, self.key_heads, self.key_dim)
+        checks.check_top_k(k)
+        checks.check_allowed(allowed)
+        checks.check_queries(queries, self.key_heads, self.key_dim)
         grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
         self._keep(grouped)
+        base = self._base
         if base is None:
-            return near
+            return self._tail.search(queries, k, allowed=allowed)
         founds = [self._search_base(base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
         shape = (*queries.shape[:2], k)
         old = Found(*(torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True)))
         if not len(self._tail):
             return old
+        near = self._tail.search(queries, k, allowed=allowed)
         return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def processor() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
+def problem_of(load: Callable[[], object]) -> str | None:
+    """Why ``load``, which asks for a library, gets none; None if it does."""
+    try:
+        load()
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
 def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """As ``library``, on several threads where the compiler has OpenMP.
 
@@ -71,8 +81,9 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
         made_from = (sys.platform, platform.machine(), *FLAGS, *flags, source.read_text())
         key = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
         name = f"{source.parent.name}-{key}"
-        with tempfile.TemporaryDirectory(prefix="memstore-") as private:
-            folder = _kept_folder() or Path(private)
+        kept = _kept_folder()
+        with tempfile.TemporaryDirectory(prefix="memstore-") if kept is None else nullcontext(kept) as place:
+            folder = Path(place)
             return ctypes.CDLL(str(_find(folder, name) or _compile(source, flags, folder, name)))
     except OSError as error:
         raise Unavailable(f"could not be compiled or loaded ({error}); use 'auto'") from error

@@ -45,11 +45,7 @@ def has_matrices() -> bool:
 @cache
 def problem() -> str | None:
     """Why this cannot be; None if it can."""
-    try:
-        _library()
-    except native.Unavailable as reason:
-        return str(reason)
-    return None
+    return native.problem_of(_library)
 
 
 @cache

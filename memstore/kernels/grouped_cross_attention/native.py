@@ -78,11 +78,7 @@ class FusedList:
 @cache
 def problem() -> str | None:
     """Why this cannot be; None if it can."""
-    try:
-        _function()
-    except native.Unavailable as reason:
-        return str(reason)
-    return None
+    return native.problem_of(_function)
 
 
 @cache

@@ -98,11 +98,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
 @cache
 def problem() -> str | None:
     """Why this cannot be; None if it can."""
-    try:
-        _library()
-    except native.Unavailable as reason:
-        return str(reason)
-    return None
+    return native.problem_of(_library)
 
 
 def _nothing(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
