@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from memstore.index.best import PLACES, Best, choose, merge, nothing, order
 from memstore.index.chunk import Chunk, Tile
 from memstore.index.contract import Found, IndexCapabilities, VectorIndex
 from memstore.index.frame import Frame
-from memstore.index.sieve import Look, Pairs, Part
+from memstore.index.scan import Scan
+from memstore.index.sieve import Look, Pairs
 from memstore.kernels.best_products.api import fastest
 from memstore.kernels.search_blocks import native, search_blocks
 from memstore.kernels.search_blocks.api import triton_problem
@@ -42,17 +43,6 @@ FEWEST_GROUPS = 64
 """Groups for each block wanted from which on it pays to read codes first."""
 PASSED_NUMBERS = 1 << 23
 """Products up to which one pass over the keys in C is fastest."""
-
-
-class _Scan(NamedTuple):
-    """What a search has to look at in one chunk."""
-
-    number: int
-    chunk: Chunk
-    part: Part | None
-    """Groups whose codes are read first."""
-    rows: Tensor
-    """``[n]``: the rows that are scored directly."""
 
 
 class ExactIndex(VectorIndex):
@@ -275,12 +265,13 @@ class ExactIndex(VectorIndex):
 
         return self._each_head(queries, k, search)
 
-    def _wanted(self, allowed: range | Tensor | None) -> dict[int, Tensor | None]:
-        """Which rows ``[used]`` of each chunk hold a block that is ``allowed``; None: all."""
+    def _wanted(self, allowed: range | Tensor | None, first: int = 0) -> dict[int, Tensor | None]:
+        """Which rows ``[used]`` of each chunk from ``first`` on hold a block that is ``allowed``; None: all."""
         everything = self._allows_all(allowed)
         return {
             number: None if everything and chunk.count == chunk.used else chunk.wanted(allowed)
             for number, chunk in self._chunks.items()
+            if number >= first
         }
 
     def _allows_all(self, allowed: range | Tensor | None) -> bool:
@@ -295,32 +286,31 @@ class ExactIndex(VectorIndex):
 
     def _scans(
         self, allowed: range | Tensor | None, k: int, start: int = 0, *, queries: int = TILE_QUERIES
-    ) -> list[_Scan]:
+    ) -> list[Scan]:
         """What to look at from place ``start`` on, and how: codes first where there are enough of them to pay."""
         first, row = divmod(start, PLACES)
         scans = []
         many = queries > FEW_QUERIES or fastest(self.key_dim) == "native"
         least = CODED_KEYS if many else CODED_KEYS_OF_FEW
         coded = len(self) * self.keys_per_block >= least
-        for number, wanted in self._wanted(allowed).items():
-            if number >= first:
-                chunk = self._chunks[number]
-                if number == first and row:
-                    wanted = chunk.wanted(allowed) if wanted is None else wanted
-                    wanted[:row] = False
-                scans.append(_scan(number, chunk, wanted, coded=coded))
-        if sum(_whole_groups(scan.part) for scan in scans) >= FEWEST_GROUPS * k:
+        for number, wanted in self._wanted(allowed, first).items():
+            chunk = self._chunks[number]
+            if number == first and row:
+                wanted = chunk.wanted(allowed) if wanted is None else wanted
+                wanted[:row] = False
+            scans.append(Scan.of(number, chunk, wanted, coded=coded))
+        if sum(scan.whole_groups for scan in scans) >= FEWEST_GROUPS * k:
             return scans
-        return [scan if scan.part is None else _without_codes(scan) for scan in scans]
+        return [scan.without_codes() for scan in scans]
 
-    def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Found:
+    def _search_head(self, scans: Sequence[Scan], queries: Tensor, head: int, k: int) -> Found:
         return self._settle(self._search_rows(scans, queries, head, k), queries, head)
 
-    def _search_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Best:
+    def _search_rows(self, scans: Sequence[Scan], queries: Tensor, head: int, k: int) -> Best:
         bests = [self._search_part(scans, part, head, k) for part in torch.split(queries, TILE_QUERIES)]
         return Best(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
 
-    def _search_part(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> Best:
+    def _search_part(self, scans: Sequence[Scan], queries: Tensor, head: int, k: int) -> Best:
         """The best blocks for ``queries [R, D]``, few enough that a tile's scores stay in the cache."""
         best = nothing(len(queries), k, self.device)
         coded = [scan for scan in scans if scan.part is not None]
@@ -329,12 +319,12 @@ class ExactIndex(VectorIndex):
             best = merge(best, found, k)
             rest = (~helped).nonzero().squeeze(1)
             if rest.numel():
-                plain = [scan._replace(part=None, rows=_rows_of_groups(scan)) for scan in coded]
+                plain = [scan._replace(part=None, rows=scan.coded_rows()) for scan in coded]
                 found = self._scan_rows(plain, queries[rest], head, nothing(len(rest), k, self.device))
                 best = Best(*(mine.index_copy(0, rest, new) for mine, new in zip(best, found, strict=True)))
         return self._scan_rows(scans, queries, head, best)
 
-    def _scan_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: Best) -> Best:
+    def _scan_rows(self, scans: Sequence[Scan], queries: Tensor, head: int, best: Best) -> Best:
         k = best.scores.shape[1]
         if len(queries) * sum(scan.rows.numel() for scan in scans) <= SCORES_AT_ONCE:
             return self._choose_at_once(scans, queries, head, best)
@@ -350,7 +340,7 @@ class ExactIndex(VectorIndex):
                     best = Best(*(each.index_copy(0, better, more) for each, more in zip(best, new, strict=True)))
         return best
 
-    def _choose_at_once(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: Best) -> Best:
+    def _choose_at_once(self, scans: Sequence[Scan], queries: Tensor, head: int, best: Best) -> Best:
         """All scores first: choosing among the tiles one by one would take longer than they do."""
         tiles = [
             (tile, number * PLACES)
@@ -365,7 +355,7 @@ class ExactIndex(VectorIndex):
         k = best.scores.shape[1]
         return merge(best, choose(scores, ids, places, k), k)
 
-    def _best_of_groups(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[Best, Tensor]:
+    def _best_of_groups(self, scans: Sequence[Scan], queries: Tensor, head: int, k: int) -> tuple[Best, Tensor]:
         """The best blocks of coded groups, and for which queries ``[R]`` a first look at their codes was enough."""
         look = Look([scan.part for scan in scans if scan.part is not None], queries, head)
         first = look.best(k)
@@ -378,7 +368,7 @@ class ExactIndex(VectorIndex):
         places = self._places(scans, look, pairs.group[pair], row)
         return _best_of_pairs(pairs.query[pair], scores[pair, row], *places, len(queries), k), helped
 
-    def _score_pairs(self, scans: Sequence[_Scan], look: Look, pairs: Pairs, queries: Tensor, head: int) -> Tensor:
+    def _score_pairs(self, scans: Sequence[Scan], look: Look, pairs: Pairs, queries: Tensor, head: int) -> Tensor:
         """Scores ``[W, rows per group]`` of all blocks of the groups."""
         per_group = codes.group_rows(self.keys_per_block)
         numbers = per_group * self.keys_per_block * self.key_dim
@@ -395,7 +385,7 @@ class ExactIndex(VectorIndex):
                 scores[here] = products.view(-1, per_group, self.keys_per_block).amax(2)
         return scores
 
-    def _places(self, scans: Sequence[_Scan], look: Look, group: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    def _places(self, scans: Sequence[Scan], look: Look, group: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and places ``[V]`` of the blocks at ``row [V]`` of groups ``[V]``."""
         ids, places = torch.empty_like(group), torch.empty_like(group)
         part = torch.searchsorted(look.starts, group, right=True) - 1
@@ -454,41 +444,9 @@ class ExactIndex(VectorIndex):
             raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
 
 
-def _scan(number: int, chunk: Chunk, wanted: Tensor | None, *, coded: bool) -> _Scan:
-    """``wanted [used]`` bool: the rows that count; None: all. ``coded``: whether codes are read first."""
-    count = 0 if chunk.codes is None or not coded else chunk.codes.groups * chunk.codes.rows_per_group
-    if wanted is None:
-        rows = torch.arange(count, chunk.used, device=chunk.ids.device)
-        return _Scan(number, chunk, Part(chunk.codes, None) if chunk.codes is not None and count else None, rows)
-    if chunk.codes is None or not count:
-        return _Scan(number, chunk, None, wanted.nonzero().squeeze(1))
-    # Groups of which only some blocks count are scored directly: their best product may be that of another block.
-    whole = wanted[:count].view(chunk.codes.groups, -1).all(1)
-    wanted[:count].view(chunk.codes.groups, -1)[whole] = False
-    return _Scan(number, chunk, Part(chunk.codes, whole), wanted.nonzero().squeeze(1))
-
-
 def _rows(keys: Tensor, alive: Tensor) -> Tensor:
     """``keys [G, n, P, D]`` of the rows that are alive."""
     return keys if bool(alive.all()) else keys[:, alive]
-
-
-def _whole_groups(part: Part | None) -> int:
-    if part is None:
-        return 0
-    return part.codes.groups if part.whole is None else int(part.whole.sum())
-
-
-def _rows_of_groups(scan: _Scan) -> Tensor:
-    """The rows of a chunk that only its codes have stood for."""
-    assert scan.part is not None
-    codes, whole = scan.part
-    groups = torch.arange(codes.groups) if whole is None else whole.nonzero().squeeze(1)
-    return (groups.unsqueeze(1) * codes.rows_per_group + torch.arange(codes.rows_per_group)).flatten()
-
-
-def _without_codes(scan: _Scan) -> _Scan:
-    return scan._replace(part=None, rows=torch.cat([_rows_of_groups(scan), scan.rows]).sort().values)
 
 
 def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, rows: int, k: int) -> Best:
