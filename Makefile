@@ -11,15 +11,17 @@ PYTHON ?=
 PIP_FLAGS ?=
 # More options for pytest: make test PYTEST_FLAGS="-k store -x"
 PYTEST_FLAGS ?=
-# Processes that run the tests side by side, a file at a time: make test WORKERS=0 for one after another
+# Processes that run the tests side by side: make test WORKERS=0 for one after another
 WORKERS ?= logical
 # Part of the faults, such as one store: make faults FAULTS_FLAGS="--store zarr"
 FAULTS_FLAGS ?=
 
+PYTEST = --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
+
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test lint types format pytest bench faults gpu docs pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow lint types format pytest bench faults gpu docs pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -27,7 +29,11 @@ help: ## Show what can be made
 demo: $(READY) ## Let a small model read a million tokens into a memory and answer from it (half a minute)
 	$(BIN)/memstore demo
 
-test: lint types pytest ## Lint, check types, run the tests
+test: lint $(READY) ## Lint; check types and run the tests side by side
+	$(MAKE) --jobs 2 --output-sync types pytest
+
+test-slow: $(READY) ## Run the tests that `make test` leaves out (trainings, demos, compilation for GPUs, a browser)
+	$(BIN)/python -m pytest -m slow $(PYTEST)
 
 lint: $(READY) ## Check format and style
 	$(BIN)/ruff format --check .
@@ -37,7 +43,7 @@ types: $(READY) ## Check types
 	$(BIN)/mypy
 
 pytest: $(READY) ## Run the tests alone
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
 
 format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .
