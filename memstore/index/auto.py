@@ -4,7 +4,7 @@ No approximation is used on trust. When an index has grown large, its clusters (
 thread, from its keys and the queries that were really asked, while searches stay exact. They take over with the fewest
 lists that find the share asked for, on queries that were put aside; and not at all where that takes so many lists that
 exact search is as fast. Of all kinds that were measured on keys of attention, on landmarks and on clustered keys, they
-take the least time for the same recall: ``benchmarks/LOG.md``.
+take the least time for the same recall: ``docs/notes/index.md``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ when a centre stands for it is ``(key - centre)^T C (key - centre)``, so k-means
 
 A list is worth looking into if its best key may be good, not if its mean is. The product with the centre is raised by
 ``SPREAD`` times what a deviation within the list can do to it, ``|W^-1 q|`` times the list's root mean square distance.
-``benchmarks/LOG.md`` has what this is worth on real keys, and the variants that were worse.
+``docs/notes/index.md`` has what this is worth on real keys, and the variants that were worse.
 
 FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them where that is not done in C.
 """
