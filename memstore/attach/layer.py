@@ -148,7 +148,10 @@ class LayerStates(CacheLayerMixin):
 
     def crop(self, _tokens_to_remove: int) -> None:
         """Not possible: what was retrieved for the removed tokens would stay."""
-        raise InvalidArgument("a cache with a memory cannot be cut back; generate without an assistant or look-ahead")
+        raise InvalidArgument(
+            "a cache with a memory cannot be cut back, for blocks were chosen by the tokens that would go: generate "
+            "without assistant_model and prompt_lookup_num_tokens"
+        )
 
     def batch_repeat_interleave(self, _repeats: int) -> None:
         """Not possible: pass the prompt as often as you want continuations."""

@@ -22,6 +22,8 @@ from memstore.memory.precision import own_types
 from memstore.memory.urls import Mode
 from memstore.models.cache import ModelCache
 
+COMPARED = 1 << 16
+"""Stored tokens that are held in memory at once while a text is compared with them."""
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or pieces of them one after the other."""
 
@@ -197,8 +199,7 @@ class DocumentReader(ABC):
     def _tokens(self, first: int, count: int) -> Tensor:
         """Tokens of the document from block ``first`` on, which has ``count`` tokens in all."""
         blocks = range(first, -(-count // self.memory.spec.block_size))
-        parts = [self.document.tokens(block) for block in blocks]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return self.document.tokens(blocks) if blocks else torch.empty(0, dtype=torch.int64)
 
     def _segments(self, pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
         """Segments that end at multiples of ``size`` tokens of the document, as far as the pieces go."""
@@ -293,11 +294,15 @@ def pieces_of(tokens: Chunks) -> Iterator[Tensor]:
 
 def _check_stored(document: Document, size: int, start: int, piece: Tensor) -> None:
     """Raise ``InvalidArgument`` unless the document, in blocks of ``size``, holds ``piece`` from token ``start`` on."""
-    first, stop = start // size, -(-(start + len(piece)) // size)
-    stored = torch.cat([document.tokens(block) for block in range(first, stop)])[start - first * size :][: len(piece)]
-    if not torch.equal(stored, piece.long()):
-        place = start + int((stored != piece.long()).nonzero()[0])
-        raise InvalidArgument(
-            f"document {document.name!r} holds another text (they differ from token {place} on): read this one under "
-            "another name, or append() to go on after it"
-        )
+    for part in piece.split(COMPARED):
+        # A range of blocks is one read of the store; block by block it would be a transaction for each of them.
+        first, stop = start // size, -(-(start + len(part)) // size)
+        stored = document.tokens(range(first, stop))[start - first * size :][: len(part)]
+        different = stored != part.long()
+        if bool(different.any()):
+            place = start + int(different.nonzero()[0])
+            raise InvalidArgument(
+                f"document {document.name!r} holds another text (they differ from token {place} on): read this one "
+                "under another name, or append() to go on after it"
+            )
+        start += len(part)

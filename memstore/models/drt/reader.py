@@ -9,12 +9,10 @@ but blocks and tokens is stored, and a document can be continued from any commit
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,8 +38,6 @@ SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
 RETRIEVER_TOLERANCE = 0.05
 """How far, as a part of its length, a landmark may be from what an external retriever makes of the block now."""
-SWITCH_SECONDS = 0.00005
-"""After which a thread that computes in Python lets others go on, while several read."""
 
 
 def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
@@ -253,7 +249,6 @@ class Reader(DocumentReader):
         maker = BlockMaker(self.model.model) if BlockMaker.serves(self.model.model) else None
         with (
             evaluating(self.model),
-            _taking_turns(),
             progress_bar(self.document.name, done, total, progress) as advance,
             background_workers(1) as writer,
             background_workers(self._workers) as workers,
@@ -343,17 +338,6 @@ class Reader(DocumentReader):
     def _commit(self, tokens: Tensor, states: Tensor, landmarks: Tensor) -> None:
         with self.document.append(tokens) as batch:
             batch.put(0, landmarks=landmarks, c=states)
-
-
-@contextmanager
-def _taking_turns() -> Iterator[None]:
-    """Threads hand the interpreter over sooner: a worker that has just left a product waits 5 ms for it by default."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def _landmark_size(model: DRTForCausalLM) -> int:

@@ -130,6 +130,8 @@ class LandmarkCache(Past):
         """``[B]``: blocks of each row that are in memory."""
         self.items = torch.zeros(rows, dtype=torch.int64)
         """``[B]``: stream items of each row since then."""
+        self.unstored = FOREVER
+        """Blocks from here on are needed by a reader that has yet to store them, also where they are out of reach."""
         self.asked = Counts.of(config)
         self.watch: Callable[[Choice], None] | None = None
         """Called for each segment and layer that asks its memory and is not local, with the lists that it uses."""
@@ -253,7 +255,7 @@ class LandmarkCache(Past):
         """Let go of what no row will see again, where that is as much as is kept."""
         if self.capacity is None:
             return
-        first = int(self.blocks.min()) - self.capacity
+        first = min(int(self.blocks.min()) - self.capacity, self.unstored)
         for own in self.table.own:
             if first - own.first >= self.capacity:
                 own.keep_from(first)
@@ -277,6 +279,7 @@ class LandmarkCache(Past):
 
     def stored(self, stop: int) -> None:
         """Blocks below ``stop`` are in the document that the table reads: only the latest stay in tensors too."""
+        self.unstored = stop
         near = self.slots if self.slots < FOREVER else 1
         for own in self.table.own:
             own.keep_from(min(stop, int(self.blocks[0])) - near)

@@ -234,7 +234,7 @@ class Reader(DocumentReader):
         self.model.check_retrieves()
         begun = time.perf_counter()
         cache = self._begun(1, self.retrieval)
-        cache.asked = self.asked
+        cache.asked, cache.unstored = self.asked, int(cache.blocks[0])
         limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
         waiting: list[Tensor] = []
         with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
