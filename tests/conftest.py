@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +16,9 @@ from hypothesis import settings
 
 # Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Trusted models of the tests' own: not those of who runs them.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="memstore-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
 

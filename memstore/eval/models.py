@@ -89,7 +89,7 @@ def load_token_memory(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 
     model, _ = load_knn_memory(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise NotFound(f"no tokenizer in {folder}: {str(error).partition(chr(10))[0]}") from None
     model.to(device)  # type: ignore[arg-type]

@@ -45,6 +45,7 @@ from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
+from memstore.tools.trust import trust
 from memstore.tools.verify import verify
 from memstore.tools.view import view
 from memstore.tools.ways_out import with_way_out
@@ -133,6 +134,7 @@ for function in (
     compact,
     repair,
     view,
+    trust,
     demo,
     completion,
 ):

@@ -12,9 +12,10 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ask_models
 from memstore.tools.bars import index_bar
-from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
+from memstore.tools.models import Loaded, encode, load_recorded
 from memstore.tools.options import TOP_K, Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report, cell
+from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -60,11 +61,11 @@ def ask(
     use_threads(threads)
     with memstore.open(memory, mode="r", index=index) as opened, index_bar():
         name = document_name(opened, document)
-        recorded = model or recorded_name(opened)
-        if ask_models.is_own(recorded):
+        chosen = chosen_name(opened, model)
+        if ask_models.is_own(chosen):
             own = ask_models.ask(
                 opened,
-                recorded,
+                chosen,
                 question,
                 document=name,
                 top_k=top_k,
@@ -74,7 +75,7 @@ def ask(
                 trace=trace,
             )
             return Report(data=own, text=lambda page: ask_models.show(page, own, memory))
-        loaded = load_recorded(opened, model, dtype, device=device)
+        loaded = load_recorded(opened, chosen, dtype, device=device)
         attach = memstore.attach(
             loaded.model,
             opened,

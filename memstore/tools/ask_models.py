@@ -19,11 +19,11 @@ from memstore.tools.models import (
     SMOLLM2,
     check_device,
     encode,
-    lasting_name,
     own_kind,
     quiet_transformers,
     resolve_model,
 )
+from memstore.tools.trust import remember
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, MemorySpec, Traces
@@ -221,9 +221,7 @@ def read(
     """
     own = OwnModel(name, device=device, dtype=dtype)
     with own.reader(memory, document, index=index, **own.read_options(spec, top_k, block_size, codec)) as reader:
-        reader.memory.put_info(
-            "model", {"name": lasting_name(name), "dtype": str(own.model.dtype).removeprefix("torch.")}
-        )
+        reader.memory.put_info("model", {"name": remember(name), "dtype": str(own.model.dtype).removeprefix("torch.")})
         try:
             result = reader.read(encode(own.tokenizer, content), progress=True)
         except KeyboardInterrupt:

@@ -12,9 +12,10 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.tools.ask import Dtype, Question, document_name
 from memstore.tools.ask_models import DRT, MEMORIZING, OwnModel, kind_named
-from memstore.tools.models import Loaded, encode, load_recorded, recorded_name
+from memstore.tools.models import Loaded, encode, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
+from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
     from memstore.eval.audit import Audit, LayerAudit
@@ -105,12 +106,12 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
     if not asked.question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     name = document_name(opened, asked.document)
-    recorded = asked.model or recorded_name(opened)
-    if recorded is None or kind_named(recorded) is None:
-        loaded = load_recorded(opened, asked.model, asked.dtype, device=asked.device)
+    chosen = chosen_name(opened, asked.model)
+    if kind_named(chosen) is None:
+        loaded = load_recorded(opened, chosen, asked.dtype, device=asked.device)
         ids = encode(loaded.tokenizer, asked.question)
         return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
-    own = OwnModel(recorded, device=asked.device, dtype=asked.dtype)
+    own = OwnModel(chosen, device=asked.device, dtype=asked.dtype)
     return _audit_own(opened, own, name, asked), Loaded(own.model, own.tokenizer)
 
 

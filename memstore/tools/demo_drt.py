@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.eval.models import load_drt
-from memstore.tools.models import lasting_name, quiet_transformers
+from memstore.tools.models import quiet_transformers
+from memstore.tools.trust import remember
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
@@ -80,7 +81,7 @@ def _read(
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
     with PeakMemory() as peak, open_memory(folder, spec=memory_spec(model, tokenizer), mode="x") as memory:
-        memory.put_info("model", {"name": lasting_name(str(weights)), "dtype": "float32"})
+        memory.put_info("model", {"name": remember(str(weights)), "dtype": "float32"})
         for name, sample in samples.items():
             with Reader(model, memory, name, tokenizer=tokenizer) as reader:
                 seconds += reader.read(sample.haystack(filler), progress=say).seconds

@@ -114,7 +114,7 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
             "memstore.models.memorizing.load_knn_memory does"
         )
     with _loading(name), quiet_transformers():
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision, trust_remote_code=False)
     return Loaded(model.eval().to(device), load_tokenizer(name))
 
 
@@ -124,16 +124,10 @@ def recorded_name(memory: Memory) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def chosen_name(memory: Memory, model: str | None = None) -> str:
-    """``model``, or the name of the one that read the memory. Raises ``InvalidArgument`` where there is neither."""
-    name = model or recorded_name(memory)
-    if name is None:
-        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
-    return name
-
-
 def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> Loaded:
     """The model that read the memory, in the precision it read with, unless others are named."""
+    from memstore.tools.trust import chosen_name
+
     info = memory.get_info("model") or {}
     return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)
 
@@ -158,14 +152,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     # Configurations of our own kinds may not be registered yet, and their tokenizers are all of one class.
     loader = transformers.PreTrainedTokenizerFast if own_kind(source) else transformers.AutoTokenizer
     with _loading(name), quiet_transformers():
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, trust_remote_code=False)
     return tokenizer
 
 
 def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | None]:
     """The tokenizer of the model that read the memory, or None and the reason why there is none."""
-    name = recorded_name(memory)
-    return (None, "the memory does not say which model it belongs to") if name is None else _tokenizer(name)
+    from memstore.tools.trust import chosen_name
+
+    if recorded_name(memory) is None:
+        return None, "the memory does not say which model it belongs to"
+    try:
+        name = chosen_name(memory)
+    except InvalidArgument as error:
+        return None, str(error)
+    return _tokenizer(name)
 
 
 @lru_cache(maxsize=1)

@@ -160,9 +160,10 @@ def _check_trace(trace: Trace, layer: int | None, head: int | None) -> None:
 def _words(opened: Memory, trace: Trace) -> list[str] | None:
     """The text of the token that each step chose; None where the tokenizer cannot be had."""
     from memstore.tools.models import load_tokenizer, recorded_name
+    from memstore.tools.trust import is_trusted
 
     name = recorded_name(opened) or trace.info.get("model")
-    if not name:
+    if not isinstance(name, str) or not is_trusted(name):
         return None
     try:
         tokenizer = load_tokenizer(name)

@@ -12,7 +12,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.spec import CODECS
 from memstore.tools import ask_models
 from memstore.tools.failures import Interrupted
-from memstore.tools.models import SMOLLM2, Loaded, encode, lasting_name, load_model, recorded_name
+from memstore.tools.models import SMOLLM2, Loaded, encode, load_model, recorded_name
 from memstore.tools.options import (
     TOP_K,
     BlockSize,
@@ -28,6 +28,7 @@ from memstore.tools.options import (
 )
 from memstore.tools.output import Page, Report
 from memstore.tools.texts import STDIN, read_text
+from memstore.tools.trust import chosen_name, remember
 
 if TYPE_CHECKING:
     from memstore.attach.attached import Attached
@@ -73,7 +74,7 @@ def read(
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     content = read_text(text, encoding=encoding)
     document = document or default_name(text)
-    there, recorded = _existing(memory)
+    there, recorded = _existing(memory, model)
     model = model or recorded or SMOLLM2
     if ask_models.is_own(model):
         if codec is not None:
@@ -140,14 +141,15 @@ def _codec(wanted: str | None, memory: str, spec: MemorySpec | None) -> str:
     return "none" if wanted is None else wanted
 
 
-def _existing(url: str) -> tuple[MemorySpec | None, str | None]:
+def _existing(url: str, model: str | None) -> tuple[MemorySpec | None, str | None]:
     """The spec of the memory at ``url`` and the name of its model, or None if there is none yet.
 
-    What is no memory is an error.
+    What is no memory is an error, and where no ``model`` was named, a memory of one that is not trusted.
     """
     try:
         with memstore.open(url, mode="r") as memory:
-            return memory.spec, recorded_name(memory)
+            named = recorded_name(memory)
+            return memory.spec, chosen_name(memory) if model is None and named is not None else named
     except NotFound:
         return None, None
 
@@ -159,7 +161,7 @@ def default_name(text: str) -> str:
 
 def model_info(name: str, loaded: Loaded) -> dict[str, str]:
     """What a memory keeps of its model, so that other verbs need not be told."""
-    return {"name": lasting_name(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
+    return {"name": remember(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
 
 
 def _read(attached: Attached, ids: list[int], document: str) -> dict[str, Any]:

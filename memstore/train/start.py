@@ -211,7 +211,9 @@ def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
     """The tokenizer in ``folder``."""
     try:
         with quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
     except (OSError, ValueError) as error:
         raise NotFound(f"no tokenizer in {folder}: {str(error).strip().partition(chr(10))[0]}") from None
     return tokenizer

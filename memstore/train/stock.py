@@ -142,7 +142,9 @@ def _on_documents(
 def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, KNNMemory]:
     """The stock model with a memory whose gates are closed, and with nothing else to train."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            init, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedError(f"the model {init} cannot be loaded: {error}") from None
     if hasattr(model.config, "knn_memory"):

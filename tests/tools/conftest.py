@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import memstore
 from memstore.memory.fingerprint import Fingerprint
 from memstore.tools.app import main
+from memstore.tools.trust import remember
 
 LAYERS, HEADS, SIZE, BLOCK = 2, 2, 8, 4
 
@@ -113,4 +114,5 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    remember(str(folder))  # the user's own
     return folder

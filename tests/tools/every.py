@@ -25,6 +25,7 @@ FILLED = {
     "OUT": "{tmp}/out",
     "FOLDER": "{export}",
     "SHELL": "bash",
+    "MODEL": "smollm2",
     "KIND": "similarity",
     "[NUMBER]": "1",
 }

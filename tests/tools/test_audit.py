@@ -13,6 +13,7 @@ from memstore.models.drt import Reader as DRTReader
 from memstore.models.landmark import Reader as LandmarkReader
 from memstore.models.memorizing import Reader as MemorizingReader
 from memstore.tools.app import main
+from memstore.tools.trust import remember
 from tests.eval.drts import byte_tokenizer, save_drt, small_drt
 from tests.eval.landmarks import save_landmark, small_landmark
 from tests.eval.memorizing import save_memorizing, small_memorizing
@@ -52,7 +53,7 @@ def own(folder: Path, save: Callable[..., Path], make: Callable[..., Any], reade
     tokenizer = byte_tokenizer()
     with reader_class(make(), path, "log", tokenizer=tokenizer) as reader:
         reader.read(tokenizer(TEXT)["input_ids"][:400])
-        reader.memory.put_info("model", {"name": str(weights), "dtype": "float32"})
+        reader.memory.put_info("model", {"name": remember(str(weights)), "dtype": "float32"})
     return path
 
 

@@ -10,6 +10,7 @@ import memstore
 from memstore.errors import NotFound
 from memstore.tools import models
 from memstore.tools.show import decode
+from memstore.tools.trust import remember
 from tests.tools.conftest import BLOCK, Cli
 
 
@@ -77,7 +78,9 @@ def test_show_says_why_there_is_no_text(cli: Cli, memory: Path) -> None:
         opened.put_info("model", {"name": "/moved/away", "dtype": "float32"})
     done = cli("show", memory, "whale", 0)
     assert done.code == 0
-    assert "no text: no model directory /moved/away" in done.out
+    assert "no text: the memory asks for the model '/moved/away'" in done.out
+    cli("trust", "/moved/away")
+    assert "no text: no model directory /moved/away" in cli("show", memory, "whale", 0).out
 
 
 def test_a_model_that_is_gone_is_looked_for_once(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +91,7 @@ def test_a_model_that_is_gone_is_looked_for_once(memory: Path, monkeypatch: pyte
         raise NotFound(f"no model {name}")
 
     monkeypatch.setattr(models, "resolve_model", gone)
+    remember("/gone/for/good")
     with memstore.open(memory) as opened:
         opened.put_info("model", {"name": "/gone/for/good"})
         told = {decode(opened, [token]) for token in range(100)}

@@ -219,15 +219,16 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
 def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel, KNNMemory]:
     """The model in ``folder``, in evaluation mode, with the memory that it was saved with, and which is empty now.
 
-    ``options`` are for ``AutoModelForCausalLM.from_pretrained``. Raises ``NotFound`` where there is no model,
-    ``InvalidArgument`` for one without a memory, ``DamagedError`` for one that is not whole.
+    ``options`` are for ``AutoModelForCausalLM.from_pretrained``; code in the folder is not run unless they say so.
+    Raises ``NotFound`` where there is no model, ``InvalidArgument`` for one without a memory, ``DamagedError`` for one
+    that is not whole.
     """
     if not (Path(folder) / "config.json").exists():
         raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers would warn of the memory's parameters, which it does not know
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **{"trust_remote_code": False, **options})
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedError(f"the model in {folder} cannot be loaded: {error}") from None
     finally:

@@ -7,8 +7,6 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memstore.errors import MemstoreError
-
 if TYPE_CHECKING:
     from memstore.memory import Memory
 
@@ -78,14 +76,7 @@ class Words:
         return pieces
 
     def _load(self) -> None:
-        from memstore.tools.models import load_tokenizer
+        from memstore.tools.models import tokenizer_of
 
         self._loaded = True
-        info = self._memory.get_info("model")
-        if not info or not isinstance(info.get("name"), str):
-            self._missing = "the memory does not say which model it belongs to"
-            return
-        try:
-            self._tokenizer = load_tokenizer(info["name"])
-        except MemstoreError as error:
-            self._missing = str(error)
+        self._tokenizer, self._missing = tokenizer_of(self._memory)
