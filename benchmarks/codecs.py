@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.attach.attached import Attached
 from memstore.eval import needles
 from memstore.eval.filler import load_filler
 from memstore.eval.models import PASSKEY, load_drt, shipped_model
@@ -29,6 +28,7 @@ from memstore.eval.resources import hardware
 from memstore.eval.run import Plan, evaluate
 from memstore.memory.spec import CODECS
 from memstore.models.drt.reader import memory_spec
+from memstore.readers.stock.attached import Attached
 from memstore.store.codecs import codec_named
 from memstore.tools.ask import answer
 from memstore.tools.models import Loaded, encode, load_model

@@ -16,7 +16,7 @@ from memstore.eval.models import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_
 from memstore.eval.readers import memory_spec, open_reader
 from memstore.eval.tasks import Phrases, make, plant
 from memstore.memory import Memory, Recorder, open_memory
-from memstore.models.reading import DocumentReader
+from memstore.readers.reader import DocumentReader
 
 
 class Asked:

@@ -24,7 +24,6 @@ from memstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from memstore.attach import attach
     from memstore.memory.copy import copy_memory as copy
     from memstore.memory.document import Document
     from memstore.memory.fingerprint import Fingerprint
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
     from memstore.memory.retrieval import Retrieval
     from memstore.memory.spec import MemorySpec
+    from memstore.readers.attach import attach
 
 _HOMES = {
     "Document": ("memstore.memory.document", "Document"),
@@ -39,7 +39,7 @@ _HOMES = {
     "Memory": ("memstore.memory.memory", "Memory"),
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
     "Retrieval": ("memstore.memory.retrieval", "Retrieval"),
-    "attach": ("memstore.attach", "attach"),
+    "attach": ("memstore.readers.attach", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),
     "open": ("memstore.memory.memory", "open_memory"),
 }

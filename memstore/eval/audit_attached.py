@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.attach.attached import Attached
-from memstore.attach.call import Call
-from memstore.attach.layer import LayerStates
-from memstore.attach.visible import Candidates
 from memstore.attention import place
 from memstore.errors import InvalidArgument
 from memstore.eval.audit import Audit, Tally, index_recall, pieces
 from memstore.memory.ingest import progress_bar
+from memstore.readers.stock.attached import Attached
+from memstore.readers.stock.call import Call
+from memstore.readers.stock.layer import LayerStates
+from memstore.readers.stock.visible import Candidates
 
 READ = 256
 """Blocks whose states are read at once."""

@@ -18,8 +18,8 @@ from memstore.tools.output import Page, Report, cell
 from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
-    from memstore.attach.attached import Attached
     from memstore.memory import Memory, Recorder
+    from memstore.readers.stock.attached import Attached
 
 Question = Annotated[
     str, typer.Argument(metavar="QUESTION", help="What the model reads after the document.", show_default=False)

@@ -27,7 +27,7 @@ from memstore.tools.trust import remember
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, MemorySpec, Traces
-    from memstore.models.reading import DocumentReader
+    from memstore.readers.reader import DocumentReader
     from memstore.tools.output import Page
 
 DRT, LANDMARK, MEMORIZING = OWN_KINDS

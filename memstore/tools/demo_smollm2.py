@@ -22,7 +22,7 @@ from memstore.tools.demo_drt import what_to_type
 from memstore.tools.models import Loaded, load_model
 
 if TYPE_CHECKING:
-    from memstore.attach.reading import ReadResult
+    from memstore.readers.stock.reading import ReadResult
 
 TOKENS = 32_768
 """Length of each of the two texts."""

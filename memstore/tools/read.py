@@ -31,8 +31,8 @@ from memstore.tools.texts import STDIN, read_text
 from memstore.tools.trust import chosen_name, remember
 
 if TYPE_CHECKING:
-    from memstore.attach.attached import Attached
     from memstore.memory import MemorySpec
+    from memstore.readers.stock.attached import Attached
 
 DEFAULT_BLOCK_SIZE = 64
 SINK, WINDOW = 64, 256
@@ -68,7 +68,7 @@ def read(
 
         memstore read moby-dick.txt notes.mem --document moby-dick
 
-    In Python: memstore.attach.attached.Attached.read, of what memstore.attach gives.
+    In Python: memstore.readers.stock.attached.Attached.read, of what memstore.attach gives.
     """
     if document == "":
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")

@@ -72,7 +72,7 @@ def search(
         memstore search notes.mem --text "the name of the white whale"
         memstore search notes.mem --block moby-dick:17 --top-k 3
 
-    In Python: memstore.attach.attached.Attached.search, memstore.models.drt.Reader.search and
+    In Python: memstore.readers.stock.attached.Attached.search, memstore.models.drt.Reader.search and
     memstore.models.landmark.Reader.search; memstore.memory.search.search_block and search_vectors.
     """
     given = [name for name, value in (("--text", text), ("--block", block), ("--vector", vector)) if value is not None]

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import memstore
-from memstore.attach.attached import Attached
 from memstore.errors import InvalidArgument
 from memstore.eval.audit_attached import audit_attached
 from memstore.memory.retrieval import Retrieval
-from tests.attach.models import tiny, tokens
+from memstore.readers.stock.attached import Attached
+from tests.readers.models import tiny, tokens
 
 BLOCK, SINK, WINDOW = 16, 16, 32
 SIZES: dict[str, Any] = {"window": WINDOW, "sink": SINK, "segment": 32, "block_size": BLOCK}

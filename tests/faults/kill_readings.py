@@ -19,14 +19,14 @@ import memstore
 from memstore import Memory, Retrieval
 from memstore.errors import NotFound
 from memstore.models.drt import Reader
-from tests.attach.models import tiny
-from tests.attach.models import tokens as llama_tokens
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
 from tests.faults.processes import Say, run
 from tests.faults.world import STORES, digest, sound
 from tests.models.drt import make
 from tests.models.drt import tokens as drt_tokens
+from tests.readers.models import tiny
+from tests.readers.models import tokens as llama_tokens
 
 ROUNDS = 25  # on one memory
 

@@ -19,10 +19,10 @@ from memstore.errors import InvalidArgument
 from memstore.index import ExactIndex, auto, cluster_index, code_index, faiss
 from memstore.memory import Document, layer_index
 from memstore.models import drt, landmark, memorizing
-from tests.attach.models import generate, tiny, tokens
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 from tests.eval.memorizing import small_memorizing
+from tests.readers.models import generate, tiny, tokens
 
 pytest.importorskip("faiss", reason="FAISS is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Milvus's own, and of what it needs

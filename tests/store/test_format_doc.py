@@ -15,8 +15,8 @@ import torch
 import memstore
 from memstore.store import Batch, Key, Layout, LmdbStore, Record, Table
 from memstore.store.records import DTYPES
-from tests.attach.models import tiny, tokens
 from tests.memory.helpers import make_spec
+from tests.readers.models import tiny, tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 FIELDS = {"k": (2, 4, 8), "v": (2, 4, 6)}

@@ -189,7 +189,7 @@ def test_help_has_an_example_and_names_what_there_is_in_python(cli: Cli, verb: s
 
 
 def found(name: str) -> object:
-    """What a dotted name means, in memstore where it begins with a class; ``memstore.attach`` is also a package."""
+    """What a dotted name means, in memstore where it begins with a class."""
     parts = [*(["memstore"] if name[0].isupper() else []), *name.split(".")]
     for split in range(len(parts), 0, -1):
         module: Any = sys.modules.get(".".join(parts[:split])) or locate(".".join(parts[:split]))

@@ -32,7 +32,7 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import Listening, MemoryTable, OnError
 from memstore.models.drt.tracing import DRTTracing, group_layers
-from memstore.models.reading import DocumentReader, codec_of, evaluating
+from memstore.readers.reader import DocumentReader, codec_of, evaluating
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""

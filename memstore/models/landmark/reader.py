@@ -35,7 +35,7 @@ from memstore.models.landmark.search import scores
 from memstore.models.landmark.tables import document_table
 from memstore.models.landmark.tracing import LandmarkTracing
 from memstore.models.packing import Packing
-from memstore.models.reading import DocumentReader, evaluating, spec_of
+from memstore.readers.reader import DocumentReader, evaluating, spec_of
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""

@@ -13,7 +13,7 @@ from memstore.attention.landmark import memory_weights
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choosing import Choice
 from memstore.models.landmark.modeling import LandmarkForCausalLM
-from memstore.models.reading import evaluating
+from memstore.readers.reader import evaluating
 
 
 def scores(

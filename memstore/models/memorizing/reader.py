@@ -28,7 +28,7 @@ from memstore.memory.urls import Mode
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.memorizing.tracing import KNNTracing, Watch
-from memstore.models.reading import DocumentReader, evaluating
+from memstore.readers.reader import DocumentReader, evaluating
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory; each of them has a landmark of its own."""

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from memstore.attach.architecture import LayerPlan
-from memstore.attach.selection import Chosen
-from memstore.attach.visible import States
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend
+from memstore.readers.stock.architecture import LayerPlan
+from memstore.readers.stock.selection import Chosen
+from memstore.readers.stock.visible import States
 
 if TYPE_CHECKING:
-    from memstore.attach.call import Call, Shown
+    from memstore.readers.stock.call import Call, Shown
 
 ROOM = 64
 """Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""

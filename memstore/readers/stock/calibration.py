@@ -11,7 +11,7 @@ from torch import Tensor
 from memstore.attention import Router
 
 if TYPE_CHECKING:
-    from memstore.attach.attached import Attached
+    from memstore.readers.stock.attached import Attached
 
 SAMPLE_TOKENS = 2048
 """Tokens of the document, and as many of general text: a document that repeats itself must not decide alone."""

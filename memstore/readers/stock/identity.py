@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memstore.attach.architecture import Architecture
 from memstore.errors import InvalidArgument
 from memstore.memory import Fingerprint, MemorySpec
 from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
 from memstore.memory.retrieval import Retrieval
+from memstore.readers.stock.architecture import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

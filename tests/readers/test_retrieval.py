@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
-from memstore.attach.attached import Attached
-from tests.attach.models import tiny, tokens
+from memstore.readers.stock.attached import Attached
+from tests.readers.models import tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 LENGTH = 300

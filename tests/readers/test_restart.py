@@ -17,14 +17,14 @@ import torch
 
 import memstore
 from memstore.memory import verify
-from tests.attach.child import RETRIEVAL, SIZES, answer
-from tests.attach.models import tiny, tokens
+from tests.readers.child import RETRIEVAL, SIZES, answer
+from tests.readers.models import tiny, tokens
 
 LENGTH = 3_000
 KILLS = 50
 
 
-CHILD = (sys.executable, "-m", "tests.attach.child")
+CHILD = (sys.executable, "-m", "tests.readers.child")
 
 
 def read_here(folder: Path, length: int = LENGTH) -> None:

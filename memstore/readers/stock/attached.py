@@ -16,21 +16,21 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 
-from memstore.attach import calibration, rotary
-from memstore.attach.architecture import Architecture, LayerPlan, implementation
-from memstore.attach.call import Call
-from memstore.attach.layer import LayerStates
-from memstore.attach.reading import ReadResult, read
-from memstore.attach.recording import Recording, facts
-from memstore.attach.search import search
-from memstore.attach.selection import Selection
-from memstore.attach.trace import Trace
-from memstore.attach.visible import Candidates, DocumentStates, Source, Visible, visible
 from memstore.attention import Router
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory, Recorder
 from memstore.memory.retrieval import Retrieval
 from memstore.memory.search import Match
+from memstore.readers.stock import calibration, rotary
+from memstore.readers.stock.architecture import Architecture, LayerPlan, implementation
+from memstore.readers.stock.call import Call
+from memstore.readers.stock.layer import LayerStates
+from memstore.readers.stock.reading import ReadResult, read
+from memstore.readers.stock.recording import Recording, facts
+from memstore.readers.stock.search import search
+from memstore.readers.stock.selection import Selection
+from memstore.readers.stock.trace import Trace
+from memstore.readers.stock.visible import Candidates, DocumentStates, Source, Visible, visible
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

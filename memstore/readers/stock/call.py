@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memstore.attach.architecture import LayerPlan
-from memstore.attach.layer import ROOM, LayerStates
-from memstore.attach.rotary import CosSin, Rotary
-from memstore.attach.visible import Candidates, States, Visible, gather
 from memstore.attention import Placement, place
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.readers.stock.architecture import LayerPlan
+from memstore.readers.stock.layer import ROOM, LayerStates
+from memstore.readers.stock.rotary import CosSin, Rotary
+from memstore.readers.stock.visible import Candidates, States, Visible, gather
 
 if TYPE_CHECKING:
-    from memstore.attach.recording import Recording
-    from memstore.attach.selection import Chosen, Selection
     from memstore.memory import Document
+    from memstore.readers.stock.recording import Recording
+    from memstore.readers.stock.selection import Chosen, Selection
 
 MEMOS = 1024
 """Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""

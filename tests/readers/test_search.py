@@ -9,10 +9,10 @@ import torch
 
 import memstore
 from memstore import Retrieval
-from memstore.attach import search as searching
 from memstore.errors import InvalidArgument
-from tests.attach.models import tiny, tokens
-from tests.attach.test_retrieval import LENGTH, reading
+from memstore.readers.stock import search as searching
+from tests.readers.models import tiny, tokens
+from tests.readers.test_retrieval import LENGTH, reading
 
 SHARES: tuple[Any, ...] = ("layer", "model")
 

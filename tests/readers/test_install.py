@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 import memstore
 from memstore import ForeignMemory, InvalidArgument, NotFound, Retrieval, UnsupportedModel
-from tests.attach.models import generate, tiny, tokens
+from tests.readers.models import generate, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 

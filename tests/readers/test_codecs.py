@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.attach.attached import Attached
-from tests.attach.models import tiny, tokens
+from memstore.readers.stock.attached import Attached
+from tests.readers.models import tiny, tokens
 
 LENGTH, SEGMENT = 200, 32
 LOSSY = ["int8", "fp8", "int4"]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memstore.attach.visible import Candidates, Source
 from memstore.attention import pooled
 from memstore.errors import InvalidArgument
 from memstore.memory.append import as_tokens
 from memstore.memory.precision import own_types
 from memstore.memory.search import Match, best, check_layer
+from memstore.readers.stock.visible import Candidates, Source
 
 if TYPE_CHECKING:
-    from memstore.attach.attached import Attached
+    from memstore.readers.stock.attached import Attached
 
 
 @own_types()

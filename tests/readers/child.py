@@ -1,6 +1,6 @@
 """What the tests run in a process of its own: read into a memory, or answer from one.
 
-``python -m tests.attach.child logits FOLDER FILE``, or ``... serve``, which takes lines ``FOLDER TOKENS`` on its
+``python -m tests.readers.child logits FOLDER FILE``, or ``... serve``, which takes lines ``FOLDER TOKENS`` on its
 standard input and reads each in a fork of its own (a process that has to import everything first takes seconds to
 start).
 """
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
-from tests.attach.models import tiny, tokens
+from tests.readers.models import tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 RETRIEVAL = Retrieval(top_k=3)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
-from tests.attach.models import generate, tiny, tokens
+from tests.readers.models import generate, tiny, tokens
 
 EXACT = Retrieval(top_k="all", positions="true")
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.attach.visible import DocumentStates, States
 from memstore.memory import Document
+from memstore.readers.stock.visible import DocumentStates, States
 
 
 class RecentStates(DocumentStates):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memstore.attach import rotary
-from memstore.attach.rotary import Rotary
 from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
+from memstore.readers.stock import rotary
+from memstore.readers.stock.rotary import Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

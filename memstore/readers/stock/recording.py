@@ -19,9 +19,9 @@ from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory.traces import TIERS, Look, Recorder
 
 if TYPE_CHECKING:
-    from memstore.attach.attached import Attached
-    from memstore.attach.call import Call, Shown
-    from memstore.attach.layer import LayerStates
+    from memstore.readers.stock.attached import Attached
+    from memstore.readers.stock.call import Call, Shown
+    from memstore.readers.stock.layer import LayerStates
 
 Array = npt.NDArray[Any]
 

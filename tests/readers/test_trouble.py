@@ -18,9 +18,9 @@ import torch
 
 import memstore
 from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
-from tests.attach.child import RETRIEVAL, SIZES, answer
-from tests.attach.models import tiny, tokens
-from tests.attach.test_restart import assert_same, read_here
+from tests.readers.child import RETRIEVAL, SIZES, answer
+from tests.readers.models import tiny, tokens
+from tests.readers.test_restart import assert_same, read_here
 
 LENGTH = 500
 LONG = 20_000
@@ -208,8 +208,8 @@ def test_a_memory_open_for_reading_cannot_read_on(folder: Path, document: str) -
 FULL = """
 import resource
 from memstore import StoreFull
-from tests.attach.child import RETRIEVAL, SIZES
-from tests.attach.models import tiny, tokens
+from tests.readers.child import RETRIEVAL, SIZES
+from tests.readers.models import tiny, tokens
 
 folder, length = sys.argv[1], int(sys.argv[2])
 with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
@@ -243,8 +243,8 @@ def test_a_full_disk_loses_nothing_and_reading_goes_on_once_there_is_room(tmp_pa
 # Ctrl-C
 
 READ = """
-from tests.attach.child import read
-from tests.attach.models import tiny
+from tests.readers.child import read
+from tests.readers.models import tiny
 
 read(tiny("llama"), sys.argv[1], int(sys.argv[2]))
 """
@@ -292,8 +292,8 @@ def wait_for_tokens(folder: Path, wanted: int) -> None:
 # Another process
 
 SECOND = """
-from tests.attach.child import RETRIEVAL, SIZES
-from tests.attach.models import tiny, tokens
+from tests.readers.child import RETRIEVAL, SIZES
+from tests.readers.models import tiny, tokens
 
 folder, file = sys.argv[1:]
 with memstore.attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memstore.attach.architecture import Architecture, LayerPlan
-from memstore.attach.trace import Retrieved, Trace
-from memstore.attach.visible import Candidates
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import best_inherited, inherited
 from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
+from memstore.readers.stock.architecture import Architecture, LayerPlan
+from memstore.readers.stock.trace import Retrieved, Trace
+from memstore.readers.stock.visible import Candidates
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,23 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
-from memstore.attach.attached import Attached
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend as attend_plainly
 from memstore.memory import Look, Memory, Trace, recorder
-from tests.attach.models import generate, tiny, tokens
-from tests.attach.test_retrieval import HEADS, KEY_HEADS, LAYERS, LENGTH, PROMPT, SHARES, SIZES, logits, prompt, reading
+from memstore.readers.stock.attached import Attached
+from tests.readers.models import generate, tiny, tokens
+from tests.readers.test_retrieval import (
+    HEADS,
+    KEY_HEADS,
+    LAYERS,
+    LENGTH,
+    PROMPT,
+    SHARES,
+    SIZES,
+    logits,
+    prompt,
+    reading,
+)
 
 LISTS = {"none": HEADS, "group": KEY_HEADS, "layer": 1, "model": 1}
 BLOCK = SIZES["block_size"]
@@ -62,7 +73,7 @@ def watched(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         return attend_plainly(q, k, v, mask=mask, **options)
 
     recording = [False]
-    monkeypatch.setattr("memstore.attach.layer.attend", attend)
+    monkeypatch.setattr("memstore.readers.stock.layer.attend", attend)
     recording[0] = True
     yield calls
     recording[0] = False

@@ -18,9 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.attach.call import Call
-from memstore.attach.recent import RecentCodes, RecentStates
-from memstore.attach.visible import Source, as_blocks, as_tokens, visible
 from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Memory
@@ -28,9 +25,12 @@ from memstore.memory.append import as_tokens as as_token_ids
 from memstore.memory.coding import as_stored
 from memstore.memory.ingest import background_workers, progress_bar
 from memstore.memory.precision import own_types
+from memstore.readers.stock.call import Call
+from memstore.readers.stock.recent import RecentCodes, RecentStates
+from memstore.readers.stock.visible import Source, as_blocks, as_tokens, visible
 
 if TYPE_CHECKING:
-    from memstore.attach.attached import Attached
+    from memstore.readers.stock.attached import Attached
 
 
 @dataclass(frozen=True)

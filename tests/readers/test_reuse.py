@@ -12,7 +12,7 @@ from torch import Tensor
 import memstore
 from memstore import InvalidArgument, Retrieval
 from memstore.memory import Document
-from tests.attach.models import tiny, tokens
+from tests.readers.models import tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 TEXT = tokens(230)

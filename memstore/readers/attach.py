@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
@@ -13,9 +11,9 @@ from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from memstore.attach.attached import Attached
     from memstore.memory import Fingerprint, Memory, MemorySpec
     from memstore.memory.retrieval import Retrieval
+    from memstore.readers.stock.attached import Attached
 
 __all__ = ["attach"]
 
@@ -63,10 +61,10 @@ def attach(
         ForeignMemory: the memory was made by another model, tokenizer, precision or kind of retrieval.
         InvalidArgument: sizes that do not fit.
     """
-    from memstore.attach.architecture import examine
-    from memstore.attach.attached import Attached
-    from memstore.attach.identity import fingerprint_of, spec_for
     from memstore.memory import Memory, Retrieval
+    from memstore.readers.stock.architecture import examine
+    from memstore.readers.stock.attached import Attached
+    from memstore.readers.stock.identity import fingerprint_of, spec_for
 
     retrieval = Retrieval() if retrieval is None else retrieval
     if not retrieval.share_tokens or retrieval.threshold is not None:
@@ -176,13 +174,3 @@ def _check_memory(
             f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one attached "
             f"in {index_layers}: attach them one at a time"
         )
-
-
-class _CallableModule(ModuleType):
-    """Lets ``memstore.attach(...)`` work also where importing a part of it has made the name mean this package."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Attached:
-        return attach(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

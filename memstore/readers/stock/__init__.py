@@ -1,0 +1,1 @@
+"""A memory inside a stock Hugging Face causal LM."""
