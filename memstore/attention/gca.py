@@ -29,7 +29,6 @@ from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
 from memstore.kernels.block_attention import block_attention
 from memstore.kernels.grouped_cross_attention import (
     Folded,
-    FusedList,
     Prepared,
     Ready,
     attend,
@@ -236,18 +235,11 @@ class GroupedCrossAttention(nn.Module):
         plain = type(self.query) is type(self.out) is nn.Linear  # what adapters add is not in the weights
         if not plain or prepared.keys.dtype not in (torch.float32, torch.float64):  # lengths would be rounded
             return prepared
-        weights = self.norm.weight, self.query.weight, self.out.weight
-        if FusedList.takes(prepared, *weights):
-            return FusedList(prepared, *weights, self.norm.least)
         query = self.query.weight * (self.norm.weight * self.norm.weight.numel() ** 0.5)
         return fold(prepared, query, self.out.weight) or prepared
 
     def added(self, x: Tensor, prepared: Ready) -> Tensor:
         """``x [B, T, hidden]``: the tokens of each row's list, plus what they found."""
-        if isinstance(prepared, FusedList):
-            if prepared.fits(x):
-                return prepared.added(x)
-            prepared = prepared.prepared
         if isinstance(prepared, Folded):
             return attend_folded(x, self.norm.lengths(x), prepared)
         found: Tensor = self.out(attend(self.query(self.norm(x)), prepared))

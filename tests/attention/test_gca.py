@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
@@ -24,11 +20,10 @@ from memstore.attention.gca import (
     choose,
     weighed,
 )
-from memstore.kernels.grouped_cross_attention import FusedList, Ready, native
+from memstore.kernels.grouped_cross_attention import Folded, Ready
 
 HIDDEN, HEADS, GROUPS, DIM, S = 12, 2, 1, 6, 5
 TOLERANCE = 1e-12  # float64; sums of some dozens of terms in another order
-in_c = pytest.mark.skipif(native.problem() is not None, reason=f"C {native.problem()}")
 
 
 @pytest.fixture(autouse=True)
@@ -245,9 +240,7 @@ def test_only_grouped_fusion_teaches_the_retriever() -> None:
 
 @pytest.mark.parametrize("off_by_one", [True, False])
 @pytest.mark.parametrize("sizes", [(1, 4, 1, 32, 16, 4, 64), (3, 3, 2, 17, 8, 4, 40), (2, 1, 2, 5, 6, 2, 12)], ids=str)
-def test_a_token_finds_the_same_in_every_form_of_its_list(
-    sizes: tuple[int, ...], off_by_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_finds_the_same_in_every_form_of_its_list(sizes: tuple[int, ...], off_by_one: bool) -> None:
     batch, count, groups, size, dim, heads, hidden = sizes
     layer = GroupedCrossAttention(hidden, heads, dim, off_by_one=off_by_one)
     nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
@@ -259,8 +252,6 @@ def test_a_token_finds_the_same_in_every_form_of_its_list(
         prepared = layer.prepare(retrieved)
         assert prepared is not None
         forms: list[Ready] = [prepared, layer.own(prepared)]
-        monkeypatch.setattr(FusedList, "takes", staticmethod(lambda *_: False))
-        forms.append(layer.own(prepared))
         for tokens in (1, 3):
             x = torch.randn(batch, tokens, hidden)
             wide = GroupedCrossAttention(hidden, heads, dim, off_by_one=off_by_one).double()
@@ -271,81 +262,13 @@ def test_a_token_finds_the_same_in_every_form_of_its_list(
                 torch.testing.assert_close(layer.added(x, form).double(), truth, atol=2e-5, rtol=0)
 
 
-@in_c
-def test_a_list_of_a_small_model_is_attended_to_in_one_call_of_c() -> None:
+def test_a_layer_that_an_adapter_has_changed_is_not_folded_into_its_list() -> None:
     layer = GroupedCrossAttention(12, 2, 6)
     states = torch.randn(1, 2, 1, 5, 6)
     retrieved = Retrieved(states, states, torch.tensor([[[0, 1]]]), torch.rand(1, 1, 2))
     with torch.no_grad():
         prepared = layer.prepare(retrieved)
         assert prepared is not None
-        assert isinstance(layer.own(prepared), FusedList)
-        layer.query = nn.utils.parametrizations.weight_norm(layer.query)  # an adapter, say
+        assert isinstance(layer.own(prepared), Folded)
+        layer.query = nn.utils.parametrizations.weight_norm(layer.query)
         assert layer.own(prepared) is prepared
-        layer.half()
-        assert not FusedList.takes(prepared, layer.norm.weight, layer.out.weight, layer.out.weight)
-
-
-def small_list() -> tuple[GroupedCrossAttention, FusedList]:
-    layer = GroupedCrossAttention(64, 4, 16)
-    states = torch.randn(1, 3, 2, 16, 16)
-    with torch.no_grad():
-        prepared = layer.prepare(Retrieved(states, states, torch.arange(3)[None, None], torch.rand(1, 1, 3)))
-        assert prepared is not None
-        fused = layer.own(prepared)
-    assert isinstance(fused, FusedList)
-    return layer, fused
-
-
-@in_c
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda form: pickle.loads(pickle.dumps(form))])  # noqa: S301 - our own
-def test_a_list_in_c_can_be_copied_and_sent(copied: Callable[[FusedList], FusedList]) -> None:
-    layer, fused = small_list()
-    x = torch.randn(1, 1, 64)
-    with torch.no_grad():
-        assert torch.equal(layer.added(x, copied(fused)), layer.added(x, fused))
-
-
-@in_c
-@torch.no_grad()
-def test_several_threads_attend_to_one_list_in_c() -> None:
-    layer, fused = small_list()
-    tokens = torch.randn(4, 1, 1, 64)
-    expected = [layer.added(x, fused) for x in tokens]
-
-    def right(number: int) -> bool:
-        with torch.no_grad():
-            return all(torch.equal(layer.added(tokens[number], fused), expected[number]) for _ in range(5000))
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(right, range(4)))
-
-
-@in_c
-def test_what_a_list_in_c_does_not_take_is_not_given_to_it() -> None:
-    layer, fused = small_list()
-    with torch.no_grad():
-        assert fused.fits(torch.empty(1, 1, 64))
-        for x in (torch.empty(2, 1, 64), torch.empty(1, 2, 64), torch.empty(1, 1, 63)):
-            assert not fused.fits(x)
-        assert not fused.fits(torch.empty(1, 1, 64, device="meta"))
-        assert not fused.fits(torch.empty(1, 1, 64, dtype=torch.float64))
-        assert not fused.fits(torch.empty(1, 1, 128)[..., ::2])
-    x = torch.randn(1, 1, 64, requires_grad=True)
-    out = layer.added(x, fused)
-    with torch.no_grad():
-        torch.testing.assert_close(out.detach(), layer.added(x.detach(), fused))
-    (gradient,) = torch.autograd.grad(out.sum(), x)
-    assert bool((gradient != 1).any())
-
-
-class Wrapped(Tensor):
-    """As quantised weights are: of type float32, with nothing in memory that is one."""
-
-
-@in_c
-def test_weights_that_are_no_plain_tensors_are_left_to_pytorch() -> None:
-    layer, fused = small_list()
-    weights = layer.norm.weight, layer.query.weight, layer.out.weight
-    assert FusedList.takes(fused.prepared, *weights)
-    assert not FusedList.takes(fused.prepared, *weights[:2], weights[2].detach().as_subclass(Wrapped))

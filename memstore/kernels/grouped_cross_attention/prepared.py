@@ -80,6 +80,10 @@ class Folded(NamedTuple):
     """S'"""
 
 
+Ready = Prepared | Folded
+"""A list of each row, ready for the tokens of one layer."""
+
+
 def fold(prepared: Prepared, query: Tensor, out: Tensor) -> Folded | None:
     """``prepared`` with the weights of a layer, ``query [H * D, hidden]`` and ``out [hidden, H * Dv]``, in it.
 
