@@ -18,10 +18,13 @@ FAULTS_FLAGS ?=
 
 PYTEST = --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
 
+# Processors sum in different orders. These are the switches of PyTorch, oneDNN, MKL, and of what is compiled here.
+NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 MEMSTORE_NATIVE=0
+
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-slow lint types format pytest bench faults gpu docs pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu docs pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -34,6 +37,9 @@ test: lint $(READY) ## Lint; check types and run the tests side by side
 
 test-slow: $(READY) ## Run the tests that `make test` leaves out (trainings, demos, compilation for GPUs, a browser)
 	$(BIN)/python -m pytest -m slow $(PYTEST)
+
+test-narrow: $(READY) ## Run the numerical tests as on a processor with AVX2 and no wider vectors, without compiled C
+	$(NARROW) $(BIN)/python -m pytest tests/kernels tests/index tests/models -m "not slow" -k "not milvus and not Milvus and not killed" $(PYTEST)
 
 lint: $(READY) ## Check format and style
 	$(BIN)/ruff format --check .

@@ -116,21 +116,28 @@ def exact(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor, *, o
     return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=q.shape[-1] ** -0.5, off_by_one=off_by_one)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor, *, off_by_one: bool) -> Tensor:
-    """As one would write it down, all in the precision of the inputs: the measure of what is exact enough."""
-    rows, out = torch.arange(len(q), device=q.device)[:, None], torch.zeros_like(q[..., :1])
-    for i in range(blocks.shape[2]):
-        there = blocks[:, :, i, None, None, None] >= 0
-        keys, values = (
-            torch.where(there, x[rows, blocks[:, :, i].clamp(min=0)], 0).repeat_interleave(q.shape[2] // k.shape[2], 2)
-            for x in (k, v)
-        )
-        scores = q @ keys.mT * q.shape[-1] ** -0.5
-        if off_by_one:
-            scores = torch.nn.functional.pad(scores, (0, 1))
-        p = scores.softmax(-1)[..., : k.shape[3]]
-        out = out + torch.where(there, weights[:, :, i, None, None, None], 0) * (p @ values)
-    return out
+def allowed(given: Inputs) -> dict[str, float]:
+    """How far the output and each gradient may be from the truth, in whatever order a processor sums.
+
+    Values on the way (scores, weights, what blocks give) are rounded to the type of the inputs a few times, and scores
+    by their own size, which changes weights by as much. Sums are kept in float32 at least, and their rounding errors,
+    each about as likely up as down, grow as the root of the number of terms. The size of the terms is that of the
+    largest entry, as they have both signs. In float64 the truth is rounded as well.
+    """
+    truth, eps = results(exact, given.to(torch.float64)), torch.finfo(given.q.dtype).eps
+    if given.q.dtype == torch.float64:
+        eps *= 2
+    _, lists, heads, tokens, dim = given.q.shape
+    _, _, groups, length, _ = given.k.shape
+    keys = given.k.double().nan_to_num().repeat_interleave(heads // groups, 2)  # [B, N, H, S, D]
+    score = largest(given.q.double()[:, :, None] @ keys[:, None].mT) * dim**-0.5
+    of_query = length * given.blocks.shape[2]
+    of_key = lists * tokens * heads // groups * given.blocks.shape[2]
+    counts = (of_query, of_query, of_key, of_key, heads * tokens * given.v.shape[-1])
+    return {
+        name: largest(truth[name]) * (eps * (8 + score) + min(eps, torch.finfo(torch.float32).eps) * count**0.5)
+        for name, count in zip(NAMES, counts, strict=True)
+    }
 
 
 def errors(
@@ -138,22 +145,15 @@ def errors(
 ) -> dict[str, tuple[float, float]]:
     """Largest error of the output and each gradient against float64, and the error that is allowed.
 
-    Allowed is the error of ``plain`` in the same precision, and a few roundings of the largest entry. Only ``function``
-    runs on ``device``.
+    Only ``function`` runs on ``device``.
     """
     got = {name: x.cpu() for name, x in results(function, given.on(device), **options).items()}
-    truth, written_down = results(exact, given.to(torch.float64)), results(plain, given)
-    rounding = 8 * torch.finfo(given.q.dtype).eps
-    return {
-        name: (
-            _largest(got[name].double() - truth[name]),
-            _largest(written_down[name].double() - truth[name]) + rounding * _largest(truth[name]),
-        )
-        for name in NAMES
-    }
+    truth, most = results(exact, given.to(torch.float64)), allowed(given)
+    return {name: (largest(got[name].double() - truth[name]), most[name]) for name in NAMES}
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
+    """The largest entry, whatever its sign; NaN if one is."""
     return float(x.abs().max())
 
 
@@ -190,11 +190,11 @@ def inference(triton: Any) -> list[float]:
     given = inputs(Case(), torch.float32)
     everything = results(lambda *x, off_by_one: _call(triton, x[:4], x[4]), given)
     tensors = [given.q, given.k, given.v, given.weights]
-    far = [_largest(_call(triton, tensors, given.blocks) - everything["out"])]
+    far = [largest(_call(triton, tensors, given.blocks) - everything["out"])]
     for i, name in enumerate(NAMES[1:]):
         one = [x.detach().requires_grad_(i == j) for j, x in enumerate(tensors)]
         (gradient,) = torch.autograd.grad(_call(triton, one, given.blocks), [one[i]], given.dout)
-        far.append(_largest(gradient - everything[name]))
+        far.append(largest(gradient - everything[name]))
     return far
 
 

@@ -158,16 +158,20 @@ def errors(
 ) -> dict[str, tuple[float, float]]:
     """Largest error of each output and gradient against float64, and the error that is allowed.
 
-    Allowed is the error of ``plain`` in the same precision, and a few roundings of the largest entry, or of 1: that is
-    the size of what is added up in the gradients of scale and gate, where much of it cancels.
+    Allowed is the error of ``plain`` in the same precision, and roundings of the largest entry: a few, and those of the
+    largest score, which change weights by as much (twice in float64, in which the truth is rounded too). Gradients of
+    scale and gate add up products of scores, or of gates, and of entries of about 1, much of which cancels: their terms
+    are at least as large as the largest score, and as 1.
     """
     got = {name: x.cpu() for name, x in results(function, given.map(lambda x: x.to(device))).items()}
     truth, written_down = results(plain, given.to(torch.float64)), results(plain, given)
-    rounding = 16 * torch.finfo(given.q.dtype).eps
+    keys = given.k.nan_to_num().repeat_interleave(given.q.shape[1] // given.k.shape[1], 1)
+    score = _largest(given.q @ keys.mT * given.scale[:, None, None])
+    rounding = (16 + score) * (2 if given.q.dtype == torch.float64 else 1) * torch.finfo(given.q.dtype).eps
     return {
         name: (
             _largest(got[name].double() - truth[name]),
-            _largest(written_down[name].double() - truth[name]) + rounding * max(1.0, _largest(truth[name])),
+            _largest(written_down[name].double() - truth[name]) + rounding * max(1.0, score, _largest(truth[name])),
         )
         for name in NAMES
     }

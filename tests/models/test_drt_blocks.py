@@ -41,8 +41,16 @@ def test_blocks_are_those_of_the_model(changes: dict[str, Any], count: int, monk
     model, text = make(state_dtype="float32", **changes), tokens(count)[0]
     ours = [torch.cat(each) for each in zip(*BlockMaker(model.model)(text), strict=True)]
     assert len(ours[0]) == count // model.config.tokens_per_block
-    for one, other in zip(ours, by_the_model(model, text), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+    theirs = by_the_model(model, text)
+    model.double()
+    truth = [torch.cat(each) for each in zip(*BlockMaker(model.model)(text), strict=True)]
+    # Both are the same function: in float64 they agree as far as what stays in float32 (angles, slopes) lets them.
+    for one, other in zip(truth, by_the_model(model, text), strict=True):
+        torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+    # In float32 what the layers make of rounding errors is for both about the same, in whatever order they are made.
+    for one, other, true in zip(ours, theirs, truth, strict=True):
+        error, usual = (float((each - true).abs().max()) if len(true) else 0.0 for each in (one, other))
+        assert error <= 4 * usual
 
 
 def test_less_than_a_block_makes_none() -> None:

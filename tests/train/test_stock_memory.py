@@ -82,7 +82,10 @@ def test_without_its_memory_it_is_the_stock_model(stock: Path, trained: Path) ->
                             tokens[start + 1 : start + 25], reduction="none")
             for start in range(0, 89, 24)
         ]  # fmt: skip
-    assert torch.equal(stock_losses(model, tokens, 0, lambda tokens: None), torch.cat(expected))
+    # The weights are equal, but lie elsewhere in their file: some processors sum in another order.
+    torch.testing.assert_close(
+        stock_losses(model, tokens, 0, lambda tokens: None), torch.cat(expected), atol=1e-5, rtol=0
+    )
     first, second = list(by_memory_size(model, [tokens], [0, 48], positions=(24,)))
     assert first.change is None
     assert second.change is not None
