@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -45,9 +47,9 @@ def view(
         if not is_loopback(host):
             typer.echo(f"memstore: everybody who can reach {host} and has this link can see the memory.", err=True)
         if not no_open:
-            open_browser(url)
+            open_browser(url, Path(private))
 
     require_web()
-    with memstore.open(memory, mode="r") as opened:
+    with memstore.open(memory, mode="r") as opened, TemporaryDirectory(prefix="memstore-view-") as private:
         url = serve(opened, host=host, port=port, allow_write=allow_write, started=started)
     return Report(data={"memory": memory, "url": url.partition("?")[0]}, text=lambda _: None)

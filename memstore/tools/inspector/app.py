@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
 
 STATIC = Path(__file__).parent / "static"
+MOST_BYTES = 65_536
 Answer = Callable[["Asked"], Mapping[str, Any]]
 
 
@@ -108,11 +110,11 @@ class Inspector:
         from starlette.concurrency import run_in_threadpool
 
         try:
-            asked = await request.json()
+            asked = json.loads(await _body(request))
             if not isinstance(asked, dict):
                 raise ValueError
-        except ValueError:
-            return _failed(InvalidArgument("what to change is a JSON object."))
+        except (ValueError, RecursionError):  # the second: brackets in brackets
+            return _failed(InvalidArgument(f"what to change is a JSON object of at most {MOST_BYTES:,} bytes."))
         action = request.path_params["action"]
 
         def change() -> Response:
@@ -123,6 +125,16 @@ class Inspector:
             return _json({"done": action})
 
         return await run_in_threadpool(change)
+
+
+async def _body(request: Request) -> bytes:
+    """What was sent. Raises ``ValueError`` for more than anybody needs to say."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise ValueError
+    return body
 
 
 class Asked:

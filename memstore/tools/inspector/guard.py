@@ -1,7 +1,8 @@
 """Who may ask, and what a browser may do with the answer: around every request of the page's server.
 
-- A request needs the token of this run: in the link that ``memstore view`` prints, from then on in a cookie that no
-  other site can send (``SameSite=Strict``) and no script can read.
+- What the memory says needs the token of this run: in the link that ``memstore view`` prints, from then on in a header
+  that the page's scripts add. A browser sends cookies to every port of a machine, so also to what another user serves
+  there: the cookie (which no other site can send, and no script can read) opens the page's own files and nothing else.
 - Its ``Host`` must be an address, this machine's name or the host that was asked for: a foreign name that was made to
   point here (DNS rebinding) is refused.
 - A request that changes something needs another token in a header, which only our page can know, and an ``Origin`` that
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import secrets
 import socket
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+READ_HEADER = "x-memstore-page"
 WRITE_HEADER = "x-memstore-token"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
@@ -45,6 +48,7 @@ class Guard:
         """``hosts`` are names for this server beside addresses; without ``write_token`` nothing can be changed."""
         self._app = app
         self._token = token
+        self._files_token = secrets.token_urlsafe(24)
         self._write_token = write_token
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
 
@@ -54,22 +58,25 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        refusal = self._refusal(scope["method"], headers, given or _cookie(headers, cookie_name))
+        in_link = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        known = _same(in_link or headers.get(READ_HEADER, ""), self._token)
+        if scope["path"] == "/" or scope["path"].startswith("/static/"):
+            known |= _same(_cookie(headers, cookie_name), self._files_token)
+        refusal = self._refusal(scope["method"], headers, known=known)
         added = dict(HEADERS)
-        if given and refusal is None:
-            added["set-cookie"] = f"{cookie_name}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+        if in_link and refusal is None:
+            added["set-cookie"] = f"{cookie_name}={self._files_token}; Path=/; HttpOnly; SameSite=Strict"
         if refusal is None:
             await self._app(scope, receive, _adding(send, added))
         else:
             await _refuse(_adding(send, added), refusal)
 
-    def _refusal(self, method: str, headers: dict[str, str], token: str) -> str | None:
+    def _refusal(self, method: str, headers: dict[str, str], *, known: bool) -> str | None:
         """Why a request is refused; None where it is not."""
         host = headers.get("host", "")
         if not self._known(host):
             return "this server does not answer to that host name."
-        if not _same(token, self._token):
+        if not known:
             return "the token is missing or wrong. Open the link that memstore view has printed."
         if method in ("GET", "HEAD"):
             return None

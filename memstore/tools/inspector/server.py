@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import html
 import ipaddress
 import os
 import socket
@@ -11,6 +12,7 @@ import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
     from memstore.tools.inspector.app import Inspector
 
 LOOPBACK = "127.0.0.1"
+REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={0}">
+<a href="{0}">memstore</a>
+"""
 
 
 def serve(
@@ -56,8 +64,11 @@ def server_of(inspector: Inspector) -> uvicorn.Server:
     """The server of a page: it speaks HTTP alone, believes no proxy, and logs nothing but errors."""
     import uvicorn
 
+    from memstore.tools.inspector.patience import Patience
+
     config = uvicorn.Config(
         inspector.app,
+        http=Patience,
         log_level="error",
         access_log=False,
         server_header=False,
@@ -111,11 +122,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def open_browser(url: str) -> None:
-    """Open ``url`` in the user's browser, where there is a screen to show it on."""
+def open_browser(url: str, folder: Path) -> None:
+    """Open ``url`` in the user's browser, where there is a screen to show it on.
+
+    Every user can read the command line of a browser, and ``url`` has a token. So what it is told to open is a file in
+    ``folder``, which only this user can enter, and the file leads on.
+    """
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return  # what would open is a browser for terminals, in this terminal
-    webbrowser.open(url)
+    page = folder / "open.html"
+    with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
+        file.write(REDIRECT.format(html.escape(url)))
+    webbrowser.open(page.as_uri())
 
 
 def _in_url(host: str) -> str:

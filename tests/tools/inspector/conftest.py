@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import memstore
 from memstore.tools.inspector.app import Inspector
+from memstore.tools.inspector.guard import READ_HEADER
 from tests.tools.inspector.pages import BLOCK, CHROMEDRIVER, CHROMIUM, chromium, fill, look, small_spec
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def client_of(inspector: Inspector, *, token: bool = True) -> TestClient:
     client = TestClient(inspector.app, base_url="http://127.0.0.1:8000")
     if token:
         assert client.get("/", params={"token": inspector.token}).status_code == 200
+        client.headers[READ_HEADER] = inspector.token  # as the page's scripts do
     return client
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.request
+from contextlib import ExitStack, suppress
+
 import pytest
 from starlette.testclient import TestClient
 
 import memstore
+from memstore.tools.inspector import patience
 from memstore.tools.inspector.app import Inspector
-from memstore.tools.inspector.guard import HEADERS, WRITE_HEADER
+from memstore.tools.inspector.guard import HEADERS, READ_HEADER, WRITE_HEADER
 from tests.tools.inspector.conftest import client_of
+from tests.tools.inspector.pages import served
 
 PATHS = ["/", "/static/js/main.js", "/api/memory", "/api/live", "/nowhere"]
 
@@ -22,30 +28,35 @@ def test_without_the_token_nothing_is_shown(inspector: Inspector, path: str, que
     assert "set-cookie" not in answer.headers
 
 
-def test_the_link_sets_a_cookie_that_only_this_site_sends(inspector: Inspector) -> None:
+def test_the_link_sets_a_cookie_that_only_this_site_sends_and_that_opens_only_its_files(inspector: Inspector) -> None:
     client = client_of(inspector, token=False)
     answer = client.get("/", params={"token": inspector.token})
     assert answer.status_code == 200
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
-    assert client.get("/api/memory").status_code == 200
+    assert [client.get(path).status_code for path in ("/", "/static/js/main.js", "/api/memory")] == [200, 200, 403]
+    assert inspector.token not in cookie
+    stolen = client.cookies["memstore-8000"]
+    for headers, query in (({READ_HEADER: stolen}, {}), ({WRITE_HEADER: stolen}, {}), ({}, {"token": stolen})):
+        assert client.get("/api/memory", headers=headers, params=query).status_code == 403
 
 
 def test_cookies_of_other_pages_on_this_machine_are_no_trouble(inspector: Inspector) -> None:
     client = client_of(inspector)
     client.cookies.set("memstore-1234", "another")
     client.cookies.set("theme", "dark")
-    assert client.get("/api/memory").status_code == 200
+    assert client.get("/static/js/main.js").status_code == 200
 
 
 @pytest.mark.parametrize(
     "other", ['a={"x": 1}', "a=b c, d", 'a="open', "expires=1; path=/", "[a]=1", "\xe9=1", "=", "a"]
 )
 def test_cookies_that_break_the_rules_do_not_hide_ours(inspector: Inspector, other: str) -> None:
+    ours = client_of(inspector).cookies["memstore-8000"]
     client = client_of(inspector, token=False)
-    cookies = f"{other}; memstore-8000={inspector.token}"
-    assert client.get("/api/memory", headers={b"cookie": cookies.encode("latin-1")}).status_code == 200
+    cookies = f"{other}; memstore-8000={ours}"
+    assert client.get("/", headers={b"cookie": cookies.encode("latin-1")}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1"])
@@ -129,3 +140,28 @@ def test_a_change_needs_its_own_token_and_this_page(opened: memstore.Memory) -> 
         assert answer.status_code == 403
         assert words in answer.text
     assert client.post("/api/do/nothing", json={}, headers=origin | {WRITE_HEADER: token}).status_code == 400
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 20_000, b'"' + b"x" * 100_000 + b'"', b"\xff", b"[]"])
+def test_what_is_no_small_object_is_a_bad_request(opened: memstore.Memory, body: bytes) -> None:
+    client = client_of(Inspector(opened, allow_write=True))
+    headers = {WRITE_HEADER: client.get("/api/memory").json()["write_token"]}
+    answer = client.post("/api/do/forget", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert "JSON object" in answer.json()["message"]
+
+
+def test_many_slow_requests_keep_nobody_out_and_end(opened: memstore.Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE", 2.0)
+    with served(opened) as link, ExitStack() as stack:
+        host, port = link.removeprefix("http://").split("/")[0].split(":")
+        slow = []
+        for _ in range(3 * patience.MOST):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+            slow.append(connection)
+        with urllib.request.urlopen(link, timeout=30) as answer:  # noqa: S310 - our own
+            assert answer.status == 200
+        for connection in slow:
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import memstore
+from memstore.tools.inspector.server import open_browser
 from tests.tools.inspector.conftest import ANSWER, HOSTILE, NEEDLE, ids_of
 from tests.tools.inspector.pages import BLOCK, fill, served, small_spec
 
@@ -458,3 +460,18 @@ def test_a_reload_comes_back_to_the_same_place(page: Seen) -> None:
     page.wait_for("#block h2", "Block 102")
     page.wait_for("#used h2", "step 2")
     page.until("document.querySelector('#row-102.lit.selected')")
+
+
+def test_the_file_that_the_browser_is_given_leads_to_the_page(
+    opened: memstore.Memory, chrome: Chrome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr(webbrowser, "open", chrome.get)
+    with served(opened, allow_write=True) as link:
+        open_browser(link, tmp_path)
+        seen = Seen(chrome)
+        seen.wait_for("#documents", "leaflet")
+        assert "token" not in chrome.current_url
+        chrome.refresh()
+        seen.wait_for("#documents", "leaflet")
+        chrome.get("about:blank")

@@ -22,6 +22,11 @@ from tests.tools.conftest import Cli
 PATIENCE = 60
 
 
+def url_to_path(url: str) -> str:
+    """Where the file is that a ``file:`` link names."""
+    return urllib.request.url2pathname(url.removeprefix("file://"))
+
+
 def test_it_serves_until_ctrl_c(memory: Path) -> None:
     command = [sys.executable, "-m", "memstore.tools.app", "view", str(memory), "--no-open", "--json"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -48,7 +53,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "http://127.0.0.1:1/?token=x"
 
     monkeypatch.setattr(server, "serve", serve)
-    monkeypatch.setattr(webbrowser, "open", opened.append)
+
+    def browse(url: str) -> None:
+        page = Path(url_to_path(url))
+        assert page.stat().st_mode & 0o777 == 0o600
+        assert page.parent.stat().st_mode & 0o777 == 0o700
+        opened.extend([url, page.read_text()])
+
+    monkeypatch.setattr(webbrowser, "open", browse)
     monkeypatch.setenv("DISPLAY", ":0")
     return opened
 
@@ -57,7 +69,10 @@ def test_it_opens_the_browser_and_says_where_it_is(cli: Cli, memory: Path, servi
     done = cli("view", memory)
     assert (done.code, done.out) == (0, "")
     assert done.err == "http://127.0.0.1:1/?token=x\nCtrl-C ends it.\n"
-    assert serving == ["http://127.0.0.1:1/?token=x"]
+    url, page = serving
+    assert "token" not in url  # other users can read the command line of the browser
+    assert 'content="0; url=http://127.0.0.1:1/?token=x"' in page
+    assert not Path(url_to_path(url)).exists()  # it was for once
 
 
 def test_it_opens_no_browser_where_none_is_wanted_or_there_is_no_screen(

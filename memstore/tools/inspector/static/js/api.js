@@ -1,5 +1,9 @@
 // Questions to the server, which lies at the same address.
 
+// Kept for this tab and this port alone, so that a reload still has it.
+const linkToken = new URLSearchParams(location.search).get("token");
+if (linkToken !== null) sessionStorage.setItem("token", linkToken);
+
 let writeToken = null;
 
 /** From now on `change` may be asked for; null: nothing can be changed. */
@@ -15,7 +19,7 @@ export async function get(path, parameters = {}, signal = undefined) {
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined) query.set(name, value);
   }
-  return answer(await reach(`/api/${path}?${query}`, { signal }));
+  return answer(await reach(`/api/${path}?${query}`, { signal, headers: {} }));
 }
 
 export async function change(action, asked) {
@@ -25,6 +29,7 @@ export async function change(action, asked) {
 
 async function reach(url, options) {
   try {
+    options.headers["x-memstore-page"] = sessionStorage.getItem("token") ?? "";
     return await fetch(url, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
