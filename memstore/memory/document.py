@@ -35,11 +35,11 @@ class Document:
     One thread may append while others search and gather. Raises ``NotFound`` once the document was forgotten.
     """
 
-    def __init__(self, shared: Shared, name: str, find: Callable[[str], int | None], memory: Memory) -> None:
+    def __init__(self, shared: Shared, name: str, memory: Memory) -> None:
         self.name = name
         self._shared = shared
         self._memory = memory
-        self._handle = Handle(shared, name, find)
+        self._handle = Handle(shared, name)
         self._views: dict[int, LayerView] = {}
         self._lock = threading.RLock()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memstore.errors import NotFound
@@ -20,12 +19,11 @@ class _Seen:
 class Handle:
     """Knows the number of a document once it has one, and reads its entry again after every commit."""
 
-    def __init__(self, shared: Shared, name: str, find: Callable[[str], int | None]) -> None:
+    def __init__(self, shared: Shared, name: str) -> None:
         self.shared = shared
         self.name = name
-        self.id = find(name)
+        self.id = shared.catalog.find(name)
         """Number of the document; None before its first append."""
-        self._find = find
         self._seen: _Seen | None = None
 
     @property
@@ -49,7 +47,7 @@ class Handle:
         return seen.state
 
     def _load(self) -> DocumentState:
-        number = self.id if self.id is not None else self._find(self.name)
+        number = self.id if self.id is not None else self.shared.catalog.find(self.name)
         if number is None:
             return DocumentState(name=self.name)
         self.id = number  # never back to None, which another thread may have found a moment ago

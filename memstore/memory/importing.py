@@ -73,15 +73,13 @@ def import_memory(folder: str | Path, target: str | Path, *, progress: bool = Fa
 def _take_facts(folder: Path, manifest: Manifest, memory: Memory) -> None:
     """Store what belongs to the memory itself and that it lacks. Raises ``ForeignMemory`` for other arrays there."""
     tensors = {} if manifest.facts is None else _tensors(folder, manifest.facts)
-    with open_memory("ram:", spec=manifest.spec) as carrier:
-        for name, value in manifest.info.items():
-            carrier.put_info(name, value)
-        for name, keys in manifest.arrays.items():
-            try:
-                carrier.put_arrays(name, {key: tensors[f"arrays.{name}.{key}"] for key in keys})
-            except KeyError as error:
-                raise DamagedError(f"the export {folder} is damaged: the tensor {error} is missing.") from None
-        carrier.share_facts(memory)
+    try:
+        arrays = {
+            name: {key: tensors[f"arrays.{name}.{key}"] for key in keys} for name, keys in manifest.arrays.items()
+        }
+    except KeyError as error:
+        raise DamagedError(f"the export {folder} is damaged: the tensor {error} is missing.") from None
+    memory.put_facts(manifest.info, arrays, str(folder))
 
 
 def _import(folder: Path, entry: DocumentEntry, memory: Memory, count: Callable[[int], None]) -> None:

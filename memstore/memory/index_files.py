@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class IndexFiles:
         for path in old:
             remove(path)
 
-    def sweep(self, states: Mapping[int, DocumentState]) -> None:
+    def sweep(self, state_of: Callable[[int], DocumentState | None]) -> None:
         """Remove the files of documents that are gone or were truncated, of all kinds, and what was left unfinished.
 
         They hold landmarks that were forgotten.
@@ -98,7 +98,7 @@ class IndexFiles:
             return
         told = {path: _read(path) or {} for path in self._folder.glob("*.json")}
         for path, about in told.items():
-            state = states.get(about.get("document", -1))
+            state = state_of(about["document"]) if "document" in about else None
             if state is None or state.edits != about.get("edits") or state.first > about.get("first", 0):
                 remove(path)
         # A process that was killed while it saved leaves a .partial, or what safetensors makes of it first, a .tmp.

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from memstore.errors import DamagedError, MemstoreError
 from memstore.memory import keeping
+from memstore.memory.catalog import catalog_of
 from memstore.memory.keeping import Keeping, lost_keys, read_keeping
-from memstore.memory.state import KEEPING, LAST_DOCUMENT, Address, DocumentState
+from memstore.memory.state import KEEPING, Address, DocumentState
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.records import describe
 
@@ -33,6 +34,7 @@ class Keeper:
         self._forgetting = forgetting
         self._url = url
         self._reads: Counter[int] = Counter()
+        self._catalog = catalog_of(store, url)
         self._lock = threading.Lock()
         self._warned = False
         self._sure = False
@@ -95,7 +97,7 @@ class Keeper:
 
         Where a document is ``changed``, the limit holds: others are evicted.
         """
-        there, document = self._documents(), next(iter(changed), None)
+        there, document = self._catalog.known(), next(iter(changed), None)
         overdue = [number for number in overdue if number in there]
         names = self._names(overdue)
         if overdue:
@@ -114,6 +116,7 @@ class Keeper:
         except BaseException:
             self._give_back(reads)
             raise
+        self._catalog.remove(overdue)
         self.expired += len(names)
         self._tell(names, _OVER)
         return names
@@ -129,12 +132,9 @@ class Keeper:
                 yield self._forgetting([number], [*gone, *victims[:place]], changed)
 
         evicted = self._store.write_within(batch, max_bytes, evictions())
+        self._catalog.remove(victims[:evicted])
         self.evicted += evicted
         self._tell(names[:evicted], _NO_ROOM)
-
-    def _documents(self) -> set[int]:
-        first, last = Address(0).entry, Address(LAST_DOCUMENT).entry
-        return {key.document for key in self._store.keys(first, last)}
 
     def _names(self, documents: Collection[int]) -> list[str]:
         return [self._name(number) for number in documents]

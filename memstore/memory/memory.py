@@ -98,7 +98,6 @@ class Memory:
         self._named = Named(shared)
         self._traces = traces_of(shared.store, folder(shared.url), shared.url)
         self._documents: dict[str, Document] = {}
-        self._names: dict[int, str] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -144,7 +143,7 @@ class Memory:
 
     def documents(self) -> list[Document]:
         """All documents that have something in them, in the order they were made."""
-        return [self._document(name) for name in self._known().values()]
+        return [self._document(name) for name in self._shared.catalog.names().values()]
 
     def document(self, name: str) -> Document:
         """The document ``name``; a new one, stored at its first append, if there is none.
@@ -152,7 +151,7 @@ class Memory:
         Raises ``InvalidArgument`` for a bad name, and ``NotFound`` where nothing can be made (mode "r").
         """
         _check_name(name)
-        if self._read_only and self._find(name) is None:
+        if self._read_only and self._shared.catalog.find(name) is None:
             raise self._no_document(name)
         document = self._document(name)
         if self._read_only and document.id is None:  # forgotten since it was found
@@ -166,10 +165,11 @@ class Memory:
         """
         self._check_writable()
         with self._shared.writing:
-            number = self._find(name)
+            number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
             self._shared.store.write(forgetting(self._shared, [number]))
+            self._shared.catalog.remove([number])
             self._sweep()
         with self._lock:
             document = self._documents.pop(name, None)
@@ -212,7 +212,7 @@ class Memory:
 
     def rules(self) -> Rules:
         """Limit, pins and times to live, by the names of documents."""
-        return Rules.of(self._shared.keeper.rules(), self._known())
+        return Rules.of(self._shared.keeper.rules(), self._shared.catalog.names())
 
     def take_rules(self, rules: Rules, made: Collection[str], copied: Collection[str]) -> None:
         """Let rules of another memory hold here too, once the documents ``copied`` from it are all here.
@@ -222,7 +222,7 @@ class Memory:
         """
         self._check_writable()
         with self._shared.writing:
-            names = self._known()
+            names = self._shared.catalog.names()
             whole = not self._shared.keeper.ruled and set(names.values()) <= set(copied)
             taken = rules if whole else rules.only(made)
             if taken != Rules():
@@ -290,6 +290,14 @@ class Memory:
         """Everything that ``put_info`` and ``put_arrays`` stored, by name."""
         return self._named.all()
 
+    def put_facts(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
+        """Store those JSON values and arrays, by name, that the memory lacks; they come from ``source``.
+
+        Raises ``ForeignMemory`` like ``share_facts``.
+        """
+        self._check_writable()
+        self._named.take_all(info, arrays, source)
+
     def share_facts(self, other: Memory) -> None:
         """Give another memory the named arrays and facts of this one that it lacks.
 
@@ -324,7 +332,10 @@ class Memory:
         """
         self._check_writable()
         with self._shared.writing:
-            return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
+            try:
+                return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
+            finally:
+                self._shared.catalog.clear()
 
     def stats(self) -> dict[str, Any]:
         """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.
@@ -372,8 +383,7 @@ class Memory:
 
     def _sweep(self) -> None:
         """Remove index files of what is not there any more."""
-        states = {number: self._shared.state(number) for number in self._shared.documents()}
-        self._shared.index_files.sweep({number: state for number, state in states.items() if state is not None})
+        self._shared.index_files.sweep(self._shared.state)
 
     def _indexes(self) -> list[dict[str, Any]]:
         """What there is to tell of each index: those of this process, and those that are kept."""
@@ -395,7 +405,7 @@ class Memory:
         return built + kept
 
     def _rules(self) -> dict[str, Any]:
-        rules, names = self._shared.keeper.rules(), self._known()
+        rules, names = self._shared.keeper.rules(), self._shared.catalog.names()
         until = {names[n]: datetime.fromtimestamp(when, UTC) for n, when in rules.expires.items() if n in names}
         return {
             "max_bytes": rules.max_bytes,
@@ -424,25 +434,11 @@ class Memory:
         with self._lock:
             # One that another process forgot may be there again, as another document of the same name.
             if name not in self._documents or self._documents[name].gone:
-                self._documents[name] = Document(self._shared, name, self._find, self)
+                self._documents[name] = Document(self._shared, name, self)
             return self._documents[name]
 
-    def _find(self, name: str) -> int | None:
-        return next((number for number, known in self._known().items() if known == name), None)
-
-    def _known(self) -> dict[int, str]:
-        """Number -> name of every document. Numbers are never used twice, so names read once stay true."""
-        names: dict[int, str] = {}
-        for number in self._shared.documents():
-            if number in self._names:
-                names[number] = self._names[number]
-            elif (state := self._shared.state(number)) is not None:
-                names[number] = state.name
-        self._names = names
-        return names
-
     def _no_document(self, name: str) -> Exception:
-        return not_found(name, self.url, list(self._known().values()))
+        return not_found(name, self.url, list(self._shared.catalog.names().values()))
 
     def _check_writable(self) -> None:
         if self._read_only:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +22,10 @@ class Named:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
+        self._known: dict[tuple[str, str], Key] = {}
+        """Kind and name -> key of the values below ``_next``."""
+        self._next = FIRST_NAMED.item
+        self._lock = threading.Lock()
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors under ``name``, replacing what was there, in one transaction."""
@@ -63,44 +70,68 @@ class Named:
 
     def share(self, other: Named) -> None:
         """Give another memory what it lacks of all this. Raises ``ForeignMemory`` where it has other arrays."""
-        for key in self._keys():
-            records = self._shared.store.get(key)
-            if records is None:
-                continue
-            head = records[0].to_json()
-            there = other._find(head["kind"], head["name"])
-            if there is None:
-                other._put(head["kind"], head["name"], head, list(records[1:]))
-            elif head["kind"] == "arrays" and _contents(there[1]) != _contents(records):
-                raise ForeignMemory(
-                    f"memory {other._shared.url} has other arrays under the name {head['name']!r} than "
-                    f"{self._shared.url}, so their states do not go together. Copy to a new memory."
-                )
+        found = (self._shared.store.get(key) for key in self._keys())
+        other.take((records for records in found if records is not None), self._shared.url)
+
+    def take_all(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
+        """Store what is lacking of ``info`` and ``arrays``, which come from ``source``; see ``share``."""
+        facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
+        tensors = (
+            (_head("arrays", name, {"arrays": list(each)}), *map(to_record, each.values()))
+            for name, each in arrays.items()
+        )
+        self.take(chain(facts, tensors), source)
+
+    def take(self, values: Iterable[tuple[Record, ...]], source: str) -> None:
+        """Store those of ``values`` whose names are not there, in one transaction; see ``share``."""
+        with self._shared.writing:
+            self._read_new()
+            batch, item = Batch(), self._next
+            for records in values:
+                head = records[0].to_json()
+                key = self._known.get((head["kind"], head["name"]))
+                if key is None:
+                    batch.put(Key(Table.META, item=item), *records)
+                    item += 1
+                elif head["kind"] == "arrays" and _contents(self._shared.store.get(key) or ()) != _contents(records):
+                    raise ForeignMemory(
+                        f"memory {self._shared.url} has other arrays under the name {head['name']!r} than {source}, "
+                        "so their states do not go together. Copy to a new memory."
+                    )
+            if batch.puts:
+                self._shared.store.write(batch)
 
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         with self._shared.writing:
             found = self._find(kind, name)
-            item = (
-                max((key.item for key in self._keys()), default=FIRST_NAMED.item - 1) + 1
-                if found is None
-                else found[0].item
-            )
-            head = Record.from_json({"kind": kind, "name": name, **facts})
             batch = Batch()
-            batch.put(Key(Table.META, item=item), head, *records)
+            batch.put(
+                Key(Table.META, item=self._next) if found is None else found[0], _head(kind, name, facts), *records
+            )
             self._shared.store.write(batch)
 
     def _find(self, kind: str, name: str) -> tuple[Key, tuple[Record, ...]] | None:
-        for key in self._keys():
-            records = self._shared.store.get(key)
-            if records is not None:
-                head = records[0].to_json()
-                if (head["kind"], head["name"]) == (kind, name):
-                    return key, records
-        return None
+        self._read_new()
+        key = self._known.get((kind, name))
+        records = None if key is None else self._shared.store.get(key)
+        return None if key is None or records is None else (key, records)
 
-    def _keys(self) -> list[Key]:
-        return self._shared.store.keys(FIRST_NAMED, Key(Table.META, item=LAST_ITEM))
+    def _read_new(self) -> None:
+        """Note the names of values that were stored since: they lie behind all others, and none is ever deleted."""
+        with self._lock:
+            for key in self._keys(self._next):
+                records = self._shared.store.get(key)
+                if records is not None:
+                    head = records[0].to_json()
+                    self._known.setdefault((head["kind"], head["name"]), key)
+                self._next = key.item + 1
+
+    def _keys(self, first: int = FIRST_NAMED.item) -> list[Key]:
+        return self._shared.store.keys(Key(Table.META, item=first), Key(Table.META, item=LAST_ITEM))
+
+
+def _head(kind: str, name: str, facts: Mapping[str, Any]) -> Record:
+    return Record.from_json({"kind": kind, "name": name, **facts})
 
 
 def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:

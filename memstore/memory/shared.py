@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import IndexCapabilities, VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
+from memstore.memory.catalog import Catalog, catalog_of
 from memstore.memory.history import history_runs
 from memstore.memory.index_files import IndexFiles
 from memstore.memory.keeper import Keeper
@@ -17,7 +18,7 @@ from memstore.memory.landmarks import index_dtype
 from memstore.memory.layouts import block_layouts
 from memstore.memory.runs import LandmarkRuns, Runs
 from memstore.memory.spec import MemorySpec
-from memstore.memory.state import LAST_DOCUMENT, NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.state import NEXT_DOCUMENT, Address, DocumentState
 from memstore.store.contract import BlockStore, Layout, Record
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
@@ -48,6 +49,11 @@ class Shared:
         """Held while a batch is composed and written; one for all memories on the same store."""
         with _guard:
             return _locks.setdefault(self.store, threading.RLock())
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """Names and numbers of the documents."""
+        return catalog_of(self.store, self.url)
 
     @property
     def block_layouts(self) -> list[Layout]:
@@ -83,15 +89,7 @@ class Shared:
 
     def documents(self) -> list[int]:
         """Numbers of the documents, in the order they were made. Raises ``DamagedError``."""
-        first, last = Address(0).entry, Address(LAST_DOCUMENT).entry
-        keys = self.store.keys(first, last)
-        for key in keys:
-            if key != Address(key.document).entry:
-                # A look for the document would not find it, and say that there is none.
-                raise DamagedError(
-                    f"memory {self.url}: the entry of document {key.document} lies under a damaged key; run verify"
-                )
-        return [key.document for key in keys]
+        return self.catalog.numbers(0)
 
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
