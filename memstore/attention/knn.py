@@ -12,7 +12,7 @@ the variant of a well-known reimplementation: one softmax over what was found an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,6 +43,10 @@ class Neighbours(NamedTuple):
     """``[B, G, N, D]``, constant"""
     ids: Tensor
     """``[B, H, T, K]``: rows of ``keys`` and ``values`` for each query; -1 for nothing."""
+
+
+Tell = Callable[[Tensor, Tensor, Tensor, Neighbours], None]
+"""Called with queries, keys and mask of a window, and what was found."""
 
 
 class TokenMemory(Protocol):
@@ -173,17 +177,18 @@ class KNNAttention(WindowAttention):
         past: States | None = None,
         empty: Tensor | None = None,
         memory: TokenMemory | None = None,
+        tell: Tell | None = None,
     ) -> tuple[Tensor, States]:
         """As in ``WindowAttention``; ``memory`` is searched with the queries of the segment.
 
-        Where it has a ``watch``, that is told what the layer mixes: what ``weights_of`` takes.
+        ``tell`` is called with what the layer mixes: what ``weights_of`` takes.
         """
         q, states = self.project(x)
         found = None if memory is None else memory.search(q.detach(), self.top_k)
         k, v = after(past, states)
         mask = self.mask(q, k, empty)
-        if found is not None and (watch := getattr(memory, "watch", None)) is not None:
-            watch(self, q, k, mask, found)
+        if found is not None and tell is not None:
+            tell(q, k, mask, found)
         return self.out(merged(self.mix(q, k, v, mask, found))), states
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ exact index the result is exact. The tokens of an incomplete last block are not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +62,10 @@ class StoredTokens:
         self.documents = list(documents)
         self.gathered: list[list[int]] = [[] for _ in documents]
         """The blocks of each row that the last search gathered."""
-        self.asking: Callable[[int, list[int]], None] | None = None
-        """Told the row and the blocks that are about to be gathered."""
+        self.tiers: list[dict[int, str]] | None = None
+        """Of each row, where the blocks that the last search gathered were before; None: nobody wants to know."""
+        self.asked = 0.0
+        """When the last search had found blocks and began to gather them, by ``time.perf_counter``."""
         self.spec = documents[0].memory.spec
         if self.spec.layers != 1 or set(self.spec.fields) != set(FIELDS):
             raise InvalidArgument(
@@ -132,8 +135,10 @@ class StoredTokens:
         if waiting:
             blocks.append(document.n_blocks - 1)
         self.gathered[row] = blocks
-        if self.asking is not None:
-            self.asking(row, blocks)
+        if not row:
+            self.asked = time.perf_counter()
+        if self.tiers is not None:  # before they are gathered, which brings them nearer
+            self.tiers[row] = dict(zip(blocks, view.tiers(blocks), strict=True))
         ids = torch.full((groups, heads // groups * tokens, top_k), -1)
         if not blocks:
             none = torch.zeros(groups, 0, dim)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from memstore.eval.tasks import Sample
 from memstore.models.drt import DRTCache, DRTForCausalLM
-from memstore.models.drt.tables import BlockTable, Passing
+from memstore.models.drt.choice import DRTChoice, Lookup
+from memstore.readers.observer import Choices
 
 WIDE = 64
 """Best blocks among which the needle is looked for, however few the model takes."""
@@ -52,30 +53,17 @@ class Reply:
     """What each layer of a landmark model saw; none where the needle was among the local tokens."""
 
 
-class Watched(Passing):
-    """Remembers a wider search of the last query each time."""
-
-    def __init__(self, table: BlockTable) -> None:
-        super().__init__(table)
-        self.searches: list[tuple[Tensor, Tensor]] = []
-        """Scores and blocks ``[n]``, best first."""
-
-    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        scores, blocks = super().search(queries[:, -1:], limits[:, -1:], max(WIDE, top_k))
-        self.searches.append((scores[0, 0], blocks[0, 0]))
-        return super().search(queries, limits, top_k)
-
-
 @torch.no_grad()
 def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
     """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
-    watched = Watched(cache.table)
-    cache.table = watched
+    choices = Choices(DRTChoice, lambda each: each)
+    cache.observers.append(choices)
     tokens: list[int] = []
     ids = torch.tensor([sample.prompt], device=model.device)
     output = model(ids, past_key_values=cache, logits_to_keep=1, output_retrieval=True)
-    chosen, searches = output.retrieval or (), watched.searches[:]
+    cache.observers.remove(choices)
+    searches = [_wide_search(cache, choice.lookup) for choice in choices if choice.lookup is not None]
+    chosen = output.retrieval or ()
     while len(tokens) < len(sample.answer):
         ids = output.logits[:, -1:].argmax(-1)
         tokens.append(int(ids))
@@ -87,6 +75,13 @@ def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
         for hop, group, (scores, blocks) in zip(sample.hops, chosen, searches, strict=False)
     )
     return Reply(tokens, tuple(found))
+
+
+def _wide_search(cache: DRTCache, lookup: Lookup) -> tuple[Tensor, Tensor]:
+    """Scores and blocks ``[n]`` of a wider search with the last query, best first."""
+    top_k = max(WIDE, lookup.chosen.blocks.shape[-1])
+    scores, blocks = cache.table.search(lookup.queries[:, -1:], lookup.limits[:, -1:], top_k)
+    return scores[0, 0], blocks[0, 0]
 
 
 def needle_blocks(place: range, tokens_per_block: int) -> range:

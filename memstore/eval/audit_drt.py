@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,9 @@ from memstore.errors import InvalidArgument
 from memstore.eval.audit import Audit, Tally, exact_scores, index_recall
 from memstore.memory import Document
 from memstore.models.drt import Reader
-from memstore.models.drt.tables import BlockTable, Passing
+from memstore.models.drt.cache import DRTCache
+from memstore.models.drt.choice import DRTChoice, Lookup
+from memstore.readers.observer import Choices
 
 POSITIONS = "scores know no positions; GCA has no full attention, so captured is of the softmax over all scores"
 
@@ -41,12 +42,13 @@ def audit_drt(reader: Reader, token_ids: Sequence[int] | Tensor, *, tokens: int 
     config, cache = reader.model.config, reader.cache()
     if config.retrieval == "random":
         raise InvalidArgument("this model retrieves random blocks: there is nothing that it should have found")
-    watched = _Watched(cache.table)
-    cache.table = watched
+    choices = Choices(DRTChoice, lambda each: each)
+    cache.observers.append(choices)
     out = reader.model.generate(ids[None], past_key_values=cache, max_new_tokens=tokens, do_sample=False)  # type: ignore[misc]  # any causal LM
     tally = Tally()
-    for number, choice in enumerate(watched.choices):
-        _add(tally, reader.document, number % len(config.upper_layers), choice)
+    lookups = [(each.group, each.lookup) for each in choices if each.lookup and int(each.lookup.limits[0, -1]) > 0]
+    for group, lookup in lookups:
+        _add(tally, reader.document, cache, group, lookup)
     if not tally.layers():
         size = config.tokens_per_block
         raise InvalidArgument(
@@ -57,56 +59,27 @@ def audit_drt(reader: Reader, token_ids: Sequence[int] | Tensor, *, tokens: int 
         mechanism="drt",
         positions=POSITIONS,
         documents=[reader.document.name],
-        blocks=max(choice.limit for choice in watched.choices),
+        blocks=max(int(lookup.limits[0, -1]) for _, lookup in lookups),
         top_k=config.retrieval_top_k,
-        steps=len(watched.choices) // len(config.upper_layers),
+        steps=len(lookups) // len(config.upper_layers),
         tokens=out[0, len(ids) :].tolist(),
         layers=tally.layers(memory=False),
         missed=tally.missed(lambda number: (reader.document, number)),
     )
 
 
-class _Choice(NamedTuple):
-    """What one group chose at the end of one block."""
-
-    query: Tensor
-    """``[e]``"""
-    limit: int
-    """It chose among the blocks below."""
-    blocks: Tensor
-    """``[K]``, -1 where there was none."""
-    own: tuple[Tensor, Tensor]
-    """Scores and blocks ``[n]`` of those that came after the document, which are in no index."""
-
-
-class _Watched(Passing):
-    """Remembers what was asked of a table, and chosen."""
-
-    def __init__(self, table: BlockTable) -> None:
-        super().__init__(table)
-        self.choices: list[_Choice] = []
-
-    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        scores, blocks = super().search(queries, limits, top_k)
-        limit = int(limits[0, -1])
-        if limit > 0:
-            every = super().search(queries[:, -1:], limits[:, -1:], limit)
-            own = every[0][0, 0].float().cpu(), every[1][0, 0].cpu()
-            self.choices.append(_Choice(queries[0, -1].float().cpu(), limit, blocks[0, -1].cpu(), own))
-        return scores, blocks
-
-
-def _add(tally: Tally, document: Document, group: int, choice: _Choice) -> None:
-    complete = document.complete_blocks
-    stored = range(complete.start, max(complete.start, min(complete.stop, choice.limit)))
-    query, view = choice.query[None, None], document.layer(0)
-    scores = torch.full((choice.limit,), -math.inf)
-    values, numbers = choice.own
-    fresh = numbers >= complete.stop
-    scores[numbers[fresh]] = values[fresh]
+def _add(tally: Tally, document: Document, cache: DRTCache, group: int, lookup: Lookup) -> None:
+    """Add what one group chose at the end of one block."""
+    complete, limit, chosen = document.complete_blocks, int(lookup.limits[0, -1]), lookup.chosen.blocks[0, -1].cpu()
+    stored = range(complete.start, max(complete.start, min(complete.stop, limit)))
+    query, view = lookup.queries[:1, -1:].float().cpu(), document.layer(0)
+    scores = torch.full((limit,), -math.inf)
+    # Blocks that came after the document are in no index: the cache scores them itself.
+    every, numbers = cache.table.search(lookup.queries[:, -1:], lookup.limits[:, -1:], limit)
+    fresh = numbers[0, 0].cpu() >= complete.stop
+    scores[numbers[0, 0].cpu()[fresh]] = every[0, 0].float().cpu()[fresh]
     scores[stored.start : stored.stop] = exact_scores(view, query, stored)[0, 0]
-    chosen = torch.zeros(choice.limit, dtype=torch.bool)
-    chosen[choice.blocks[choice.blocks >= 0]] = True
-    tally.add(group, scores.softmax(-1)[None], chosen[None], scores[None])
-    tally.add_index_recall(group, index_recall(view, query, max(1, len(choice.blocks)), [stored]))
+    was_chosen = torch.zeros(limit, dtype=torch.bool)
+    was_chosen[chosen[chosen >= 0]] = True
+    tally.add(group, scores.softmax(-1)[None], was_chosen[None], scores[None])
+    tally.add_index_recall(group, index_recall(view, query, max(1, len(chosen)), [stored]))

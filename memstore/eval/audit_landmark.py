@@ -19,7 +19,8 @@ from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark import Reader
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import Choice
+from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.observer import Choices
 
 POSITIONS = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
 
@@ -44,16 +45,14 @@ def audit_landmark(
     if not len(ids) or tokens < 1:
         raise InvalidArgument("an audit needs a question of at least one token, and at least one step")
     cache, tally = reader.cache(retrieval=retrieval), Tally()
-    choices: dict[int, Choice] = {}
-    cache.watch = lambda choice: choices.update({choice.layer: choice})
+    choices = Choices(LandmarkChoice, lambda choice: _add(tally, reader.document, cache, choice))
+    cache.observers.append(choices)
     generated: list[int] = []
     steps = 0
     while len(generated) < tokens:
         choices.clear()
         logits = reader.model(ids[None], past_key_values=cache, logits_to_keep=1).logits
-        for choice in choices.values():
-            _add(tally, reader.document, cache, choice)
-        steps += bool(choices)
+        steps += any(choices)
         ids = logits[0, -1:].argmax(-1)
         generated.append(int(ids))
     if not steps:
@@ -73,12 +72,13 @@ def audit_landmark(
     )
 
 
-def _add(tally: Tally, document: Document, cache: LandmarkCache, choice: Choice) -> None:
-    """Add what one layer saw at the last token of a call."""
-    # Where a block is complete, its landmark comes after its last token.
-    items = choice.local.shape[2]
-    at = items - 2 if cache.offsets[0] == 0 else items - 1
-    questions, stored = choice.questions.tokens(slice(at, at + 1)), _stored(document, cache, choice)
+def _add(tally: Tally, document: Document, cache: LandmarkCache, choice: LandmarkChoice) -> bool:
+    """Add what one layer saw at the last token of a call; whether it is in this segment of it."""
+    if not choice.rows:
+        return False
+    at = choice.last.at[0]  # a landmark may come after it
+    questions = choice.ask().tokens(slice(at, at + 1))
+    stored = _stored(document, cache, choice.layer, questions)
     scores = _scores(document, cache, choice.layer, questions, stored)  # [H, N]
     local = choice.local[0, :, at].to(scores)
     weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
@@ -90,11 +90,12 @@ def _add(tally: Tally, document: Document, cache: LandmarkCache, choice: Choice)
     if choice.layer in document.memory.spec.index_layers:
         recall = index_recall(document.layer(choice.layer), questions.older[0], max(1, lists.shape[1]), [stored])
         tally.add_index_recall(choice.layer, recall)
+    return True
 
 
-def _stored(document: Document, cache: LandmarkCache, choice: Choice) -> range:
+def _stored(document: Document, cache: LandmarkCache, layer: int, questions: Questions) -> range:
     """Older blocks that are searched in the document; the latest ones are at hand in tensors."""
-    own, first = cache.table.own[choice.layer].first, int(choice.questions.first[0])
+    own, first = cache.table.own[layer].first, int(questions.first[0])
     start = document.complete_blocks.start
     return range(start, max(start, min(own, first)))
 

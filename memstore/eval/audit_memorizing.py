@@ -17,11 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.attention.knn import KNNAttention, Neighbours
+from memstore.attention.knn import KNNAttention
 from memstore.errors import InvalidArgument
 from memstore.eval.audit import Audit, Tally, index_recall, pieces
 from memstore.memory import Document
+from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, Reader
+from memstore.readers.observer import Choices
 
 READ = 64
 """Blocks whose keys are read at once: each of their tokens has one."""
@@ -78,8 +80,11 @@ class _Auditor:
         self._cache = reader.cache()
         assert isinstance(self._cache.memory, DocumentTokens)
         self._memory = self._cache.memory
-        self._memory.watch = self._watch
-        self._seen: _Seen | None = None
+        # Of several segments of a call the last one counts.
+        self._seen = Choices(
+            KNNChoice, lambda each: _Seen(each.queries[0, :, -1].float().cpu(), each.places()[0, :, -1].contiguous())
+        )
+        self._cache.observers.append(self._seen)
         self._tally = Tally()
 
     def run(self, ids: Tensor, tokens: int) -> Audit:
@@ -106,14 +111,9 @@ class _Auditor:
             missed=self._tally.missed(lambda block: (self._document, block)),
         )
 
-    def _watch(self, layer: KNNAttention, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> None:  # noqa: ARG002
-        """See ``KNNAttention``; of several segments of a call the last one counts."""
-        self._seen = _Seen(q[0, :, -1].float().cpu(), self._memory.numbers_of(found.ids)[0, :, -1].contiguous())
-
     def _add(self) -> Tensor:
         """Add the last token of a call; the places ``[N]`` in the text of all tokens in memory."""
-        assert self._seen is not None
-        query, found = self._seen
+        query, found = self._seen[-1]
         products, places = _products(self._document, query), _places(self._document)
         own, after = self._own(query)
         products, places = torch.cat([products, own], -1), torch.cat([places, after])

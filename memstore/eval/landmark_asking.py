@@ -5,23 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.attention.landmark import memory_weights
 from memstore.eval.asking import Found, LayerFound, Reply, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import Choice
+from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.observer import Choices
 
 
 @torch.no_grad()
 def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Reply:
     """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
-    choices: dict[int, Choice] = {}
-    cache.watch = lambda choice: choices.update({choice.layer: choice})
+    given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows and choice.searched, *choice.weights()))
+    cache.observers.append(given)
     ids = torch.tensor([sample.prompt], device=model.device)
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    layers = _layers(cache, [each for _, each in sorted(choices.items()) if each.searched], sample)
-    cache.watch = None
+    cache.observers.remove(given)
+    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
+    each = [
+        (layer, weights, (blocks >= needle.start) & (blocks < needle.stop))
+        for layer, ends, weights, blocks in given
+        if ends
+    ]
+    layers = tuple(layer_found(layer, weights, own) for layer, weights, own in each if bool(own.any()))
     tokens: list[int] = []
     while len(tokens) < len(sample.answer):
         ids = logits[:, -1:].argmax(-1)
@@ -30,18 +36,6 @@ def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Rep
             logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
     return Reply(tokens, () if best is None else (Found(best.margin, best.weight),), layers)
-
-
-def _layers(cache: LandmarkCache, choices: list[Choice], sample: Sample) -> tuple[LayerFound, ...]:
-    """What each layer that searches saw of the needle, at the last token of the question; none where it is local."""
-    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
-    found = []
-    for choice in choices:
-        weights, blocks = memory_weights(cache.table.layers[choice.layer], choice.questions.tokens(slice(-1, None)))
-        own = (blocks[0] >= needle.start) & (blocks[0] < needle.stop)
-        if bool(own.any()):
-            found.append(layer_found(choice.layer, weights[0, :, 0], own))
-    return tuple(found)
 
 
 def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerFound:

@@ -69,6 +69,11 @@ class Recorder:
         """Whether anything is still written: it is not closed, and writing has not failed."""
         return self._recording
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the trace says of itself so far."""
+        return self._info
+
     def describe(self, **info: Any) -> None:
         """Add to the trace's ``info`` what was not known when it began; JSON."""
         self._info |= info
@@ -146,6 +151,7 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, error: MemstoreError) -> None:
+        # Traces.record raises, for nothing has begun then; from there on the answer matters more than its trace.
         _log.warning("trace %d is not recorded any further: %s", self.number, error)
         self._stop()
 
@@ -165,6 +171,7 @@ def make_room(connection: Any, current: int, max_bytes: int) -> None:
             excess -= nbytes
     if excess <= 0:
         return
+    # Looks leave, tokens stay: so steps count on, and the answer is whole however little of it is explained.
     oldest = "SELECT number, length(looks) FROM steps WHERE trace = ? AND looks IS NOT NULL ORDER BY number"
     gone, freed = [], 0
     for step, nbytes in connection.execute(oldest, [current]):

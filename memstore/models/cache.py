@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from memstore.models.tracing import Tracing
+from memstore.readers.observer import Choice, Observer, Origin
 
 
 class ModelCache:
@@ -26,12 +24,29 @@ class ModelCache:
         """Tokens that came in through the model, with their padding: what ``generate`` leaves out of a prompt."""
         self.owner: weakref.ref[nn.Module] | None = None
         """The model that computed what is in here; None as long as nothing is."""
-        self.trace: Tracing | None = None
-        """What writes down what is retrieved, where a reader was asked for that."""
+        self.observers: list[Observer] = []
+        """Told what is retrieved. The cache is watched, not the model: it is one generation, and knows its document."""
+        self.origin = Origin()
+        """Where its blocks are from."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
         """Tokens given so far, those of a document not counted."""
         return self.given
+
+    def tell_begin(self, ids: Tensor) -> None:
+        """A forward pass over ``ids [B, T]`` begins."""
+        for observer in self.observers:
+            observer.begin(ids[0], fresh=not self.given)
+
+    def tell(self, choice: Choice) -> None:
+        """A layer attends to what it has retrieved."""
+        for observer in self.observers:
+            observer.choice(choice)
+
+    def check_order(self, rows: list[int]) -> None:
+        """Raise ``InvalidArgument`` where ``rows`` would change places under an observer, who knows them by number."""
+        if self.observers and rows != list(range(self.rows)):
+            raise InvalidArgument("a cache that is traced keeps its rows in order; generate without beams, or untraced")
 
     def fits(self, config: PreTrainedConfig) -> bool:
         """Whether a model of this configuration may go on with it."""

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from memstore.attention.landmark import memory_weights
 from memstore.errors import InvalidArgument
 from memstore.eval.audit_drt import audit_drt
 from memstore.eval.audit_landmark import audit_landmark
 from memstore.memory.retrieval import Retrieval
 from memstore.models.drt import Reader as DRTReader
 from memstore.models.landmark import Reader as LandmarkReader
-from memstore.models.landmark.choosing import Choice
+from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.observer import Choices
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 
@@ -41,16 +41,15 @@ def test_a_landmark_models_own_weights_are_the_truth(changes: dict[str, int]) ->
     """The model's softmax over all landmarks, asked for at the same token."""
     with landmark_reader(**changes) as reader:
         audit = audit_landmark(reader, QUESTION, tokens=1)
-        cache, choices = reader.cache(), list[Choice]()
-        cache.watch = choices.append
+        cache = reader.cache()
+        choices = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.blocks[0, :, -1], *choice.weights()))
+        cache.observers.append(choices)
         with torch.no_grad():
             reader.model(QUESTION[None], past_key_values=cache)
         for layer in audit.layers:
-            choice = [each for each in choices if each.layer == layer.layer][-1]
-            weights, blocks = memory_weights(cache.table.layers[layer.layer], choice.questions.tokens(slice(-1, None)))
-            assert blocks[0].tolist() == list(range(audit.blocks))
-            lists = choice.blocks[0, :, -1]
-            held = weights[0, :, 0].gather(1, lists).sum(-1)
+            _, lists, weights, blocks = [each for each in choices if each[0] == layer.layer][-1]
+            assert blocks.tolist() == list(range(audit.blocks))
+            held = weights.gather(1, lists).sum(-1)
             torch.testing.assert_close(layer.captured, held, rtol=0, atol=1e-5)
             assert layer.recall.tolist() == [1] * len(held)  # each head takes its own best
     assert audit.index_recall == 1

@@ -11,7 +11,8 @@ from torch import Tensor
 from memstore.memory import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import Choice
+from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.observer import Choices
 from tests.models.landmark import Reference
 
 
@@ -193,14 +194,10 @@ def remembered(
 ) -> tuple[Tensor, LandmarkCache, list[Tensor]]:
     """Logits ``[B, T, V]`` with a cache, the cache, and the lists that were taken in the first layer."""
     cache = LandmarkCache(model.config, len(ids), retrieval=retrieval, capacity=capacity)
-    ties: list[Tensor] = []
-
-    def watch(choice: Choice) -> None:
-        if choice.layer == 0 and choice.searched:
-            ties.append(choice.blocks[0])
-
-    cache.watch = watch
-    return model(ids, past_key_values=cache, **options).logits, cache, ties
+    lists = Choices(LandmarkChoice, lambda choice: choice.blocks[0] if choice.layer == 0 and choice.searched else None)
+    cache.observers.append(lists)
+    logits = model(ids, past_key_values=cache, **options).logits
+    return logits, cache, [blocks for blocks in lists if blocks is not None]
 
 
 @torch.no_grad()

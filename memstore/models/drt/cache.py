@@ -11,11 +11,11 @@ from torch import Tensor
 from memstore.attention.gca import Retrieved
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.cache import ModelCache
+from memstore.models.drt.choice import Lists, Lookup
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import BlockTable, TensorTable
-from memstore.models.drt.tracing import DRTTracing
 
 
 class LastList(NamedTuple):
@@ -43,7 +43,6 @@ class DRTCache(ModelCache):
     """
 
     config: DRTConfig
-    trace: DRTTracing | None
 
     def __init__(self, config: DRTConfig, rows: int, table: BlockTable | None = None, tokens: int = 0) -> None:
         """``tokens``: those that the table's blocks stand for, before the first segment."""
@@ -63,6 +62,7 @@ class DRTCache(ModelCache):
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
         self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
+        self._told: Lists | None = None
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
@@ -159,11 +159,17 @@ class DRTCache(ModelCache):
         self.lists[group] = last
         self.prepared[group] = None
 
+    def tell_lists(self, group: int, packing: Packing, lookup: Lookup | None) -> None:
+        """Tell the observers which lists ``group`` uses in a segment; ``lookup``: what it chose there, if it did."""
+        if self.observers:
+            if self._told is None:
+                self._told = Lists(self.config, self.rows, self.origin)
+            self.tell(self._told.choice(group, packing, lookup))
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
         rows = beam_idx.tolist()
-        if self.trace is not None and rows != list(range(self.rows)):
-            self.trace.refuse_reordering()
+        self.check_order(rows)
         self.rows = len(rows)
         self.counts = [self.counts[row] for row in rows]
         self.table.reorder(beam_idx)

@@ -11,6 +11,7 @@ takes them out), prompts of any length can be continued, and padding is left out
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,10 +28,12 @@ from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM
 from memstore.models.drt.at_once import Shared, as_one_row, retrieve
 from memstore.models.drt.cache import DRTCache
+from memstore.models.drt.choice import Lookup
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
 from memstore.models.drt.packing import Packing
 from memstore.models.drt.tables import random_choice
+from memstore.readers.observer import numbers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Retriever = Callable[[Tensor], Tensor]
@@ -225,6 +228,7 @@ class DRTModel(nn.Module):
             queries = self._queries(group, packing, x, blocks[1])
             return retrieve(self.config, self.block_states, packing, queries, blocks, shared, gumbel=self._gumbel)
         if blocks is None:
+            cache.tell_lists(group, packing, None)
             return None, self._last(group, packing, cache)
         retrieved = self._last(group, packing, cache) if packing.one_list else None
         queries = self._queries(group, packing, x, blocks[1])
@@ -264,15 +268,17 @@ class DRTModel(nn.Module):
         self, cache: DRTCache, group: int, packing: Packing, queries: Tensor, limits: Tensor, x: Tensor
     ) -> tuple[Chosen, Retrieved | None]:
         """What is chosen, and the keys and values of it."""
-        if cache.trace is None:
-            chosen = self._choose_cached(cache, queries, limits)
+        begun = time.perf_counter()
+        chosen = self._choose_cached(cache, queries, limits)
+        if not cache.observers:
             return chosen, self._fetch(cache, group, chosen, x)
-        return cache.trace.look_up(
-            group,
-            packing,
-            lambda: self._choose_cached(cache, queries, limits),
-            lambda chosen: self._fetch(cache, group, chosen, x),
-        )
+        searched = time.perf_counter()
+        tiers = cache.origin.tiers(0, numbers(chosen.blocks))
+        asked = time.perf_counter()
+        fetched = self._fetch(cache, group, chosen, x)
+        spent = (1e6 * (searched - begun), 1e6 * (time.perf_counter() - asked))
+        cache.tell_lists(group, packing, Lookup(queries, limits, chosen, tiers, *spent))
+        return chosen, fetched
 
     def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> Chosen:
         if self.config.retrieval == "random":
@@ -385,14 +391,11 @@ class DRTForCausalLM(CausalLM):
         packing = Packing(
             input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
         )
-        trace = None if cache is None else cache.trace
-        if trace is not None:
-            trace.begin(input_ids)
+        if cache is not None:
+            cache.tell_begin(input_ids)
         stream, retrieval = self.model(packing, cache, shared)
         if cache is not None:
             cache.advance(packing, input_ids.shape[1])
-        if trace is not None:
-            trace.end()
         hidden = packing.tokens(stream)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return DRTOutput(

@@ -28,10 +28,11 @@ from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
+from memstore.models.drt.choice import DRTChoice, group_layers
 from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import Packing
-from memstore.models.drt.tables import Listening, MemoryTable, OnError
-from memstore.models.drt.tracing import DRTTracing, group_layers
+from memstore.models.drt.tables import MemoryTable, OnError
+from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reader import DocumentReader, codec_of, evaluating
 
 SEGMENT_BLOCKS = 512
@@ -147,7 +148,7 @@ class Reader(DocumentReader):
         with evaluating(self.model):
             cache, tail = self._started(rows)
             if trace is not None:
-                cache.trace = DRTTracing(trace, self.document, self.model.config, rows, self.model.device)
+                cache.observers.append(Recording(trace))
             cache.belong_to(self.model.model)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)
@@ -172,17 +173,20 @@ class Reader(DocumentReader):
         ``InvalidArgument`` and ``DamagedError``.
         """
         tokens, group = self._asking(token_ids, top_k), self._group(layer)
+        if self.model.config.retrieval == "random":
+            raise InvalidArgument("a DRT with retrieval='random' does not search")
         if not self.document.complete_blocks:
             return []
         cache, tail = self._started(1)
         size = self.model.config.tokens_per_block
         room = len(tail) - (cache.counts[0] + len(tail) + len(tokens)) % size
-        cache.table = listening = Listening(cache.table)
+        choices = Choices(DRTChoice, lambda each: each)
+        cache.observers.append(choices)
         with evaluating(self.model):
             self._segment(self.model.model.forward, torch.cat([tail[:room], tokens]), cache)
-        if not listening.queries:
-            raise InvalidArgument(f"a DRT with retrieval={self.model.config.retrieval!r} does not search")
-        query = listening.queries[group][:, -1:].float().cpu()  # [1, 1, e]
+        (lookup,) = (choice.lookup for choice in choices if choice.group == group)
+        assert lookup is not None, "a block ends with the text"
+        query = lookup.queries[:, -1:].float().cpu()  # [1, 1, e]
         return search_vectors([self.document], query, top_k, layer=0)
 
     def _group(self, layer: int | None) -> int:
@@ -229,6 +233,7 @@ class Reader(DocumentReader):
         model = self.model
         table = MemoryTable(view, complete, rows, model.dtype, model.device, on_error=self._on_error)
         cache = DRTCache(config, rows, table, first * text)
+        cache.origin = Origin(self.document, model.device, stored=complete.stop)
         return cache, self._tokens(first, count)
 
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:

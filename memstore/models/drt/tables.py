@@ -111,47 +111,6 @@ def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
     return new
 
 
-class Passing(BlockTable):
-    """A table that passes everything on to ``table``: base of those that only listen."""
-
-    def __init__(self, table: BlockTable) -> None:
-        self._table = table
-
-    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._table.extend(first, counts, states, landmarks)
-
-    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        return self._table.search(queries, limits, top_k)
-
-    def gather(self, blocks: Tensor) -> Tensor:
-        """See ``BlockTable``."""
-        return self._table.gather(blocks)
-
-    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        return self._table.readable(scores, blocks)
-
-    def reorder(self, rows: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._table.reorder(rows)
-
-
-class Listening(Passing):
-    """Keeps what was asked of a table."""
-
-    def __init__(self, table: BlockTable) -> None:
-        super().__init__(table)
-        self.queries: list[Tensor] = []
-        """``[B, n, e]`` of each search: one for each group of upper layers, in order."""
-
-    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
-        self.queries.append(queries)
-        return super().search(queries, limits, top_k)
-
-
 class View(Protocol):
     """What is needed of a layer of a document (``memstore.memory.LayerView``)."""
 

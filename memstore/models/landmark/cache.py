@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,13 +24,14 @@ from memstore.attention.landmark import Questions, attend, choose, gated, joined
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
-from memstore.models.landmark.choosing import Choice, Counts, check_capacity, check_retrieval, default_retrieval
+from memstore.models.landmark.choice import LandmarkChoice, LastLists, LastTokens
+from memstore.models.landmark.choosing import Counts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
 from memstore.models.landmark.past import Past
 from memstore.models.landmark.tables import FOREVER, BlockTable, tensor_table
-from memstore.models.landmark.tracing import LandmarkTracing
 from memstore.models.packing import Packing
+from memstore.readers.observer import numbers
 
 
 class _Frame(NamedTuple):
@@ -61,6 +62,19 @@ class _Kept(NamedTuple):
         bias = None if bias is None else bias[rows]
         cpu = rows.cpu()
         return _Kept(self.blocks[rows], Shown(keys[rows], values[rows], bias), self.run[cpu], self.made[rows])
+
+
+class _Found(NamedTuple):
+    """What a segment's queries found in memory."""
+
+    out: Tensor
+    """``[B, H, M, D]``"""
+    lse: Tensor
+    """``[B, H, M]``"""
+    blocks: Tensor
+    """``[B, X, R, K]``: the lists that they attended to."""
+    searched: bool
+    """Whether these were searched for in this segment; not before, or not at all as every block is in the list."""
 
 
 class _View:
@@ -100,8 +114,6 @@ class LandmarkCache(Past):
     differentiated through it.
     """
 
-    trace: LandmarkTracing | None
-
     def __init__(
         self,
         config: LandmarkConfig,
@@ -133,8 +145,6 @@ class LandmarkCache(Past):
         self.unstored = FOREVER
         """Blocks from here on are needed by a reader that has yet to store them, also where they are out of reach."""
         self.asked = Counts.of(config)
-        self.watch: Callable[[Choice], None] | None = None
-        """Called for each segment and layer that asks its memory and is not local, with the lists that it uses."""
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
         self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
         self._recent: dict[int, Tensor] = {}
@@ -142,6 +152,10 @@ class LandmarkCache(Past):
         self._run = torch.zeros(rows, dtype=torch.int64)
         self._view: _View | None = None
         self._search_seconds = 0.0
+        # For observers, where there are any:
+        self._last: LastTokens | None = None
+        self._last_lists: dict[int, LastLists] = {}
+        self._spent: dict[int, tuple[float, float]] = {}
 
     @property
     def retrieval(self) -> Retrieval:
@@ -160,8 +174,8 @@ class LandmarkCache(Past):
         top_k = self.retrieval.top_k
         return FOREVER if top_k == "all" or self.retrieval.positions == "true" else top_k
 
-    def begin(self, packing: Packing) -> None:
-        """A segment comes: ``packing`` says which stream items it has.
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:
+        """A segment comes: ``packing`` says which stream items it has, and ``ending`` which rows end with it.
 
         Raises ``InvalidArgument`` for one that goes on where the segment of ``segment_blocks`` blocks ends.
         """
@@ -172,8 +186,8 @@ class LandmarkCache(Past):
             )
         self._new_run(packing)
         self._view = _View(self, packing)
-        if self.trace is not None:
-            self.trace.segment(packing)
+        if self.observers:
+            self._last = LastTokens(packing, ending)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
         """Attention of the segment's items in ``layer``, which must be asked once each, in order.
@@ -198,32 +212,41 @@ class LandmarkCache(Past):
         out, lse = attend(turned.unsqueeze(2), keys, values[..., :-1, :], scale=scale, bias=view.bias, own=view.own)
         local = out.squeeze(2), lse.squeeze(2)
         if context_miss is None:
-            found = self._retrieved(layer, q, turned, local[1], None) if view.remembers else None
-            self._noted(layer, turned, local[1], found, None)
-            return (local[0] if found is None else joined(local, found)).to(q.dtype)
+            found = self._retrieved(layer, q, turned, None) if view.remembers else None
+            self._tell(layer, q, turned, local[1], found, None)
+            return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
         gate = self.config.rotary.rotate(context_miss, view.before).repeat_interleave(q.shape[1] // k.shape[1], 1)
         weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
-        found = self._retrieved(layer, q, turned, local[1], called) if view.remembers else None
-        self._noted(layer, turned, local[1], found, weight * called)
-        memory = torch.zeros_like(local[0]) if found is None else found[0]
+        found = self._retrieved(layer, q, turned, called) if view.remembers else None
+        self._tell(layer, q, turned, local[1], found, weight * called)
+        memory = torch.zeros_like(local[0]) if found is None else found.out
         return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
 
-    def _noted(
-        self,
-        layer: int,
-        turned: Tensor,
-        local: Tensor,
-        found: tuple[Tensor, Tensor] | None,
-        opened: Tensor | None,
+    def _tell(
+        self, layer: int, q: Tensor, turned: Tensor, local: Tensor, found: _Found | None, opened: Tensor | None
     ) -> None:
-        """Tell the trace, if there is one, what a layer attended to."""
-        trace = self._trace_of(layer)
-        if trace is not None and found is not None:
-            trace.attended(layer, turned, local, found[1], opened)
+        """Tell the observers, if there are any, what a layer attends to; local layers retrieve nothing."""
+        if found is None or self._last is None or not self._watched(layer):
+            return
+        choice = LandmarkChoice(
+            layer=layer,
+            searched=found.searched,
+            table=self.table.layers[layer],
+            ask=lambda: self._questions(layer, q, turned),
+            blocks=found.blocks,
+            queries=turned,
+            local=local,
+            found=found.lse,
+            opened=opened,
+            last=self._last,
+            lists=self._last_lists.get(layer),
+            origin=self.origin,
+            spent=self._spent.pop(layer, (0.0, 0.0)),
+        )
+        self.tell(choice)
 
-    def _trace_of(self, layer: int) -> LandmarkTracing | None:
-        """The trace, if there is one and the layer is one that retrieves."""
-        return None if self.trace is None or layer in self.config.local_layers else self.trace
+    def _watched(self, layer: int) -> bool:
+        return bool(self.observers) and layer not in self.config.local_layers
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to.
@@ -307,8 +330,7 @@ class LandmarkCache(Past):
         rows = beam_idx.cpu()
         if torch.equal(rows, torch.arange(self.rows)):
             return
-        if self.trace is not None:
-            self.trace.refuse_reordering()
+        self.check_order(rows.tolist())
         self.rows = len(rows)
         self.counts = [self.counts[row] for row in rows.tolist()]
         self.blocks, self.items = self.blocks[rows], self.items[rows]
@@ -364,10 +386,8 @@ class LandmarkCache(Past):
         blocks: Tensor = x.unflatten(2, (-1, self.config.block_size))
         return blocks.transpose(1, 2)
 
-    def _retrieved(
-        self, layer: int, q: Tensor, turned: Tensor, local: Tensor, called: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Attention to blocks in memory, ``[B, H, M, D]`` and log-sum-exps ``[B, H, M]``; None where nobody asks."""
+    def _retrieved(self, layer: int, q: Tensor, turned: Tensor, called: Tensor | None) -> _Found | None:
+        """Attention to blocks in memory; None where nobody asks."""
         view = self._view
         assert view is not None
         remembers = (self.blocks > 0).to(q.device)
@@ -383,13 +403,11 @@ class LandmarkCache(Past):
         if not latest and self.retrieval.every == 1 and not self.retrieval.share_tokens:
             wanted = asks.unflatten(1, (self._lists, -1)).any(2)
             blocks = self._chosen(layer, self._questions(layer, q, turned), wanted)
-            self._tell(layer, q, turned, local, blocks, searched=True)
-            return attend_each(turned, self._fetched(layer, blocks), scale)
+            return _Found(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
         before = self._kept[layer]
         kept = self._latest(layer, asks) if latest else self._one_list(layer, q, turned, asks)
-        self._tell(layer, q, turned, local, kept.blocks, searched=not latest and kept is not before)
         out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
-        return out.squeeze(2), lse.squeeze(2)
+        return _Found(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
 
     @property
     def _top_k(self) -> int:
@@ -431,16 +449,19 @@ class LandmarkCache(Past):
 
     def _fetched(self, layer: int, blocks: Tensor) -> Lists:
         """Lists ``blocks [B, X, R, K]`` with the states of all of them."""
-        trace = self._trace_of(layer)
-        if trace is not None:
-            trace.searched(layer, blocks, self._search_seconds * 1e6)
-        begun, self._search_seconds = time.perf_counter(), 0.0
+        last = self._last if self._watched(layer) else None
+        if last is not None:  # before they are fetched, which brings them nearer
+            held = range(self.table.own[layer].first, self.origin.stored)
+            tiers = self.origin.tiers(layer, numbers(last.of(blocks)), held)
+        searching, self._search_seconds = self._search_seconds, 0.0
+        begun = time.perf_counter()
         table, size = self.table.layers[layer], self.config.block_size
         lists = fetch(table, blocks, self._final_slots(blocks), self.config.rotary, size)
         self.asked.segments[layer] += lists.rows
         self.asked.fetched[layer] += lists.fetched
-        if trace is not None:
-            trace.fetched(layer, lists, (time.perf_counter() - begun) * 1e6)
+        if last is not None:
+            self._spent[layer] = (searching * 1e6, (time.perf_counter() - begun) * 1e6)
+            self._last_lists[layer] = last.lists(lists, tiers)
         return lists
 
     def _chosen(self, layer: int, questions: Questions, wanted: Tensor) -> Tensor:
@@ -458,11 +479,6 @@ class LandmarkCache(Past):
         )
         self._search_seconds = time.perf_counter() - begun
         return blocks
-
-    def _tell(self, layer: int, q: Tensor, turned: Tensor, local: Tensor, blocks: Tensor, *, searched: bool) -> None:
-        """Tell who watches, if anybody does, which lists a layer uses."""
-        if self.watch is not None and layer not in self.config.local_layers:
-            self.watch(Choice(layer, self._questions(layer, q, turned), blocks, local, searched))
 
     def _questions(self, layer: int, q: Tensor, turned: Tensor) -> Questions:
         """What the queries ask of blocks where these stand while they are searched."""

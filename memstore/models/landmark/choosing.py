@@ -1,13 +1,9 @@
-"""How a landmark model chooses blocks: which ways it has, what a choice was made by, and what all of them came to."""
+"""How a landmark model chooses blocks: which ways it has, and what all choices came to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from torch import Tensor
-
-from memstore.attention.landmark import Questions
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
@@ -51,20 +47,6 @@ def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
         )
     if retrieval.threshold is not None and not config.context_miss:
         raise InvalidArgument("Retrieval.threshold is for models with a context-miss token; this one has none")
-
-
-class Choice(NamedTuple):
-    """The lists of blocks that one layer uses in one segment: see ``LandmarkCache.watch``."""
-
-    layer: int
-    questions: Questions
-    """What asked; ``attention.landmark.memory_weights`` says how it weighs every block in memory."""
-    blocks: Tensor
-    """``[B, X, R, K]``: the lists, -1 where there is no block."""
-    local: Tensor
-    """``[B, H, M]``: log-sum-exp of the scores of own tokens and local landmarks."""
-    searched: bool
-    """Whether they were searched for in this segment; not before, or not at all as every block is in the list."""
 
 
 @dataclass

@@ -188,19 +188,17 @@ class LandmarkForCausalLM(CausalLM):
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)
-        if past.trace is not None:
-            past.trace.begin(input_ids)
+        past.tell_begin(input_ids)
         segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
-        pieces = []
+        pieces, left = [], segments.counts
         with torch.autocast(input_ids.device.type, enabled=False):  # states of one type meet, whoever computed them
             for ids, there in segments:
                 packing = Packing(ids, there, past.offsets, self.model.block_size)
-                past.begin(packing)
+                left = [count - here for count, here in zip(left, packing.counts, strict=True)]
+                past.begin(packing, [row for row, count in enumerate(left) if not count and packing.counts[row]])
                 pieces.append(packing.tokens(self.model(packing, lambda _: past)))
                 past.end()
         past.given += input_ids.shape[1]
-        if past.trace is not None:
-            past.trace.end()
         return segments.joined(pieces)
 
     def _check_past(self, past: Past, input_ids: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,8 @@ class Past(ModelCache, ABC):
         return self.config.segment_tokens
 
     @abstractmethod
-    def begin(self, packing: Packing) -> None:
-        """A segment comes: ``packing`` says which stream items it has."""
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:
+        """A segment comes: ``packing`` says which stream items it has, ``ending`` which rows have none after it."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
@@ -82,7 +83,7 @@ class WindowCache(Past):
         """Tokens of each row: there are no blocks, so they are those of one that never ends."""
         return self.counts
 
-    def begin(self, packing: Packing) -> None:
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:  # noqa: ARG002 - nobody is told
         """Where the segment's items stand, and what each sees."""
         device = packing.ids.device
         at = torch.tensor(self.counts, device=device)[:, None] + torch.arange(packing.items, device=device)

@@ -33,8 +33,8 @@ from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.search import scores
 from memstore.models.landmark.tables import document_table
-from memstore.models.landmark.tracing import LandmarkTracing
 from memstore.models.packing import Packing
+from memstore.readers.observer import Origin, Recording
 from memstore.readers.reader import DocumentReader, evaluating, spec_of
 
 COMMIT_BLOCKS = 256
@@ -177,7 +177,7 @@ class Reader(DocumentReader):
         cache = self._begun(rows, retrieval)
         cache.belong_to(self.model.model)
         if trace is not None:
-            cache.trace = LandmarkTracing(trace, self.document, cache.table, self.model.config, self.model.device)
+            cache.observers.append(Recording(trace))
         return cache
 
     def _described(self) -> dict[str, Any]:
@@ -216,6 +216,7 @@ class Reader(DocumentReader):
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         table = document_table(self.document, blocks, near, rows, like, on_error=retrieval.on_error)
         cache = LandmarkCache(config, rows, retrieval=retrieval, table=table, blocks=blocks, capacity=self.capacity)
+        cache.origin = Origin(self.document, self.model.device, stored=self.document.complete_blocks.stop)
         waiting = count - blocks * text
         if waiting:
             local = list(range(blocks, -(-count // text)))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.attention.landmark import memory_weights
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import Choice
+from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.modeling import LandmarkForCausalLM
+from memstore.readers.observer import Choices
 from memstore.readers.reader import evaluating
 
 
@@ -23,16 +23,14 @@ def scores(
 
     0 for blocks of the segment that is being written: those are seen without being chosen.
     """
-    choices: dict[int, Choice] = {}
-    cache.watch = lambda choice: choices.update({choice.layer: choice})
+    given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows, *choice.weights()))
+    cache.observers.append(given)
     with evaluating(model):
         model(tokens.to(model.device)[None], past_key_values=cache, logits_to_keep=1)
-    cache.watch = None
     found = torch.zeros(len(blocks))
-    for number, choice in choices.items():
-        if layer is None or number == layer:
-            weights, places = memory_weights(cache.table.layers[number], choice.questions.tokens(slice(-1, None)))
-            mine = (places[0] >= blocks.start) & (places[0] < blocks.stop)
-            at = (places[0, mine] - blocks.start).cpu()
-            found[at] = torch.maximum(found[at], weights[0, :, 0, mine].amax(0).float().cpu())
+    for number, ending, weights, places in given:
+        if ending and layer in (None, number):  # what ends before the text's last token does not count
+            mine = (places >= blocks.start) & (places < blocks.stop)
+            at = (places[mine] - blocks.start).cpu()
+            found[at] = torch.maximum(found[at], weights[:, mine].amax(0).float().cpu())
     return found

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memstore.attention.knn import States, TokenMemory, after
+from memstore.attention.knn import KNNAttention, Neighbours, States, Tell, TokenMemory, after
 from memstore.attention.knn_memory import RecentTokens, check_row
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
+from memstore.models.memorizing.choice import KNNChoice, Tokens
 from memstore.models.memorizing.configuration import MemorizingConfig
-from memstore.models.memorizing.tracing import KNNTracing
 
 
 class MemorizingCache(ModelCache):
@@ -27,7 +29,6 @@ class MemorizingCache(ModelCache):
     """
 
     config: MemorizingConfig
-    trace: KNNTracing | None
 
     def __init__(self, config: MemorizingConfig, rows: int, memory: TokenMemory | None = None) -> None:
         """``memory``: such as ``StoredTokens``; if None, ``config.memory_size`` tokens in tensors."""
@@ -38,6 +39,7 @@ class MemorizingCache(ModelCache):
         """``[B]``: how many tokens of the windows do not exist, where rows differ."""
         self.waiting: list[list[Tensor]] = [[] for _ in range(rows)]
         """Tokens of each row that are not in the memory yet: the last ones of the window."""
+        self._remaining: Sequence[int] = ()
         self._remembers = config.memory_layer is not None and (memory is not None or config.memory_size > 0)
 
     def __repr__(self) -> str:
@@ -58,9 +60,27 @@ class MemorizingCache(ModelCache):
         rooms = [self.config.window - count for count, left in zip(self._counts(), remaining, strict=True) if left > 0]
         return min(rooms, default=self.config.window)
 
-    def begin(self) -> None:
-        """Put the windows that are full into the memory: a segment is about to be computed."""
+    def begin(self, remaining: Sequence[int] = ()) -> None:
+        """Put the windows that are full into the memory: a segment is about to be computed.
+
+        ``remaining``: tokens that each row has from the segment's beginning on, for who watches.
+        """
         self._remember(self.config.window)
+        self._remaining = remaining
+
+    def teller(self, layer: int, attention: nn.Module) -> Tell | None:
+        """What tells the observers, if there are any, what ``attention`` mixes, that of the layer number ``layer``."""
+        if not self.observers or not isinstance(attention, KNNAttention):
+            return None
+        return partial(self._tell, layer, attention)
+
+    def _tell(
+        self, layer: int, attention: KNNAttention, q: Tensor, keys: Tensor, mask: Tensor, found: Neighbours
+    ) -> None:
+        ending = [row for row, left in enumerate(self._remaining) if 0 < left <= q.shape[2]]
+        last = [left - 1 for left in self._remaining]
+        memory = cast("Tokens", self.memory)
+        self.tell(KNNChoice(layer, ending, last, attention, q, keys, mask, found, memory, self.origin))
 
     def detach(self) -> None:
         """Go on with a copy of the memory in tensors, for the backward pass needs it as earlier segments found it."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.knn import KNNAttention, States, TokenMemory, WindowAttention
+from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
 from memstore.models.causal import CausalLM
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
@@ -46,10 +46,15 @@ class MemorizingLayer(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, past: States | None, empty: Tensor | None, memory: TokenMemory | None
+        self,
+        x: Tensor,
+        past: States | None,
+        empty: Tensor | None,
+        memory: TokenMemory | None,
+        tell: Tell | None = None,
     ) -> tuple[Tensor, States]:
         """``x [B, T, hidden]`` -> the same, and the states of the segment."""
-        searched = {"memory": memory} if isinstance(self.attention, KNNAttention) else {}
+        searched = {"memory": memory, "tell": tell} if isinstance(self.attention, KNNAttention) else {}
         out, states = self.attention(self.attention_norm(x), past, empty, **searched)
         x = x + out
         return x + self.feed_forward(self.norm(x)), states
@@ -73,7 +78,8 @@ class MemorizingModel(nn.Module):
         every: list[States] = []
         for number, layer in enumerate(self.layers):
             past = None if cache is None else cache.windows[number]
-            x, states = self._checkpointed(layer, x, past, empty, memory)
+            tell = None if cache is None else cache.teller(number, cast("MemorizingLayer", layer).attention)
+            x, states = self._checkpointed(layer, x, past, empty, memory, tell)
             every.append(states)
         return self.norm(x), every
 
@@ -133,12 +139,9 @@ class MemorizingForCausalLM(CausalLM):
             cache = MemorizingCache(self.config, len(input_ids))
             cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        trace = None if cache is None else cache.trace
-        if trace is not None:
-            trace.begin(input_ids)
+        if cache is not None:
+            cache.tell_begin(input_ids)
         hidden = self._segments(input_ids, mask, cache)
-        if trace is not None:
-            trace.end()
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast("Any", cache))
 
@@ -161,11 +164,9 @@ class MemorizingForCausalLM(CausalLM):
         while start < ids.shape[1]:
             if start and self.training and torch.is_grad_enabled():
                 cache.detach()
-            cache.begin()
             remaining = [length - start for length in lengths]
+            cache.begin(remaining)
             part = ids[:, start : start + cache.room(remaining)]
-            if cache.trace is not None:
-                cache.trace.segment(remaining)
             hidden, states = self.model(part, cache)
             real = [row[: max(0, left)] for row, left in zip(part, remaining, strict=True)]
             cache.end(real, states, part.shape[1])

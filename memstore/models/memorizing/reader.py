@@ -26,8 +26,9 @@ from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.memorizing.cache import MemorizingCache
+from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
-from memstore.models.memorizing.tracing import KNNTracing, Watch
+from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reader import DocumentReader, evaluating
 
 BLOCK_SIZE = 64
@@ -116,9 +117,10 @@ class Reader(DocumentReader):
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
         memory = DocumentTokens(self.document, rows, self.model)
         cache = MemorizingCache(self.model.config, rows, memory)
+        cache.origin = Origin(self.document, self.model.device)
         if trace is not None:
-            layer = self.model.config.memory_layer or 0
-            cache.trace = KNNTracing(trace, self.document, memory, layer, self.model.device)
+            memory.stored.tiers = [{} for _ in range(rows)]
+            cache.observers.append(Recording(trace))
         return cache
 
     @torch.no_grad()
@@ -133,11 +135,11 @@ class Reader(DocumentReader):
             raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
         if not self.document.complete_blocks:
             return []
-        heard = HeardTokens(self.document, 1, self.model)
+        cache, asked = self.cache(), Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())
+        cache.observers.append(asked)
         with evaluating(self.model):
-            cache = MemorizingCache(self.model.config, 1, heard)
             self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
-        return search_vectors([self.document], heard.queries[0, :, -1:].float().cpu(), top_k, layer=0)
+        return search_vectors([self.document], asked[-1], top_k, layer=0)
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
@@ -174,8 +176,6 @@ class DocumentTokens:
         self.stored = StoredTokens([document] * rows)
         sizes = (rows, config.num_key_value_heads, max(config.memory_size, config.window), config.head_dim)
         self.own = RecentTokens(*sizes, dtype=model.dtype, device=model.device)
-        self.watch: Watch | None = None
-        """Told what a layer mixes, see ``KNNAttention``."""
         self.begun = 0.0
         """When the last search began."""
         self._split = 0
@@ -202,18 +202,6 @@ class DocumentTokens:
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """See ``RecentTokens``; the document does not change."""
         self.own.append(tokens, keys, values)
-
-
-class HeardTokens(DocumentTokens):
-    """Keeps the last queries that were asked."""
-
-    queries: Tensor
-    """``[B, H, T, D]``"""
-
-    def search(self, queries: Tensor, top_k: int) -> Neighbours:
-        """See ``DocumentTokens``."""
-        self.queries = queries
-        return super().search(queries, top_k)
 
 
 @torch.no_grad()
