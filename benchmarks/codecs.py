@@ -23,11 +23,11 @@ from torch import Tensor
 import memstore
 from memstore.eval import needles
 from memstore.eval.filler import load_filler
-from memstore.eval.models import PASSKEY, load_drt, shipped_model
 from memstore.eval.resources import hardware
 from memstore.eval.run import Plan, evaluate
 from memstore.memory.spec import CODECS
 from memstore.models.drt.reader import memory_spec
+from memstore.readers import kinds
 from memstore.readers.stock.attached import Attached
 from memstore.store.codecs import codec_named
 from memstore.tools.ask import answer
@@ -175,7 +175,7 @@ def ask_needles(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[st
 
 def passkey(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passkeys that the DRT of the package finds in filler."""
-    model, tokenizer = load_drt(shipped_model(PASSKEY))
+    model, tokenizer = kinds.load_model(kinds.shipped_model(kinds.PASSKEY))
     filler = load_filler(tokenizer, at_most=2 * options.passkey_tokens)
     plan = Plan(task="passkey", lengths=[options.passkey_tokens], samples=options.samples, reuse=True)
     for codec in options.codecs:

@@ -24,12 +24,12 @@ from torch import Tensor
 import memstore
 from memstore.eval.filler import load_filler
 from memstore.eval.landmark import attention_size, check, retrieved, truncated, whole
-from memstore.eval.models import load_model
 from memstore.eval.readers import memory_spec
 from memstore.eval.resources import hardware
 from memstore.eval.run import Plan, evaluate
 from memstore.memory import Retrieval
 from memstore.models.landmark import make_landmark
+from memstore.readers.kinds import load_model
 from memstore.tools.models import encode
 from memstore.tools.models import load_model as load_stock
 

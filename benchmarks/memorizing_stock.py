@@ -24,8 +24,8 @@ from transformers import DynamicCache
 
 from memstore.attention.knn_memory import RecentTokens
 from memstore.eval.memorizing import paired
-from memstore.eval.models import load_token_memory
 from memstore.models.memorizing import KNNMemory, knn_memory_of
+from memstore.readers.kinds import load_model
 from memstore.tools.models import encode
 
 SIZES = (0, 512, 1536, 8192, 65_536)
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each document at most")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    model, tokenizer = load_token_memory(options.model)
+    model, tokenizer = load_model(options.model)
     paths = sorted(options.text.glob("*.txt"))
     documents = {
         path.stem: torch.tensor(encode(tokenizer, path.read_text("utf-8"))[: options.tokens]) for path in paths

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from memstore.eval.filler import load_filler
-from memstore.eval.models import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model
 from memstore.eval.readers import memory_spec, open_reader
 from memstore.eval.tasks import Phrases, make, plant
 from memstore.memory import Memory, Recorder, open_memory
+from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model
 from memstore.readers.reader import DocumentReader
 
 

@@ -29,6 +29,7 @@ from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
 from memstore.eval.memorizing import WINDOW, document_losses, emptied, stock_losses
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
+from memstore.readers.kinds import MEMORIZING, kind_of
 
 KINDS = ("far", "near", "new", "other")
 """Words last read out of reach, words last read within it, words that the document did not have yet, and the rest."""
@@ -112,7 +113,8 @@ def lookup(
     text is read three times, twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds
     nothing, and for a text of one token.
     """
-    reading: _Memorizing | _Stock = _Memorizing(model) if isinstance(model, MemorizingForCausalLM) else _Stock(model)
+    own: Any = model
+    reading: _Memorizing | _Stock = _Memorizing(own) if kind_of(model) is MEMORIZING else _Stock(own)
     size = reading.memory_size if memory_size is None else memory_size
     if reading.layer is None or size < 1:
         raise InvalidArgument(f"nothing is looked up with memory_layer={reading.layer} and {size} tokens")

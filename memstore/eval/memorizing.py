@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
 from memstore.models.memorizing import KNNMemory, MemorizingCache, MemorizingForCausalLM, knn_memory_of
+from memstore.readers.kinds import MEMORIZING, kind_of
 
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
 """The paper's memories, in tokens."""
@@ -74,7 +75,7 @@ def by_memory_size(
     longest = max(map(len, documents))
     starts = sorted({1, *(each for each in positions if 1 < each < longest)})
     parts = list(zip(starts, [*starts[1:], longest], strict=True))
-    read: Any = document_losses if isinstance(model, MemorizingForCausalLM) else stock_losses
+    read: Any = document_losses if kind_of(model) is MEMORIZING else stock_losses
     first: list[Tensor] | None = None
     for size in sizes:
         losses = [read(model, tokens, size, advance).double() for tokens in documents]
@@ -163,5 +164,5 @@ def _check(model: MemorizingForCausalLM | PreTrainedModel, documents: Sequence[T
         raise InvalidArgument(f"a text has {shortest} tokens; at least 2 are needed. Name a longer text")
     if not sizes or min(sizes) < 0:
         raise InvalidArgument(f"sizes of a memory are numbers of tokens from 0 on, not {list(sizes)}")
-    if isinstance(model, MemorizingForCausalLM) and model.config.memory_layer is None and max(sizes):
+    if kind_of(model) is MEMORIZING and model.config.memory_layer is None and max(sizes):
         raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): its only size is 0")

@@ -14,6 +14,7 @@ import typer
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
+from memstore.readers import kinds
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
 from memstore.tools.compact import compact
@@ -31,7 +32,7 @@ from memstore.tools.index import index
 from memstore.tools.interrupts import pressed
 from memstore.tools.limit import limit
 from memstore.tools.ls import ls
-from memstore.tools.models import DRT, is_drt
+from memstore.tools.models import DRT, kind_named
 from memstore.tools.options import Dtype, Threads, use_threads
 from memstore.tools.output import Json, Report, verb
 from memstore.tools.pin import pin, unpin
@@ -87,8 +88,8 @@ def demo(
     In Python: memstore.models.drt.Reader, or memstore.attach for a stock model.
     """
     use_threads(threads)
-    if model == DRT or is_drt(model):
-        from memstore.eval.models import PASSKEY, shipped_model
+    if model == DRT or kind_named(model) is kinds.DRT:
+        from memstore.readers.kinds import PASSKEY, shipped_model
         from memstore.tools import demo_drt
 
         if dtype not in ("auto", "float32"):

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
+from pkgutil import resolve_name
 from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.readers.kinds import DRT, KNN, LANDMARK, MEMORIZING, STOCK
 from memstore.tools.failures import Interrupted
-from memstore.tools.models import (
-    OWN_KINDS,
-    SMOLLM2,
-    check_device,
-    encode,
-    own_kind,
-    quiet_transformers,
-    resolve_model,
-)
+from memstore.tools.models import encode, kind_named, load_model
 from memstore.tools.trust import remember
 
 if TYPE_CHECKING:
@@ -30,7 +23,6 @@ if TYPE_CHECKING:
     from memstore.readers.reader import DocumentReader
     from memstore.tools.output import Page
 
-DRT, LANDMARK, MEMORIZING = OWN_KINDS
 SHOWN = 8
 """Blocks that are told with an answer at most."""
 LEAST = 0.001
@@ -39,12 +31,7 @@ LEAST = 0.001
 
 def is_own(name: str | None) -> TypeGuard[str]:
     """Whether the model called ``name`` brings its own way to a memory. Nothing is fetched to find out."""
-    return kind_named(name) is not None
-
-
-def kind_named(name: str | None) -> str | None:
-    """The kind of the model called ``name``, one of ``OWN_KINDS``; None for a stock model. Nothing is fetched."""
-    return None if name in (None, SMOLLM2) else own_kind(resolve_model(name))
+    return name is not None and kind_named(name) is not STOCK
 
 
 class OwnModel:
@@ -52,35 +39,31 @@ class OwnModel:
 
     def __init__(self, name: str, *, device: str = "cpu", dtype: str | None = None) -> None:
         """Raises ``InvalidArgument`` for options that are for stock models, and what loading a model does."""
-        from memstore.eval import models
-
-        self.name = name
-        folder = Path(resolve_model(name))
-        self.kind = own_kind(str(folder)) or ""
-        if dtype not in (None, "auto", "float32"):
-            raise InvalidArgument(f"a {self.words} computes in float32; --dtype {dtype} is for stock models.")
-        check_device(device)
-        load = models.load_memorizing if self.kind == MEMORIZING else models.load_model
+        self.name, self.kind = name, kind_named(name)
+        if self.kind is KNN:
+            raise UnsupportedModel(
+                f"{name} is a stock model with a memory of tokens of its own, and attaching another would leave that "
+                "one out: memstore eval perplexity and eval lookup use it, and in Python "
+                "memstore.models.memorizing.load_knn_memory does"
+            )
         self.model: Any
-        with quiet_transformers():
-            self.model, self.tokenizer = load(folder, device)
+        self.model, self.tokenizer = load_model(name, dtype or "auto", device=device)
 
     @property
     def words(self) -> str:
         """What people call its kind."""
-        return OWN_KINDS[self.kind]
+        return self.kind.name
 
     def reader(self, memory: Memory | str, document: str, **options: Any) -> DocumentReader:
         """Its Reader, which compares tokenizers where ``memory`` knows one.
 
         Raises ``ForeignMemory``, and what ``memstore.open`` raises.
         """
-        from memstore.models import drt, landmark, memorizing
-
-        kinds: dict[str, Any] = {DRT: drt.Reader, LANDMARK: landmark.Reader, MEMORIZING: memorizing.Reader}
         compared = isinstance(memory, str) or memory.spec.fingerprint.tokenizer is not None
         tokenizer = self.tokenizer if compared else None
-        reader: DocumentReader = kinds[self.kind](self.model, memory, document, tokenizer=tokenizer, **options)
+        reader: DocumentReader = resolve_name(self.kind.reader)(
+            self.model, memory, document, tokenizer=tokenizer, **options
+        )
         return reader
 
     def text(self, tokens: Any) -> str:
@@ -95,7 +78,7 @@ class OwnModel:
         Raises ``InvalidArgument``.
         """
         options: dict[str, Any] = {} if codec is None else {"codec": codec}
-        if self.kind == MEMORIZING:
+        if self.kind is MEMORIZING:
             if codec is not None:
                 raise InvalidArgument(f"a {self.words} keeps single tokens as they are: leave --codec out.")
             options["block_size"] = block_size or (None if spec is None else spec.block_size)
@@ -109,7 +92,7 @@ class OwnModel:
         """The option of its Reader, or of a cache, for a number of blocks. Raises ``InvalidArgument``."""
         if top_k is None:
             return {}
-        if self.kind != LANDMARK:
+        if self.kind is not LANDMARK:
             raise InvalidArgument(
                 f"a {self.words} retrieves as much as it was trained with ({self.model.config.retrieval_top_k}): "
                 "leave --top-k out."
@@ -147,7 +130,7 @@ class OwnModel:
         A block of a DRT retrieves for the next one. So the question's last token is made the first of a block, and the
         block before it, which retrieves for the answer, is made to begin after what was read.
         """
-        if self.kind != DRT:
+        if self.kind is not DRT:
             return []
         size = self.model.config.tokens_per_block
         count = -(read + asked - 1) % size

@@ -10,9 +10,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.readers.kinds import DRT, MEMORIZING, STOCK
 from memstore.tools.ask import Dtype, Question, document_name
-from memstore.tools.ask_models import DRT, MEMORIZING, OwnModel, kind_named
-from memstore.tools.models import Loaded, encode, load_recorded
+from memstore.tools.ask_models import OwnModel
+from memstore.tools.models import Loaded, encode, kind_named, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.trust import chosen_name
@@ -107,7 +108,7 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     name = document_name(opened, asked.document)
     chosen = chosen_name(opened, asked.model)
-    if kind_named(chosen) is None:
+    if kind_named(chosen) is STOCK:
         loaded = load_recorded(opened, chosen, asked.dtype, device=asked.device)
         ids = encode(loaded.tokenizer, asked.question)
         return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
@@ -134,14 +135,14 @@ def _audit_attached(
 
 def _audit_own(opened: Memory, own: OwnModel, name: str, asked: Asked) -> Audit:
     ids, model = encode(own.tokenizer, asked.question), own.model
-    if own.kind == DRT:
+    if own.kind is DRT:
         from memstore.eval.audit_drt import audit_drt
 
         model.config.retrieval_top_k = asked.top_k or model.config.retrieval_top_k
         drt: Any
         with own.reader(opened, name) as drt:
             return audit_drt(drt, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
-    if own.kind == MEMORIZING:
+    if own.kind is MEMORIZING:
         from memstore.eval.audit_memorizing import audit_memorizing
 
         memorizing: Any

@@ -20,7 +20,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, MemstoreError
-from memstore.eval.models import load_drt
+from memstore.readers.kinds import DRT, load_model
 from memstore.tools.models import quiet_transformers
 from memstore.tools.trust import remember
 
@@ -76,7 +76,7 @@ def _read(
     from memstore.models.drt.reader import Reader, memory_spec
 
     with quiet_transformers():
-        model, tokenizer = load_drt(weights)
+        model, tokenizer = load_model(weights, only=(DRT,))
     filler = load_filler(tokenizer, at_most=tokens)
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
@@ -141,7 +141,7 @@ def answer_questions(
     use_threads(threads)
     begun = time.perf_counter()
     with quiet_transformers():
-        model, tokenizer = load_drt(Path(weights))
+        model, tokenizer = load_model(Path(weights), only=(DRT,))
     with open_memory(folder, mode="r") as memory:
         answers = [_answer(model, tokenizer, memory, name, values) for name, values in questions.items()]
     return {

@@ -73,8 +73,8 @@ class Setting:
         """Load the model, measure ``task``, draw the picture if there is to be one."""
         plan = self._plan(task, options)
         from memstore.eval.filler import check_files
-        from memstore.eval.models import PASSKEY, TWO_HOP
         from memstore.eval.picture import check_picture
+        from memstore.readers.kinds import PASSKEY, TWO_HOP
 
         check_files(self.filler or [])
         if self.picture is not None:
@@ -227,15 +227,15 @@ def perplexity(
     In Python: memstore.eval.perplexity, memstore.eval.landmark and memstore.eval.memorizing.
     """
     require_transformers()
-    from memstore.eval.models import LANDMARK, MEMORIZING, STOCK_MEMORY, kind_of, model_folder
+    from memstore.readers.kinds import KNN, LANDMARK, MEMORIZING, kind_in, model_folder
 
     options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
-    if model is not None and kind_of(folder := model_folder(model)) in (MEMORIZING, STOCK_MEMORY):
+    if model is not None and kind_in(folder := model_folder(model)) in (MEMORIZING, KNN):
         _refuse({**options, "lengths": lengths, "scored": scored}, "a Memorizing Transformer")
         return memory_table(read_documents(text), folder, memory_sizes, device=device, threads=threads, json=json)
     _refuse({"memory_sizes": memory_sizes}, "a DRT or a landmark model")
     content = read_text(text)
-    if model is not None and kind_of(folder := model_folder(model)) == LANDMARK:
+    if model is not None and kind_in(folder) is LANDMARK:
         if scored is not None:
             raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")
         wanted = parse_lengths(lengths or "512,2K,4K")
@@ -265,10 +265,10 @@ def _perplexity(
 ) -> Report:
     import torch
 
-    from memstore.eval.models import PASSKEY
     from memstore.eval.perplexity import perplexity as measure
     from memstore.eval.perplexity import places
     from memstore.memory.ingest import progress_bar
+    from memstore.readers.kinds import PASSKEY
 
     name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
     tokens = torch.tensor(encode(tokenizer, content))
@@ -304,9 +304,9 @@ def generate(
     """
     require_transformers()
     from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
-    from memstore.eval.models import PASSKEY
     from memstore.eval.pairs import read_pairs
     from memstore.memory.ingest import progress_bar
+    from memstore.readers.kinds import PASSKEY
 
     rouge_scorer()  # before hours of generating
     found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)
@@ -349,13 +349,13 @@ def _load(
     folder: Path | None, shipped: str, device: str, threads: int | None, *, any_kind: bool = False
 ) -> tuple[str, Any, Any]:
     """Name, model and tokenizer: of a DRT, or of ``any_kind``."""
-    from memstore.eval.models import load_drt, load_model, model_folder, shipped_model
+    from memstore.readers.kinds import DRT, LANDMARK, load_model, model_folder, shipped_model
 
     use_threads(threads)
     check_device(device)
-    load = load_model if any_kind else load_drt
+    source = shipped_model(shipped) if folder is None else model_folder(folder)
     with quiet_transformers():
-        model, tokenizer = load(shipped_model(shipped) if folder is None else model_folder(folder), device)
+        model, tokenizer = load_model(source, device, only=(DRT, LANDMARK) if any_kind else (DRT,))
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
 
 

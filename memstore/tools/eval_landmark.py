@@ -119,7 +119,7 @@ def _all_lengths(
 
 
 def _load(folder: Path, device: str) -> tuple[Any, Any]:
-    from memstore.eval.models import load_model
+    from memstore.readers.kinds import load_model
 
     with quiet_transformers():
         return load_model(folder, device)
@@ -127,16 +127,16 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
 
 def _baseline(name: Path, own: Path, config: Any, device: str) -> Any:
     """The model called ``name``, if its perplexity can be compared with that of the model in ``own``."""
-    from memstore.eval.models import LANDMARK, kind_of
-    from memstore.models.landmark.convert import STOCK, make_landmark
+    from memstore.models.landmark.convert import make_landmark
+    from memstore.readers.kinds import LANDMARK, STOCK, kind_in
 
     folder = Path(resolve_model(str(name)))
-    kind = kind_of(folder)
-    if kind not in (LANDMARK, *STOCK):
+    kind = kind_in(folder)
+    if kind not in (LANDMARK, STOCK):
         raise UnsupportedModel(f"{name} is no baseline: train one with memstore train landmark --attention full")
     if (folder / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
         raise InvalidArgument(f"{name} has another tokenizer than {own}: their perplexities cannot be compared")
-    if kind == LANDMARK:
+    if kind is LANDMARK:
         return _load(folder, device)[0]
     stock, _ = load_model(str(folder), "float32", device=device)
     return make_landmark(stock, attention="full", block_size=config.block_size)

@@ -60,8 +60,8 @@ def lookup(
     In Python: memstore.eval.lookup.lookup.
     """
     from memstore.eval.lookup import lookup as look_up
-    from memstore.eval.models import load_token_memory, model_folder
     from memstore.memory.ingest import progress_bar
+    from memstore.readers.kinds import KNN, MEMORIZING, load_model, model_folder
 
     require_transformers()
     size = tokens_of("--memory-size", memory_size, least=1)
@@ -69,7 +69,7 @@ def lookup(
     use_threads(threads)
     check_device(device)
     with quiet_transformers():
-        loaded, tokenizer = load_token_memory(model_folder(model), device)
+        loaded, tokenizer = load_model(model_folder(model), device, only=(MEMORIZING, KNN))
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
         found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
@@ -84,14 +84,14 @@ def memory_table(
     import torch
 
     from memstore.eval.memorizing import SIZES, by_memory_size, fitting
-    from memstore.eval.models import load_token_memory
     from memstore.memory.ingest import progress_bar
+    from memstore.readers.kinds import KNN, MEMORIZING, load_model
 
     chosen = None if sizes is None else parse_sizes(sizes)
     use_threads(threads)
     check_device(device)
     with quiet_transformers():
-        model, tokenizer = load_token_memory(folder, device)
+        model, tokenizer = load_model(folder, device, only=(MEMORIZING, KNN))
     documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
     total = sum(map(len, documents))
     if chosen is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
+from memstore.readers.kinds import KNN, PASSKEY, STOCK, Kind, kind_in, model_folder
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +23,6 @@ SMOLLM2 = "smollm2"
 DRT = "drt"
 """The DRT of the demo, which comes with the package; like the other models there it has a name of its own too."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OWN_KINDS = {
-    "memstore-drt": "DRT",
-    "memstore-landmark": "landmark model",
-    "memstore-memorizing": "Memorizing Transformer",
-}
-"""Models that bring their own way to a memory, by what their configurations call them."""
 
 
 class Loaded(NamedTuple):
@@ -58,8 +52,6 @@ def resolve_model(name: str) -> str:
 
 def shipped_folder(name: str) -> Path | None:
     """The folder of the model of this name that comes with the package, or None."""
-    from memstore.eval.models import PASSKEY, model_folder
-
     given = Path(PASSKEY if name == DRT else name)
     folder = model_folder(given)
     return folder if folder != given.expanduser() else None
@@ -74,45 +66,27 @@ def lasting_name(name: str) -> str:
     return path.name if shipped_folder(path.name) == path else str(path)
 
 
-def own_kind(source: str) -> str | None:
-    """What the model in a folder is if it brings its own way to a memory, such as "memstore-drt"; None for others."""
-    kind = _config(source).get("model_type")
-    return kind if kind in OWN_KINDS else None
-
-
-def _config(source: str) -> dict[str, Any]:
-    """What ``config.json`` of a model in a folder says; nothing where there is none, or none that can be read."""
-    try:
-        config = json.loads((Path(source) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def is_drt(name: str) -> bool:
-    """Whether ``name`` is the folder of a DRT."""
-    return own_kind(name) == "memstore-drt"
+def kind_named(name: str) -> Kind:
+    """The kind of the model called ``name``. Nothing is fetched to find out: what is not here is a stock model."""
+    if name == SMOLLM2:
+        return STOCK
+    source = resolve_model(name)
+    return kind_in(source) if Path(source).is_dir() else STOCK
 
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
-    """Load the model called ``name``, in evaluation mode, with its tokenizer."""
-    from memstore.eval.models import STOCK_MEMORY
+    """Load the model called ``name``, of whatever kind, in evaluation mode, with its tokenizer."""
+    from memstore.readers import kinds
 
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
-    source = resolve_model(name)
-    if kind := own_kind(source):
-        raise UnsupportedModel(
-            f"{name} is a {OWN_KINDS[kind]}, which brings its own way to a memory: memstore read and ask use it, and "
-            "in Python its Reader does"
-        )
-    if _config(source).get(STOCK_MEMORY):
-        raise UnsupportedModel(
-            f"{name} is a stock model with a memory of tokens of its own, and attaching another would leave that one "
-            "out: memstore eval perplexity and eval lookup use it, and in Python "
-            "memstore.models.memorizing.load_knn_memory does"
-        )
+    source, kind = resolve_model(name), kind_named(name)
+    if kind is not STOCK:
+        if dtype not in ("auto", "float32"):
+            raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
+        with quiet_transformers():
+            return Loaded(*kinds.load_model(Path(source), device))
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision, trust_remote_code=False)
     return Loaded(model.eval().to(device), load_tokenizer(name))
@@ -150,7 +124,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     transformers = require_transformers()
     source = resolve_model(name)
     # Configurations of our own kinds may not be registered yet, and their tokenizers are all of one class.
-    loader = transformers.PreTrainedTokenizerFast if own_kind(source) else transformers.AutoTokenizer
+    stock = kind_named(name) in (STOCK, KNN)
+    loader = transformers.AutoTokenizer if stock else transformers.PreTrainedTokenizerFast
     with _loading(name), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, trust_remote_code=False)
     return tokenizer

@@ -11,9 +11,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools.ask_models import OwnModel, kind_named
+from memstore.readers.kinds import STOCK
+from memstore.tools.ask_models import OwnModel
 from memstore.tools.bars import index_bar
-from memstore.tools.models import encode, load_recorded
+from memstore.tools.models import encode, kind_named, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.show import decode
@@ -127,8 +128,7 @@ def search_text(
     name = chosen_name(memory, model)
     if not text.strip():
         raise InvalidArgument("--text is empty. Give the words to search with.")
-    kind = kind_named(name)
-    if kind is not None:
+    if kind_named(name) is not STOCK:
         return _by_reader(memory, text, documents, OwnModel(name, device=device, dtype=dtype), layer, top_k)
     loaded = load_recorded(memory, name, dtype, device=device)
     attach = memstore.attach(

@@ -204,10 +204,11 @@ def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
+    from memstore.readers.kinds import kind_in
     from memstore.train.family import LANDMARK
-    from memstore.train.start import kind_of, load_config
+    from memstore.train.start import load_config
 
-    if kind_of(init) == LANDMARK.config.model_type:
+    if kind_in(init) is LANDMARK.kind:
         config = load_config(init, LANDMARK)
         there = {option: getattr(config, name) for option, name in _MODEL.items()}
     else:  # a stock model, which gets landmarks now and keeps its words

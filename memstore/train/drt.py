@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
-from memstore.eval.models import shipped_model
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
+from memstore.readers.kinds import shipped_model
 from memstore.train import corpora, segments
 from memstore.train.family import DRT, LANDMARK, Family
 from memstore.train.needles import Rows
@@ -184,7 +184,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
     size, seed = start.config.tokens_per_block, recipe.optimisation.seed
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
     data = Rows(recipe, tokenizer, tokens, size, batches, seed)
-    assert start.family.needle_trainer is not None, f"no recipe trains a {start.family.name}"
+    assert start.family.needle_trainer is not None, f"no recipe trains a {start.family.kind.name}"
     trainer = start.family.needle_trainer(
         recipe,
         opened.run,

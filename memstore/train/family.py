@@ -16,6 +16,8 @@ from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark.convert import make_landmark, with_adapters
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
+from memstore.readers import kinds
+from memstore.readers.kinds import Kind
 from memstore.train.landmark import LandmarkNeedleTrainer, LandmarkTextTrainer
 from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer, NeedleTrainer
@@ -25,8 +27,7 @@ from memstore.train.trainer import AnswerTrainer, MemoryTrainer, NeedleTrainer
 class Family:
     """One kind of model."""
 
-    name: str
-    """As messages call it."""
+    kind: Kind
     config: type[Any]
     """Its configuration, which has presets, ``block_size`` and ``tokens_per_block``."""
     model: type[Any]
@@ -55,9 +56,9 @@ def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM
     return made
 
 
-DRT = Family("DRT", DRTConfig, DRTForCausalLM, MemoryTrainer, NeedleTrainer)
+DRT = Family(kinds.DRT, DRTConfig, DRTForCausalLM, MemoryTrainer, NeedleTrainer)
 LANDMARK = Family(
-    "landmark model",
+    kinds.LANDMARK,
     LandmarkConfig,
     LandmarkForCausalLM,
     LandmarkTextTrainer,
@@ -65,6 +66,4 @@ LANDMARK = Family(
     landmark_of_stock,
     with_adapters,
 )
-MEMORIZING = Family(
-    "Memorizing Transformer", MemorizingConfig, MemorizingForCausalLM, MemorizingTrainer, needle_trainer=None
-)
+MEMORIZING = Family(kinds.MEMORIZING, MemorizingConfig, MemorizingForCausalLM, MemorizingTrainer, needle_trainer=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.landmark.convert import lora_config
+from memstore.readers.kinds import kind_in
 from memstore.train.family import DRT, Family
 from memstore.train.run import Run
 
@@ -113,7 +113,7 @@ def starting(
         chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
         chosen.vocab_size = chosen.vocab_size if size is None else size
         return Start(chosen, init, tokenizer, family)
-    if family.adopt is not None and kind_of(init) != family.config.model_type:
+    if family.adopt is not None and kind_in(init) is not family.kind:
         with quiet():
             adopted = family.adopt(init, **(changes or {}))
         return Start(adopted.config, init, tokenizer, family, adopted, lora)
@@ -130,7 +130,7 @@ def starting(
 
 def _check_lora(rank: int, init: Folder | None, family: Family) -> None:
     if family.adapt is None:
-        raise InvalidArgument(f"a {family.name} is trained whole, without adapters; leave lora out")
+        raise InvalidArgument(f"a {family.kind.name} is trained whole, without adapters; leave lora out")
     if init is None:
         raise InvalidArgument("lora trains adapters of a model that is there: name its folder with --init")
     lora_config(rank)
@@ -188,23 +188,10 @@ def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
 
 def load_config(folder: Folder, family: Family = DRT) -> Any:
     """The configuration of the model in ``folder``. Raises ``InvalidArgument`` for one of another ``family``."""
-    kind = kind_of(folder)
-    wanted = family.config.model_type
-    if kind != wanted:
-        raise InvalidArgument(f"the model in {folder} is of the type {kind!r}, not a {family.name} ({wanted!r})")
+    kind = kind_in(folder)
+    if kind is not family.kind:
+        raise InvalidArgument(f"the model in {folder} is a {kind.name}, not a {family.kind.name}")
     return family.config.from_pretrained(folder)
-
-
-def kind_of(folder: Folder) -> str | None:
-    """The type that the configuration in ``folder`` says."""
-    path = Path(folder) / "config.json"
-    if not path.exists():
-        raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
-    try:
-        kind: str | None = json.loads(path.read_text("utf-8")).get("model_type")
-    except (ValueError, AttributeError):
-        raise InvalidArgument(f"{path} is no configuration: a JSON object was expected") from None
-    return kind
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:

@@ -9,9 +9,9 @@ import pytest
 
 import memstore
 from memstore.eval.filler import Filler, load_filler
-from memstore.eval.models import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 from memstore.eval.readers import memory_spec
 from memstore.eval.run import Plan, evaluate
+from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 
 MOST_BYTES = 3_500_000
 FEWEST_RIGHT = 7

@@ -14,11 +14,11 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import needle_blocks
 from memstore.eval.filler import load_filler
-from memstore.eval.models import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 from memstore.eval.readers import memory_spec, open_reader
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.memory import Retrieval
 from memstore.models.landmark import Reader
+from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 
 TOKENS = 4_000
 

@@ -9,9 +9,8 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import needle_blocks
-from memstore.eval.models import PASSKEY, load_drt, shipped_model
+from memstore.readers.kinds import DRT, PASSKEY, kind_in, load_model, shipped_model
 from memstore.tools import demo_drt
-from memstore.tools.models import is_drt
 from tests.eval.drts import save_drt
 from tests.tools.conftest import Cli
 
@@ -22,7 +21,7 @@ def test_every_volume_is_read_and_asked_in_a_new_process(
     tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_drt(tmp_path / "model")
-    assert is_drt(str(model))
+    assert kind_in(model) is DRT
     result = demo_drt.run(model, threads=1, tokens=TOKENS, keep=tmp_path / "m")
     assert result["tokens_read"] == TOKENS
     assert result["reopened_in_new_process"] is True
@@ -40,7 +39,7 @@ def test_the_traces_of_a_kept_demo_name_the_blocks_that_hold_the_passkeys(tmp_pa
     assert result["passkeys_found"] == demo_drt.VOLUMES
     with memstore.open(folder, mode="r") as memory:
         assert [trace.number for trace in memory.traces.list()] == [each["trace"] for each in result["answers"]]
-        _, tokenizer = load_drt(shipped_model(PASSKEY))
+        _, tokenizer = load_model(shipped_model(PASSKEY))
         for answer in result["answers"]:
             trace = memory.traces.get(answer["trace"])
             assert trace.info["question"] == "|What is the passkey? The passkey is:"

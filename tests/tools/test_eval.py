@@ -103,7 +103,7 @@ def test_answers_are_generated_and_judged(cli: Cli, drt: Path, tmp_path: Path) -
     [
         (["passkey", "--model", "{missing}"], 3, "no model folder {missing}"),
         (["passkey", "--model", "{folder}"], 2, "no config.json"),
-        (["passkey", "--model", "{llama}"], 5, "is a llama, not a DRT"),
+        (["passkey", "--model", "{llama}"], 5, "is a stock model, not a DRT"),
         (["passkey", "--model", "{bare}"], 3, "no tokenizer.json"),
         (["passkey", "--model", "{drt}", "--lengths", "20"], 2, "too short for its needles"),
         (["two-hop", "--model", "{drt}", "--lengths", "20"], 2, "too short for its needles"),
@@ -153,7 +153,7 @@ def test_bad_input_is_told_in_short(
 
 
 def test_a_model_that_is_not_in_the_package_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("memstore.eval.models.files", lambda package: tmp_path)
+    monkeypatch.setattr("memstore.readers.kinds.files", lambda package: tmp_path)
     done = cli("eval", "two-hop")
     assert done.code == 3
     assert "without its model 'two-hop'. Name the folder of one with --model" in done.err

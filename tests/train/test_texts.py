@@ -281,7 +281,7 @@ def test_the_settings_of_a_run_are_written_beside_the_model(trained: Trained) ->
 
 def test_another_kind_of_model_cannot_be_started_from(text: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InvalidArgument, match="is of the type 'llama', not a DRT"):
+    with pytest.raises(InvalidArgument, match="is a stock model, not a DRT"):
         train_on_texts([text], tmp_path / "run", init=tmp_path)
 
 

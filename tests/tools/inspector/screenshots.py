@@ -73,7 +73,7 @@ def main(made: Path | None = None) -> None:
         os.chdir(folder if made is None else made.parent)  # so that the page names the memory as a user would
         path = Path("demo.mem" if made is None else made.name)
         if made is None:
-            from memstore.eval.models import PASSKEY, shipped_model
+            from memstore.readers.kinds import PASSKEY, shipped_model
 
             demo_drt.run(shipped_model(PASSKEY), json=True, keep=path)
         with memstore.open(path, mode="r") as memory:

@@ -1,0 +1,165 @@
+"""The kinds of models: what people call each, how it is loaded, and what reads with it.
+
+The only place that asks of which kind a model is. Everything is named, not imported: an adopter of a memory needs none
+of the models here, and whoever loads one needs no other.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
+
+PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
+"""Models that come with the package: two DRTs, and a landmark model."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of model."""
+
+    name: str
+    """As messages call it, with an article before it."""
+    key: str | None
+    """What configurations call it; None where they may call it anything."""
+    loader: str
+    """Where the function is that loads a folder, as ``pkgutil.resolve_name`` takes it."""
+    reader: str
+    """Where its ``Reader`` is."""
+    train: str = "memstore train"
+    """The command that makes one."""
+
+    def load(self, folder: str | Path, **options: Any) -> Any:
+        """The model in ``folder``; ``options`` are those of ``from_pretrained``. Raises what transformers raises."""
+        loaded = resolve_name(self.loader)(folder, **options)
+        return loaded[0] if isinstance(loaded, tuple) else loaded
+
+
+DRT = Kind(
+    "DRT",
+    "memstore-drt",
+    "memstore.models.drt:DRTForCausalLM.from_pretrained",
+    "memstore.models.drt.reader:Reader",
+    "memstore train drt",
+)
+LANDMARK = Kind(
+    "landmark model",
+    "memstore-landmark",
+    "memstore.models.landmark:LandmarkForCausalLM.from_pretrained",
+    "memstore.models.landmark.reader:Reader",
+    "memstore train landmark",
+)
+MEMORIZING = Kind(
+    "Memorizing Transformer",
+    "memstore-memorizing",
+    "memstore.models.memorizing:MemorizingForCausalLM.from_pretrained",
+    "memstore.models.memorizing.reader:Reader",
+    "memstore train memorizing",
+)
+KNN = Kind(
+    "stock model with a memory of tokens",
+    "knn_memory",
+    "memstore.models.memorizing:load_knn_memory",
+    "memstore.models.memorizing.reader:StockReader",
+    "memstore train memorizing --init",
+)
+STOCK = Kind(
+    "stock model",
+    None,
+    "transformers:AutoModelForCausalLM.from_pretrained",
+    "memstore.readers.stock.attached:Attached",
+)
+KINDS = (DRT, LANDMARK, MEMORIZING, KNN, STOCK)
+
+
+def kind_of(model: Any) -> Kind:
+    """Of which kind a loaded model is."""
+    config = model.config
+    return _kind(getattr(config, "model_type", None), has_memory=hasattr(config, str(KNN.key)))
+
+
+def kind_in(folder: str | Path) -> Kind:
+    """Of which kind the model in ``folder`` is.
+
+    Raises ``NotFound`` where there is no such folder, ``InvalidArgument`` where it holds no model.
+    """
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise NotFound(f"no model folder {folder}. Name one that 'memstore train' or save_pretrained made.")
+    if not path.exists():
+        raise InvalidArgument(f"{folder} is not a model folder: it has no config.json.")
+    try:
+        config: Any = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidArgument(f"{path} is not a configuration: a JSON object was expected")
+    return _kind(config.get("model_type"), has_memory=KNN.key in config)
+
+
+def _kind(model_type: str | None, *, has_memory: bool) -> Kind:
+    if has_memory:  # a stock model of any type
+        return KNN
+    return next((kind for kind in KINDS if kind.key == model_type), STOCK) if model_type else STOCK
+
+
+def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:
+    """The model in ``folder``, in evaluation mode, and its tokenizer.
+
+    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, ``UnsupportedModel`` for one that is of none
+    of the kinds in ``only``, where some are named, and ``DamagedError``.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind = kind_in(folder)
+    if only and kind not in only:
+        wanted = " or a ".join(each.name for each in only)
+        train = only[0].train if len(only) == 1 else "memstore train"
+        raise UnsupportedModel(f"{folder} is a {kind.name}, not a {wanted}. Train one: {train}")
+    if not (folder / "tokenizer.json").exists():
+        raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
+    # AutoTokenizer knows a tokenizer by its model's configuration, which of our own kinds may not be registered yet.
+    tokenizers = AutoTokenizer if kind in (KNN, STOCK) else PreTrainedTokenizerFast
+    try:
+        model = kind.load(folder)
+        tokenizer = tokenizers.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        raise NotFound(f"the model {folder} cannot be loaded: {_first_line(error)}") from None
+    except (SafetensorError, ValueError) as error:
+        raise DamagedError(f"the model {folder} is damaged: {_first_line(error)}. Copy or train it again.") from None
+    if len(tokenizer) > model.config.vocab_size:
+        raise UnsupportedModel(
+            f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "
+            "they do not belong together"
+        )
+    model.eval()
+    model.to(device)
+    return model, tokenizer
+
+
+def shipped_model(name: str) -> Path:
+    """The folder of a model in the package. Raises ``NotFound`` where it is not there."""
+    folder = _shipped(name)
+    if not (folder / "config.json").exists():
+        raise NotFound(f"this copy of memstore comes without its model {name!r}. Name the folder of one with --model.")
+    return folder
+
+
+def model_folder(name: Path) -> Path:
+    """The folder called ``name``, or that of the model of this name in the package, where no such folder is."""
+    folder, shipped = name.expanduser(), _shipped(str(name))
+    return shipped if not folder.exists() and len(name.parts) == 1 and (shipped / "config.json").exists() else folder
+
+
+def _shipped(name: str) -> Path:
+    return Path(str(files("memstore"))) / "models" / "shipped" / name
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
