@@ -84,7 +84,8 @@ def check_files(files: Sequence[Path]) -> None:
 def _encoded(tokenizer: Any, pieces: Iterable[str]) -> Iterator[list[int]]:
     pieces = iter(pieces)
     while batch := list(islice(pieces, BATCH)):
-        yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        # Names of control tokens in a text are text.
+        yield from tokenizer(batch, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def _own_texts() -> Iterator[str]:

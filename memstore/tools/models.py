@@ -174,8 +174,9 @@ def computes_bfloat16() -> bool:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of ``text``, without special tokens and without a word about its length."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    """Token ids of a user's ``text``, without special tokens and without a word about its length."""
+    # A text may quote "<|endoftext|>"; as the control token of that name it would end what the model has understood.
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return ids
 
 

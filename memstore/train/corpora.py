@@ -112,7 +112,8 @@ def encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Ite
 
 
 def _encoded(batch: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
-    for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+    # Names of control tokens in a text are text.
+    for ids in tokenizer(batch, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]:
         if ids:
             yield np.array(ids, np.int32)
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.eval.filler import load_filler
 from memstore.tools import models
 from memstore.tools.models import encode, load_model, resolve_dtype, resolve_model
+from memstore.train.corpora import encoded
+from memstore.train.tokens import END_OF_TEXT, train_tokenizer
 
 
 def test_a_model_directory_loads_ready_to_read(model_folder: Path) -> None:
@@ -15,6 +18,17 @@ def test_a_model_directory_loads_ready_to_read(model_folder: Path) -> None:
     assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer.decode(encode(tokenizer, "Call me Ishmael.")) == "Call me Ishmael."
+
+
+def test_names_of_control_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    tokenizer, text = train_tokenizer(["one two"], 300), f"one {END_OF_TEXT} two"
+    found = [encode(tokenizer, text), *(ids.tolist() for ids in encoded([text], tokenizer))]
+    (tmp_path / "text.txt").write_text(text)
+    found.append(load_filler(tokenizer, [tmp_path / "text.txt"], at_most=100).tokens.tolist())
+    assert tokenizer.eos_token_id in tokenizer(text)["input_ids"], "or this test would say nothing"
+    for ids in found:
+        assert tokenizer.eos_token_id not in ids
+        assert tokenizer.decode(ids) == text
 
 
 def test_loading_is_quiet(model_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
