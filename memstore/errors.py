@@ -2,62 +2,104 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
+from typing import ClassVar, Literal, Self
+
+Remedy = Literal["restore", "repair", "limit"]
+
 
 class MemstoreError(Exception):
-    """Base of all memstore errors. The message says what was expected, what came, and what to do."""
+    """Base of all memstore errors. The message says what was expected, what came, and what to do.
+
+    Programs look at attributes, never at the message:
+
+    Attributes:
+        code: the kind of error, a word that stays the same, such as ``"damaged"``.
+        memory: path or url of the memory that the error is about; None where it is about none, or not known.
+        remedy: ``"restore"``: nothing helps but a copy. ``"repair"``: the message names its own command. ``"limit"``:
+            the limit of the memory is reached, not that of the disk. None: what the kind of error suggests.
+    """
+
+    code: ClassVar[str] = "failed"
+
+    def __init__(self, *args: object, memory: str | PathLike[str] | None = None, remedy: Remedy | None = None) -> None:
+        super().__init__(*args)
+        self.memory = None if memory is None else fspath(memory)
+        self.remedy = remedy
 
 
 class InvalidArgument(MemstoreError, ValueError):
     """An argument has a value that cannot work."""
 
+    code = "invalid"
+
 
 class NotFound(MemstoreError, FileNotFoundError):
     """No such memory, document or block."""
 
+    code = "not-found"
     __str__ = Exception.__str__
 
 
 class NotAMemory(MemstoreError, ValueError):
     """The path exists, but it does not hold a memory."""
 
+    code = "not-a-memory"
+
 
 class ForeignMemory(MemstoreError, ValueError):
     """The memory belongs to another model, another layout or a newer format: its states are not used."""
+
+    code = "foreign"
 
 
 class DamagedError(MemstoreError, OSError):
     """A stored value is not what was written. Nothing of it was used."""
 
+    code = "damaged"
     __str__ = Exception.__str__
 
 
 class MemoryInUse(MemstoreError, BlockingIOError):
     """Another process holds the memory for writing."""
 
+    code = "in-use"
     __str__ = Exception.__str__
 
 
 class ReadOnlyMemory(MemstoreError, PermissionError):
     """The memory, or the folder it lies in, cannot be written."""
 
+    code = "read-only"
     __str__ = Exception.__str__
+
+    @classmethod
+    def opened(cls, memory: str | PathLike[str]) -> Self:
+        """The error for writing to a ``memory`` that this process has open for reading."""
+        return cls(f"memory {memory} is open for reading; open it with mode='a' to write", memory=memory)
 
 
 class StoreFull(MemstoreError, OSError):
     """The disk or the quota is full. What was committed before stands."""
 
+    code = "full"
     __str__ = Exception.__str__
 
 
 class UnsupportedModel(MemstoreError, TypeError):
     """A memory cannot be attached to this model."""
 
+    code = "unsupported-model"
+
 
 class DifferentRun(MemstoreError, FileExistsError):
     """The folder holds a training run with other settings: nothing of it was touched."""
 
+    code = "different-run"
     __str__ = Exception.__str__
 
 
 class TrainingDiverged(MemstoreError, ArithmeticError):
     """The loss or the weights are no longer finite; training has stopped."""
+
+    code = "diverged"

@@ -43,6 +43,8 @@ class Finding:
     """Positions in the document that are concerned, first and last, both included."""
     table: str | None = None
     """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks`` or ``history``."""
+    remedy: str | None = None
+    """``"restore"``: nothing helps but a copy, see ``MemstoreError.remedy``."""
 
 
 @dataclass

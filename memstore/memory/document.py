@@ -348,7 +348,7 @@ class Document:
 
     def _check_writable(self) -> None:
         if self._shared.mode == "r" or self._shared.store.read_only:
-            raise ReadOnlyMemory(f"memory {self._shared.url} is open for reading; open it with mode 'a' to write.")
+            raise ReadOnlyMemory.opened(self._shared.url)
 
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:

@@ -38,7 +38,9 @@ def read_header(store: BlockStore, url: str) -> Header:
     except DamagedError as error:
         raise DamagedError(
             f"memory {url} has lost its header, without which nothing of it can be understood ({error}). "
-            "Restore it from a copy"
+            "Restore it from a copy",
+            memory=url,
+            remedy="restore",
         ) from error
     if records is None:
         raise NotAMemory(f"{url} has no header of a memory; it holds something else, or was made by hand.")

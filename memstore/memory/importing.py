@@ -104,7 +104,8 @@ def _import(folder: Path, entry: DocumentEntry, memory: Memory, count: Callable[
         if len(document) != entry.tokens or _differ(document.digest, entry.digest):
             raise DamagedError(
                 f"the export {folder} is damaged: document {entry.name!r} is not what its manifest says. Restore it "
-                "from a copy, or export again."
+                "from a copy, or export again.",
+                remedy="restore",
             )
     except DamagedError:
         memory.forget(staged)

@@ -15,7 +15,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory.state import KEEPING
 from memstore.store.checks import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
 from memstore.store.contract import BlockStore, Key, Record, Table
-from memstore.store.records import misplaced
+from memstore.store.records import Misplaced
 
 WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
 """What an append does that the limit has no room for: fail, or forget other documents, oldest or least read first."""
@@ -154,7 +154,7 @@ def _misplaced(store: BlockStore, key: Key) -> bool:
     try:
         store.get(key)
     except DamagedError as error:
-        return misplaced(error)
+        return isinstance(error, Misplaced)
     return False
 
 

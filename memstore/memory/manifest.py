@@ -114,7 +114,8 @@ def read_manifest(folder: Path) -> Manifest:
         if size != entry.nbytes:
             found = "is missing" if size is None else f"has {size:,} bytes of {entry.nbytes:,}"
             raise DamagedError(
-                f"the export {folder} is incomplete: {entry.name} {found}. Restore it from a copy, or export again."
+                f"the export {folder} is incomplete: {entry.name} {found}. Restore it from a copy, or export again.",
+                remedy="restore",
             )
     return manifest
 
@@ -126,7 +127,8 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
     except OSError as error:
         raise DamagedError(
             f"the export {folder} cannot be read: {entry.name}: {error.strerror}. Restore it from a copy, or export "
-            "again."
+            "again.",
+            remedy="restore",
         ) from None
     if len(content) != entry.nbytes or hashlib.sha256(content).hexdigest() != entry.sha256:
         raise damaged(folder, entry, "its SHA-256 is not that of the manifest")
@@ -162,7 +164,9 @@ def _parsed(path: Path) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         words = " ".join(str(error).split())[:100]
-        raise DamagedError(f"{path} is damaged: {words}. Restore it from a copy, or export again.") from None
+        raise DamagedError(
+            f"{path} is damaged: {words}. Restore it from a copy, or export again.", remedy="restore"
+        ) from None
 
 
 def _document(values: dict[str, Any]) -> DocumentEntry:

@@ -442,7 +442,7 @@ class Memory:
 
     def _check_writable(self) -> None:
         if self._read_only:
-            raise ReadOnlyMemory(f"memory {self.url} is open for reading; open it with mode 'a' to write.")
+            raise ReadOnlyMemory.opened(self.url)
 
 
 def _check_name(name: object) -> None:

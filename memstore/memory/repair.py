@@ -69,7 +69,9 @@ class Repair:
             if any(finding.kind == "crash" for finding in findings):
                 raise DamagedError(
                     f"memory {self._shared.url} cannot be repaired in place: the tree around its values is damaged. "
-                    f"To save what can still be read: memstore repair {quote(self._shared.url)} --to NEW"
+                    f"To save what can still be read: memstore repair {quote(self._shared.url)} --to NEW",
+                    memory=self._shared.url,
+                    remedy="repair",
                 )
             done = self._round(findings, cure, dry_run) if findings else []
             steps += done

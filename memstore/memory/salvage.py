@@ -76,7 +76,9 @@ def salvage(source: str | Path, target: str | Path) -> list[Saved]:
             return [Saved(**each) for each in child.saved]
         if child.at is None or child.at in skip or len(skip) == _MOST_CRASHES:
             raise DamagedError(
-                f"memory {source} cannot be read: the process that tried was ended {child.end}. Restore it from a copy"
+                f"memory {source} cannot be read: the process that tried was ended {child.end}. Restore it from a copy",
+                memory=source,
+                remedy="restore",
             )
         skip, again = {*skip, child.at}, child.made or again
 

@@ -99,7 +99,8 @@ class TraceFile:
         if not isinstance(error, sqlite3.OperationalError) or "no such" in str(error) or "malformed" in str(error):
             return DamagedError(
                 f"the traces of memory {self._url} are damaged ({error}). The memory itself does not need them: "
-                f"delete {self.path}, and record them again."
+                f"delete {self.path}, and record them again.",
+                remedy="repair",
             )
         kinds: dict[str, type[MemstoreError]] = {
             "SQLITE_BUSY": MemoryInUse,

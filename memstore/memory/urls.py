@@ -181,7 +181,9 @@ def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> O
     try:
         return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
     except DamagedError as error:  # which knows the tail alone, and that is no memory by itself
-        raise DamagedError(str(error).replace(quote(f"zarr:{tail}"), quote(url))) from error
+        raise DamagedError(
+            str(error).replace(quote(f"zarr:{tail}"), quote(url)), memory=url, remedy=error.remedy
+        ) from error
     except OSError as error:
         if isinstance(error, MemstoreError):
             raise

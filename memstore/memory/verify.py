@@ -33,7 +33,7 @@ def check(store: BlockStore) -> list[Finding]:
         try:
             findings = Audit(store).run()
         except MemstoreError as error:
-            return [Finding(kind="damaged", message=str(error))]
+            return [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
         # A writer may have moved on in the middle: then values of different commits were compared.
         if not findings or store.version() == version:
             return findings
@@ -81,7 +81,7 @@ def main(path: str) -> None:
     try:
         store = open_unchecked(path)  # a scan says more of a damaged tree than that it is damaged
     except MemstoreError as error:
-        findings = [Finding(kind="damaged", message=str(error))]
+        findings = [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
     else:
         findings = [*check(store), *damaged_indexes(path)]
         store.close()

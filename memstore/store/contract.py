@@ -297,5 +297,6 @@ def beyond_limit(max_bytes: int, needed: int) -> StoreFull:
     """The error for a batch that a limit has no room for."""
     return StoreFull(
         f"the memory's limit of {max_bytes:,} bytes has no room for this batch: with it there would be {needed:,}; "
-        "nothing of it was stored, what was committed before stands. Forget documents, or raise the limit"
+        "nothing of it was stored, what was committed before stands. Forget documents, or raise the limit",
+        remedy="limit",
     )

@@ -105,7 +105,8 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
 def _forked(folder: Path, parent: int) -> MemoryInUse:
     return MemoryInUse(
         f"memory {folder} was open in process {parent} when it forked this process, {os.getpid()}, and LMDB cannot be "
-        "used across a fork; open the memory after forking, or start processes with the 'spawn' method"
+        "used across a fork; open the memory after forking, or start processes with the 'spawn' method",
+        memory=folder,
     )
 
 
@@ -184,7 +185,9 @@ def _identity(data: Path) -> tuple[int, int, int]:
             raise unfinished(data.parent) from None
         raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}") from None
     except PermissionError:
-        raise ReadOnlyMemory(f"{data.parent} cannot be looked into: permission denied; change that") from None
+        raise ReadOnlyMemory(
+            f"{data.parent} cannot be looked into: permission denied; change that", memory=data.parent
+        ) from None
     except OSError as error:  # a name that is too long, links in a circle
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
     if facts.st_size < _FIRST_PAGES:
@@ -207,7 +210,9 @@ def check_not_lost(folder: Path) -> None:
     if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():  # which is made before the reserve
         raise DamagedError(
             f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was touched; restore it "
-            "from a copy, or delete the folder to begin anew"
+            "from a copy, or delete the folder to begin anew",
+            memory=folder,
+            remedy="restore",
         )
 
 
@@ -255,7 +260,11 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
 
 
 def _truncated(data: Path, what: str) -> DamagedError:
-    return DamagedError(f"{data} was truncated: {what}. None of it was used; restore it from a copy")
+    return DamagedError(
+        f"{data} was truncated: {what}. None of it was used; restore it from a copy",
+        memory=data.parent,
+        remedy="restore",
+    )
 
 
 def tree_problem(env: lmdb.Environment, folder: Path, key_bytes: int) -> str | None:
@@ -284,7 +293,7 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
         case lmdb.MapResizedError():
             return InvalidArgument(f"memory {folder} has outgrown map_bytes; open it again with a larger one")
         case lmdb.ReadersFullError():
-            return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some")
+            return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some", memory=folder)
     if error.code in _FULL:
         return full(folder, str(error))
     return DamagedError(f"memory {folder} is damaged or its disk fails: {error}; run verify, or restore a copy")
@@ -302,7 +311,8 @@ def full(folder: Path, why: str) -> StoreFull:
     """The error for a batch that found no room."""
     return StoreFull(
         f"no room for this batch in memory {folder} ({why}); none of it was stored, what was committed before stands. "
-        "Free some space, or forget documents, and try again"
+        "Free some space, or forget documents, and try again",
+        memory=folder,
     )
 
 

@@ -123,7 +123,9 @@ class LmdbStore(BlockStore):
                 raise DamagedError(
                     f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
                     f"({what}). None of it was used. "
-                    f"To save what can be read: memstore repair {quote(cls._url(folder))} --to NEW"
+                    f"To save what can be read: memstore repair {quote(cls._url(folder))} --to NEW",
+                    memory=folder,
+                    remedy="repair",
                 )
             store._read_facts()
             if store._reserve:
@@ -147,7 +149,8 @@ class LmdbStore(BlockStore):
                 environments.release(environment)
                 raise ReadOnlyMemory(
                     f"the files of memory {folder} cannot be written, or could not when this process first opened it; "
-                    "close it and open it again, or use mode='r'"
+                    "close it and open it again, or use mode='r'",
+                    memory=folder,
                 )
             return cls(environment, writer)
         except BaseException:
@@ -375,7 +378,7 @@ class LmdbStore(BlockStore):
     def _check_writable(self) -> None:
         self._check_open()
         if self.read_only:
-            raise ReadOnlyMemory(f"memory {self.path} is open for reading only; open it with mode='a' to write")
+            raise ReadOnlyMemory.opened(self.path)
 
     def _check_open(self) -> None:
         if not self._close.alive:

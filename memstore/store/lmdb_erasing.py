@@ -22,7 +22,8 @@ def wait_for_readers(env: lmdb.Environment, folder: Path, oldest: int, patience:
         if time.monotonic() > until:
             raise MemoryInUse(
                 f"nothing was erased: process {late[0]} has been reading an older state of memory {folder} for "
-                f"more than {patience:g} seconds; let it finish, then compact again"
+                f"more than {patience:g} seconds; let it finish, then compact again",
+                memory=folder,
             )
         time.sleep(0.01)
         env.reader_check()
@@ -50,7 +51,8 @@ def erase(folder: Path, progress: Progress | None) -> None:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ReadOnlyMemory(
                 f"memory {folder} may not be written to any more ({error.strerror}); {kept}. Give the right back, then "
-                "compact again"
+                "compact again",
+                memory=folder,
             ) from error
         raise DamagedError(
             f"memory {folder} could not be compacted ({error.strerror}); {kept}. Check the disk, then compact again"

@@ -261,7 +261,7 @@ def _spread(piece: Piece, buffer: Any) -> str | None:
     if isinstance(buffer, BaseException):
         return f"its shard {piece.path} cannot be read ({buffer})".splitlines()[0]
     if buffer is None:
-        return f"its shard {piece.path} is not there"
+        return absent(piece.path)
     raw = memoryview(buffer.to_bytes())
     if raw.nbytes != piece.nbytes:
         return f"its shard {piece.path} is truncated: {raw.nbytes} of {piece.nbytes} bytes at offset {piece.start}"
@@ -270,3 +270,8 @@ def _spread(piece: Piece, buffer: Any) -> str | None:
         part[:] = raw[start : start + part.nbytes]
         start += part.nbytes
     return None
+
+
+def absent(path: str) -> str:
+    """What a read says of an object that does not exist."""
+    return f"its shard {path} is not there"

@@ -61,9 +61,13 @@ def damaged(key: Key, what: str) -> DamagedError:
     return DamagedError(f"{describe(key)} is damaged: {what}; nothing of it was used")
 
 
-def misplaced(error: DamagedError) -> bool:
-    """Whether what is wrong with a value is that it is another key's."""
-    return "is damaged: wrong address" in str(error)
+class Misplaced(DamagedError):
+    """A value is whole, but another key's."""
+
+
+def misplaced(key: Key, found: str) -> Misplaced:
+    """The error for a value under ``key`` that says of itself that it is another's."""
+    return Misplaced(f"{describe(key)} is damaged: wrong address: {found}; nothing of it was used")
 
 
 def padding(nbytes: int) -> int:
@@ -151,7 +155,7 @@ def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[
     header = decode_header(view, start, key)
     if header.key != key or header.record != number:
         found = f"record {header.record} of {describe(header.key)}"
-        raise damaged(key, f"wrong address: where record {number} should be lies {found}")
+        raise misplaced(key, f"where record {number} should be lies {found}")
     body = start + HEADER_BYTES
     end = body + header.nbytes
     stop = end + padding(header.nbytes)

@@ -21,6 +21,7 @@ from memstore.store.records import (
     decode_header,
     decode_value,
     encode_value,
+    misplaced,
     padding,
 )
 
@@ -44,7 +45,7 @@ def entries(view: memoryview, run: Key, length: int) -> Iterator[Entry]:
     while start < len(view):
         entry = _entry(view, start, run._replace(item=following))
         if not following <= entry.key.item < run.item + length or entry.key._replace(item=run.item) != run:
-            raise damaged(run, f"wrong address: {entry.key} lies in it at offset {start}")
+            raise misplaced(run, f"{entry.key} lies in it at offset {start}")
         yield entry
         start, following = entry.end, entry.key.item + 1
 
@@ -56,7 +57,7 @@ def _entry(view: memoryview, start: int, expected: Key) -> Entry:
     for number in range(first.records):
         header = decode_header(view, end, first.key) if number else first
         if header[:3] != (first.key, number, first.records):
-            raise damaged(expected, f"wrong address: record {header.record} of {header.key} at offset {end}")
+            raise misplaced(expected, f"record {header.record} of {header.key} at offset {end}")
         end += HEADER_BYTES + header.nbytes + padding(header.nbytes)
         if end > len(view):
             raise damaged(expected, f"record {number} is truncated")
@@ -70,12 +71,12 @@ def checksums(view: memoryview, run: Key, length: int) -> dict[Key, tuple[int, .
     while start < len(view):
         first = decode_header(view, start, run)
         if first.key._replace(item=run.item) != run or not run.item <= first.key.item < run.item + length:
-            raise damaged(run, f"wrong address: {first.key} lies in it at offset {start}")
+            raise misplaced(run, f"{first.key} lies in it at offset {start}")
         sums = []
         for number in range(first.records):
             header = decode_header(view, start, first.key) if number else first
             if header[:3] != (first.key, number, first.records):
-                raise damaged(first.key, f"wrong address: record {header.record} of {header.key} at offset {start}")
+                raise misplaced(first.key, f"record {header.record} of {header.key} at offset {start}")
             sums.append(header.payload_sum)
             start += HEADER_BYTES + header.nbytes + padding(header.nbytes)
         found[first.key] = tuple(sums)

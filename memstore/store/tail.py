@@ -47,7 +47,7 @@ class Tail(LmdbStore):
         """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""
         self._check_open()
         if self.read_only:
-            raise ReadOnlyMemory(f"memory {self.path.parent} is open for reading only; open it with mode='a' to write")
+            raise ReadOnlyMemory.opened(self.path.parent)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:

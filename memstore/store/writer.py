@@ -35,10 +35,11 @@ class WriterLock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise MemoryInUse(_in_use(folder)) from None
+            raise MemoryInUse(_in_use(folder), memory=folder) from None
         except OSError as error:
             raise ReadOnlyMemory(
-                f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that"
+                f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that",
+                memory=folder,
             ) from None
         _announce(self._holder)
 

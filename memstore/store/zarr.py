@@ -43,7 +43,7 @@ from memstore.store.contract import (
 from memstore.store.environment import DATA_NAME
 from memstore.store.lmdb_values import used_bytes
 from memstore.store.manifest import COUNTERS, Extent, Series
-from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects
+from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects, absent
 from memstore.store.shards import SHARD_BYTES
 from memstore.store.tail import Deletes, Puts, Snapshot, Tail
 from memstore.store.zarr_cutting import Cut, cuts_of, manifest_changes
@@ -319,7 +319,7 @@ class ZarrStore(BlockStore):
             self._claim(counters)
             return
         problem = owner and self._objects.read([Piece(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
-        if problem and not problem.endswith("is not there"):
+        if problem and problem != absent(f"owner.{owner}"):
             raise OSError(problem)
         if owner is None or problem:
             raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
@@ -378,7 +378,9 @@ def _check_tail(folder: Path) -> None:
         raise DamagedError(
             f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which says what they are, was "
             "deleted or not copied. Nothing was touched; restore it from a copy, or choose another folder for a new "
-            "memory"
+            "memory",
+            memory=f"zarr:{folder}",
+            remedy="restore",
         )
 
 

@@ -17,39 +17,29 @@ from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.readers import kinds
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
-from memstore.tools.compact import compact
 from memstore.tools.completion import answer, completion
-from memstore.tools.copy import copy
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
-from memstore.tools.expire import expire
 from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
-from memstore.tools.forget import forget
-from memstore.tools.fork import fork
-from memstore.tools.index import index
 from memstore.tools.interrupts import pressed
-from memstore.tools.limit import limit
-from memstore.tools.ls import ls
+from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, unpin
+from memstore.tools.look import index, ls, stats
+from memstore.tools.mend import repair, verify, with_way_out
 from memstore.tools.models import DRT, kind_named
 from memstore.tools.options import Dtype, Threads, use_threads
 from memstore.tools.output import Json, Report, verb
-from memstore.tools.pin import pin, unpin
 from memstore.tools.plot import plot
 from memstore.tools.read import read
-from memstore.tools.repair import repair
 from memstore.tools.search import search
 from memstore.tools.show import show
-from memstore.tools.stats import stats
 from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
 from memstore.tools.trust import trust
-from memstore.tools.verify import verify
 from memstore.tools.view import view
-from memstore.tools.ways_out import with_way_out
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}

@@ -11,10 +11,9 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ask_models
-from memstore.tools.bars import index_bar
 from memstore.tools.models import Loaded, encode, load_recorded
 from memstore.tools.options import TOP_K, Device, Index, MemoryUrl, Threads, TopK, use_threads
-from memstore.tools.output import Page, Report, cell
+from memstore.tools.output import Page, Report, cell, index_bar
 from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from memstore.errors import InvalidArgument
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
 from memstore.tools.eval_memorizing import MemorySizes, memory_table
 from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
-from memstore.tools.options import Device, Threads, token_count, use_threads
+from memstore.tools.options import Device, Threads, taking, token_count, use_threads
 from memstore.tools.output import Json, Page, Report
 from memstore.tools.texts import read_documents, read_text
 
@@ -42,8 +40,6 @@ Memory = Annotated[
 Model = Annotated[
     Path | None, typer.Option(help="Folder of a DRT with its tokenizer. Without it: the one in the package.")
 ]
-Needles = Annotated[int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")]
-Chains = Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")]
 Picture = Annotated[Path | None, typer.Option(help="Draw depth by length into this .png or .svg file.")]
 Reuse = Annotated[
     bool, typer.Option("--reuse", help="Share the filler of a length, and keep what haystacks begin with in common.")
@@ -124,21 +120,21 @@ class Setting:
                 return list(evaluate(model, tokenizer, plan, filler, memory, advance)), filler.name
 
 
-def _needles(function: Callable[..., Report]) -> Callable[..., Report]:
-    """Give ``function(setting, ...)`` the options that a ``Setting`` is made of, after its own."""
-    shared = inspect.signature(Setting, eval_str=True).parameters
-    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+@dataclass(frozen=True, kw_only=True)
+class TwoHop(Setting):
+    """The options of ``memstore eval two-hop``."""
 
-    @functools.wraps(function)
-    def with_options(**arguments: Any) -> Report:
-        setting = Setting(**{name: arguments.pop(name) for name in shared})
-        return function(setting, **arguments)
-
-    with_options.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
-    return with_options
+    chains: Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")] = 2
 
 
-@_needles
+@dataclass(frozen=True, kw_only=True)
+class MultiNeedle(Setting):
+    """The options of ``memstore eval multi-needle``."""
+
+    needles: Annotated[int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")] = 4
+
+
+@taking(Setting)
 def passkey(setting: Setting) -> Report:
     """Hide a number in a long text, and ask for it.
 
@@ -155,8 +151,8 @@ def passkey(setting: Setting) -> Report:
     return setting.measure("passkey")
 
 
-@_needles
-def two_hop(setting: Setting, *, chains: Chains = 2) -> Report:
+@taking(TwoHop)
+def two_hop(setting: TwoHop) -> Report:
     """Hide the two links of a chain, and other chains of noise; ask for the path.
 
     The first link has the depth that is asked for, the others lie anywhere. The margin is that of the first link at the
@@ -168,11 +164,11 @@ def two_hop(setting: Setting, *, chains: Chains = 2) -> Report:
 
     In Python: memstore.eval.run.evaluate.
     """
-    return setting.measure("two-hop", chains=chains)
+    return setting.measure("two-hop", chains=setting.chains)
 
 
-@_needles
-def multi_needle(setting: Setting, *, needles: Needles = 4) -> Report:
+@taking(MultiNeedle)
+def multi_needle(setting: MultiNeedle) -> Report:
     """Hide numbers for several names, and ask for one of them.
 
     The one that is asked for has the depth that is asked for, the others lie anywhere.
@@ -183,7 +179,7 @@ def multi_needle(setting: Setting, *, needles: Needles = 4) -> Report:
 
     In Python: memstore.eval.run.evaluate.
     """
-    return setting.measure("multi-needle", needles=needles)
+    return setting.measure("multi-needle", needles=setting.needles)
 
 
 def perplexity(

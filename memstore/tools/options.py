@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -12,6 +15,26 @@ from memstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
+    from memstore.tools.output import Report
+
+
+T = TypeVar("T")
+
+
+def taking(kind: type[T]) -> Callable[[Callable[[T], Report]], Callable[..., Report]]:
+    """Make a verb of ``function(options)``: it takes what the dataclass ``kind`` holds, each option said there once."""
+
+    def decorate(function: Callable[[T], Report]) -> Callable[..., Report]:
+        @functools.wraps(function)
+        def taken(**arguments: Any) -> Report:
+            return function(kind(**arguments))
+
+        hints = get_type_hints(kind, include_extras=True)  # each in the module that it was written in
+        options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
+        taken.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # for typer
+        return taken
+
+    return decorate
 
 
 def lasting(url: str) -> str:

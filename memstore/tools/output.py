@@ -1,4 +1,4 @@
-"""What a verb returns, and how it is shown: tables and lines for people, one JSON object, or a table as CSV."""
+"""What a verb returns and how people and programs see it: tables, lines, JSON, CSV, progress bars."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import inspect
 import json as jsonlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from memstore.store.contract import Progress
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print the table alone, as CSV; without one, facts as name,value.")]
@@ -216,3 +220,47 @@ def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric:
     for row in cells:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+@contextmanager
+def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
+    """A bar on standard error that is told how much of how much is done, and goes away; none where no terminal is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+@contextmanager
+def waiting(what: str, *, show: bool) -> Iterator[None]:
+    """A bar on standard error for work that cannot tell how far it is: it moves, and tells for how long already."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def index_bar() -> Iterator[None]:
+    """A bar for indexes that searches have to build from the store first; none while there is nothing to build."""
+    from memstore.memory.layer_index import watched
+
+    with ExitStack() as stack:
+        progress: Progress | None = None
+
+        def told(done: int, total: int) -> None:
+            nonlocal progress
+            progress = progress or stack.enter_context(bar("blocks indexed", show=True))
+            progress(done, total)
+
+        with watched(told):
+            yield

@@ -13,10 +13,9 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import STOCK
 from memstore.tools.ask_models import OwnModel
-from memstore.tools.bars import index_bar
 from memstore.tools.models import encode, kind_named, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
-from memstore.tools.output import Page, Report
+from memstore.tools.output import Page, Report, index_bar
 from memstore.tools.show import decode
 from memstore.tools.trust import chosen_name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,48 +13,116 @@ import typer
 
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.failures import Interrupted
-from memstore.tools.options import Threads, use_threads
+from memstore.tools.options import Threads, taking, use_threads
 from memstore.tools.output import Json, Page, Report
 
-Texts = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[TEXT]...",
-        help="Text files, folders of .txt files, or Hugging Face dataset folders.",
-        show_default=False,
-    ),
-]
-Out = Annotated[Path, typer.Option(help="Folder for the model; the same folder again resumes.", show_default=False)]
-RecipeName = Annotated[str | None, typer.Option(help="Train without texts: passkey-cpu or two-hop-cpu.")]
-Pairs = Annotated[Path | None, typer.Option(help="Fine-tune on this JSON Lines file of prompts and answers.")]
-Init = Annotated[Path | None, typer.Option(help="Start from the model in this folder.")]
-Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), small-128m or medium-350m.")]
-Tokenizer = Annotated[Path | None, typer.Option(help="Folder of a tokenizer. Without it: one is trained on the texts.")]
-Vocabulary = Annotated[int | None, typer.Option(min=258, help="Tokens of a tokenizer that is trained.")]
-BlockSize = Annotated[int | None, typer.Option(min=2, help="Tokens in a block, its landmark counted.")]
-Groups = Annotated[int | None, typer.Option(min=1, help="Groups of upper layers; each retrieves once.")]
-Context = Annotated[int | None, typer.Option(min=1, help="Tokens of a segment. Without it: 32 blocks.")]
-Valid = Annotated[float | None, typer.Option(help="Part of the text held out to measure perplexity, such as 0.05.")]
-Column = Annotated[str | None, typer.Option(help="Column of a dataset that holds the text. Without it: text.")]
-PromptField = Annotated[str | None, typer.Option(help="Field of --pairs with the prompt. Without it: prompt.")]
-AnswerField = Annotated[str | None, typer.Option(help="Field of --pairs with the answer. Without it: answer.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps. Without it: as --epochs says.")]
-Epochs = Annotated[float | None, typer.Option(help="Times through the data. Without it: once.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Segments or pairs a step, per process. Without it: 4.")]
-Accumulate = Annotated[int | None, typer.Option(min=1, help="Batches that make one step. Without it: 1.")]
-LearningRate = Annotated[float | None, typer.Option(help="Highest learning rate. Without it: what suits the size.")]
-Warmup = Annotated[int | None, typer.Option(min=0, help="Steps of warm-up. Without it: 50.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Of weights, order and noise. Without it: 0.")]
-Bf16 = Annotated[
-    bool | None,
-    typer.Option("--bf16/--no-bf16", help="Compute in bfloat16. Without it: as the recipe says, else in float32."),
-]
-Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="Use less memory and a third more time.")]
-SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
-LogEvery = Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")]
-Device = Annotated[str, typer.Option(help="auto (a GPU if there is one) or cpu.")]
-
 OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The options that every training has; a verb's own come after them."""
+
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT]...",
+            help="Text files, folders of .txt files, or Hugging Face dataset folders.",
+            show_default=False,
+        ),
+    ] = None
+    out: Annotated[Path, typer.Option(help="Folder for the model; the same folder again resumes.", show_default=False)]
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer. Without it: one is trained on the texts.")
+    ] = None
+    vocabulary: Annotated[int | None, typer.Option(min=258, help="Tokens of a tokenizer that is trained.")] = None
+    column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text. Without it: text.")] = (
+        None
+    )
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. Without it: as --epochs says.")] = None
+    epochs: Annotated[float | None, typer.Option(help="Times through the data. Without it: once.")] = None
+    batch: Annotated[int | None, typer.Option(min=1, help="Segments or pairs a step, per process. Without it: 4.")] = (
+        None
+    )
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Batches that make one step. Without it: 1.")] = None
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Highest learning rate. Without it: what suits the size.")
+    ] = None
+    warmup: Annotated[int | None, typer.Option(min=0, help="Steps of warm-up. Without it: 50.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Of weights, order and noise. Without it: 0.")] = None
+    bf16: Annotated[
+        bool | None,
+        typer.Option("--bf16/--no-bf16", help="Compute in bfloat16. Without it: as the recipe says, else in float32."),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Use less memory and a third more time.")
+    ] = False
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")] = 50
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one) or cpu.")] = "auto"
+    threads: Threads = None
+    json: Json = False
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given and that say what is trained; those left at None or False are not."""
+        return {
+            name: value for name, value in vars(self).items() if name not in _RUNNING and value not in (None, False)
+        }
+
+    def carry_out(self, train: Callable[[Any], dict[str, Any]]) -> Report:
+        """The report of a training in the folder ``out``, which ``train`` does with a ``Runtime``."""
+        use_threads(self.threads)
+        _require_packages()
+        from memstore.train import Runtime
+
+        runtime = Runtime(
+            device=self.device,
+            save_every=self.save_every,
+            log_every=self.log_every,
+            gradient_checkpointing=self.gradient_checkpointing,
+            progress=not self.json,
+        )
+        _one_voice()
+        try:
+            data = train(runtime)
+        except KeyboardInterrupt:
+            raise _interrupted(self.out) from None
+        return Report(data=data, text=lambda page: _show(page, data))
+
+
+_RUNNING = {"text", "out", "gradient_checkpointing", "save_every", "log_every", "device", "threads", "json"}
+_RUNNING |= {"recipe", "pairs"}
+"""Options that say where and how a training runs, or on what; all others say what is trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTraining(Training):
+    """The options of trainings on segments of texts, or by a recipe."""
+
+    block_size: Annotated[int | None, typer.Option(min=2, help="Tokens in a block, its landmark counted.")] = None
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a segment. Without it: 32 blocks.")] = None
+    valid: Annotated[
+        float | None, typer.Option(help="Part of the text held out to measure perplexity, such as 0.05.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRTTraining(SegmentTraining):
+    """The options of ``memstore train drt``."""
+
+    recipe: Annotated[str | None, typer.Option(help="Train without texts: passkey-cpu or two-hop-cpu.")] = None
+    pairs: Annotated[Path | None, typer.Option(help="Fine-tune on this JSON Lines file of prompts and answers.")] = None
+    init: Annotated[Path | None, typer.Option(help="Start from the model in this folder.")] = None
+    preset: Annotated[str | None, typer.Option(help="Size: tiny (without it), small-128m or medium-350m.")] = None
+    groups: Annotated[int | None, typer.Option(min=1, help="Groups of upper layers; each retrieves once.")] = None
+    prompt_field: Annotated[str | None, typer.Option(help="Field of --pairs with the prompt. Without it: prompt.")] = (
+        None
+    )
+    answer_field: Annotated[str | None, typer.Option(help="Field of --pairs with the answer. Without it: answer.")] = (
+        None
+    )
+
+
 _MODEL = ("preset", "block_size", "groups", "vocabulary")
 FITTING = {
     "texts": {*OPTIMISATION, *_MODEL, "tokenizer", "context", "valid", "column", "init"},
@@ -63,38 +132,8 @@ FITTING = {
 """What can be said beside each kind of data."""
 
 
-def drt(
-    text: Texts = None,
-    *,
-    out: Out,
-    recipe: RecipeName = None,
-    pairs: Pairs = None,
-    init: Init = None,
-    preset: Preset = None,
-    tokenizer: Tokenizer = None,
-    vocabulary: Vocabulary = None,
-    block_size: BlockSize = None,
-    groups: Groups = None,
-    context: Context = None,
-    valid: Valid = None,
-    column: Column = None,
-    prompt_field: PromptField = None,
-    answer_field: AnswerField = None,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    batch: Batch = None,
-    accumulate: Accumulate = None,
-    learning_rate: LearningRate = None,
-    warmup: Warmup = None,
-    seed: Seed = None,
-    bf16: Bf16 = None,
-    gradient_checkpointing: Checkpointing = False,
-    save_every: SaveEvery = 200,
-    log_every: LogEvery = 50,
-    device: Device = "auto",
-    threads: Threads = None,
-    json: Json = False,
-) -> Report:
+@taking(DRTTraining)
+def drt(options: DRTTraining) -> Report:
     """Train a DRT: a language model that learns which blocks of its past to read again.
 
     On texts, by a recipe that needs none, or on prompts and answers. The result is a Hugging Face model folder.
@@ -107,58 +146,11 @@ def drt(
 
     In Python: memstore.train.train_recipe, memstore.train.train_on_texts and memstore.train.train_on_pairs.
     """
-    given = chosen(
-        init=init,
-        preset=preset,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        block_size=block_size,
-        groups=groups,
-        context=context,
-        valid=valid,
-        column=column,
-        prompt_field=prompt_field,
-        answer_field=answer_field,
-        steps=steps,
-        epochs=epochs,
-        batch=batch,
-        accumulate=accumulate,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        seed=seed,
-        bf16=bf16,
+    given = options.given()
+    _check(options.text, options.recipe, options.pairs, given)
+    return options.carry_out(
+        lambda runtime: _train(options.text, options.recipe, options.pairs, options.out, given, runtime)
     )
-    _check(text, recipe, pairs, given)
-    return carry_out(
-        lambda runtime: _train(text, recipe, pairs, out, given, runtime),
-        out,
-        threads,
-        device=device,
-        save_every=save_every,
-        log_every=log_every,
-        gradient_checkpointing=gradient_checkpointing,
-        progress=not json,
-    )
-
-
-def chosen(**options: Any) -> dict[str, Any]:
-    """The options that were given: those left at None are not."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def carry_out(train: Callable[[Any], dict[str, Any]], out: Path, threads: int | None, **settings: Any) -> Report:
-    """The report of a training in the folder ``out``, which ``train`` does with a ``Runtime`` of ``settings``."""
-    use_threads(threads)
-    _require_packages()
-    from memstore.train import Runtime
-
-    runtime = Runtime(**settings)
-    _one_voice()
-    try:
-        data = train(runtime)
-    except KeyboardInterrupt:
-        raise _interrupted(out) from None
-    return Report(data=data, text=lambda page: _show(page, data))
 
 
 def _check(texts: list[str] | None, recipe: str | None, pairs: Path | None, given: Mapping[str, Any]) -> None:

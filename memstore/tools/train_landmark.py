@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,30 +13,38 @@ import typer
 from memstore.errors import InvalidArgument
 from memstore.tools import train
 from memstore.tools.models import resolve_model
-from memstore.tools.options import Threads
-from memstore.tools.output import Json, Report
+from memstore.tools.options import taking
+from memstore.tools.output import Report
 
-RecipeName = Annotated[
-    str | None,
-    typer.Option(help="landmark-cpu (needs no text), landmark-prose-cpu, landmark-pg19 or landmark-finetune."),
-]
-Init = Annotated[
-    Path | None,
-    typer.Option(help="Start from the landmark model, or the stock Llama-like one, in this folder, or from smollm2."),
-]
-Lora = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Train adapters of this rank and the landmark only (LoRA); they are merged into the result."
-    ),
-]
-Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")]
-Attention = Annotated[
-    str | None, typer.Option(help="landmark (without it), or a baseline: full, window, xl (Transformer-XL).")
-]
-ContextMiss = Annotated[
-    bool, typer.Option("--context-miss", help="Train a context-miss token, which says when to skip.")
-]
+
+@dataclass(frozen=True, kw_only=True)
+class LandmarkTraining(train.SegmentTraining):
+    """The options of ``memstore train landmark``."""
+
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="landmark-cpu (needs no text), landmark-prose-cpu, landmark-pg19 or landmark-finetune."),
+    ] = None
+    init: Annotated[
+        Path | None,
+        typer.Option(
+            help="Start from the landmark model, or the stock Llama-like one, in this folder, or from smollm2."
+        ),
+    ] = None
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Train adapters of this rank and the landmark only (LoRA); they are merged into the result."
+        ),
+    ] = None
+    preset: Annotated[str | None, typer.Option(help="Size: tiny (without it), or paper.")] = None
+    attention: Annotated[
+        str | None, typer.Option(help="landmark (without it), or a baseline: full, window, xl (Transformer-XL).")
+    ] = None
+    context_miss: Annotated[
+        bool, typer.Option("--context-miss", help="Train a context-miss token, which says when to skip.")
+    ] = False
+
 
 _OF_NEEDLES = {"steps", "learning_rate", "warmup", "seed", "bf16", "init"}
 _MODEL = {
@@ -49,37 +58,8 @@ _DATA = ("tokenizer", "context", "valid", "column")
 _OF_TEXTS = {*train.OPTIMISATION, *_MODEL, *_DATA, "preset", "init", "lora"}
 
 
-def landmark(
-    text: train.Texts = None,
-    *,
-    out: train.Out,
-    recipe: RecipeName = None,
-    init: Init = None,
-    lora: Lora = None,
-    preset: Preset = None,
-    attention: Attention = None,
-    tokenizer: train.Tokenizer = None,
-    vocabulary: train.Vocabulary = None,
-    block_size: train.BlockSize = None,
-    context_miss: ContextMiss = False,
-    context: train.Context = None,
-    valid: train.Valid = None,
-    column: train.Column = None,
-    steps: train.Steps = None,
-    epochs: train.Epochs = None,
-    batch: train.Batch = None,
-    accumulate: train.Accumulate = None,
-    learning_rate: train.LearningRate = None,
-    warmup: train.Warmup = None,
-    seed: train.Seed = None,
-    bf16: train.Bf16 = None,
-    gradient_checkpointing: train.Checkpointing = False,
-    save_every: train.SaveEvery = 200,
-    log_every: train.LogEvery = 50,
-    device: train.Device = "auto",
-    threads: Threads = None,
-    json: Json = False,
-) -> Report:
+@taking(LandmarkTraining)
+def landmark(options: LandmarkTraining) -> Report:
     """Train a landmark model: a language model whose attention retrieves blocks of its own past.
 
     On texts, or by a recipe; other options change what the recipe says. Weights that are new begin with an ordinary
@@ -93,37 +73,12 @@ def landmark(
 
     In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
-    given = train.chosen(
-        init=None if init is None else Path(resolve_model(str(init))),
-        lora=lora,
-        preset=preset,
-        attention=attention,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        block_size=block_size,
-        context_miss=context_miss or None,
-        context=context,
-        valid=valid,
-        column=column,
-        steps=steps,
-        epochs=epochs,
-        batch=batch,
-        accumulate=accumulate,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        seed=seed,
-        bf16=bf16,
-    )
-    return train.carry_out(
-        lambda runtime: _train(text or [], recipe, out, given, runtime),
-        out,
-        threads,
-        device=device,
-        save_every=save_every,
-        log_every=log_every,
-        gradient_checkpointing=gradient_checkpointing,
-        progress=not json,
-    )
+    given = options.given()
+    if not options.context_miss:  # a flag that is not set says nothing: a model to start from may have the token
+        del given["context_miss"]
+    if "init" in given:
+        given["init"] = Path(resolve_model(str(given["init"])))
+    return options.carry_out(lambda runtime: _train(options.text or [], options.recipe, options.out, given, runtime))
 
 
 def _train(texts: list[str], name: str | None, out: Path, given: dict[str, Any], runtime: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,30 +11,38 @@ import typer
 
 from memstore.tools import train
 from memstore.tools.models import resolve_model
-from memstore.tools.options import Threads, tokens_of
-from memstore.tools.output import Json, Report
+from memstore.tools.options import taking, tokens_of
+from memstore.tools.output import Report
 
-Init = Annotated[
-    Path | None,
-    typer.Option(
-        help="Start from the Memorizing Transformer in this folder, or give a memory to the stock model in it, or to "
-        "smollm2."
-    ),
-]
-Layer = Annotated[
-    int | None,
-    typer.Option(help="Layer of a stock model that gets the memory; -1 is the last one. Without it: -6."),
-]
-Preset = Annotated[str | None, typer.Option(help="Size: tiny (without it), small, or paper.")]
-MemorySize = Annotated[
-    str | None,
-    typer.Option(help="Tokens of a document that can be found, such as 8K; 0: none. May differ from --init's."),
-]
-Window = Annotated[int | None, typer.Option(min=1, help="Tokens of a segment, and seen directly before each token.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Tokens that each query of each head looks up.")]
-RefreshEvery = Annotated[
-    int | None, typer.Option(min=1, help="Steps after which the memory is computed again. Without it: never.")
-]
+
+@dataclass(frozen=True, kw_only=True)
+class MemorizingTraining(train.Training):
+    """The options of ``memstore train memorizing``."""
+
+    init: Annotated[
+        Path | None,
+        typer.Option(
+            help="Start from the Memorizing Transformer in this folder, or give a memory to the stock model in it, or "
+            "to smollm2."
+        ),
+    ] = None
+    preset: Annotated[str | None, typer.Option(help="Size: tiny (without it), small, or paper.")] = None
+    memory_size: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a document that can be found, such as 8K; 0: none. May differ from --init's."),
+    ] = None
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a segment, and seen directly before each token.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(min=1, help="Tokens that each query of each head looks up.")] = None
+    refresh_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps after which the memory is computed again. Without it: never.")
+    ] = None
+    layer: Annotated[
+        int | None,
+        typer.Option(help="Layer of a stock model that gets the memory; -1 is the last one. Without it: -6."),
+    ] = None
+
 
 _MODEL = {"vocabulary": "vocab_size", "window": "window", "top_k": "retrieval_top_k", "memory_size": "memory_size"}
 """Options that a model is made of, and their names in its configuration."""
@@ -41,35 +50,8 @@ _OF_STOCK = {*train.OPTIMISATION, "init", "layer", "memory_size", "window", "top
 """Options for the memory of a stock model."""
 
 
-def memorizing(
-    text: train.Texts = None,
-    *,
-    out: train.Out,
-    init: Init = None,
-    preset: Preset = None,
-    memory_size: MemorySize = None,
-    window: Window = None,
-    top_k: TopK = None,
-    refresh_every: RefreshEvery = None,
-    layer: Layer = None,
-    tokenizer: train.Tokenizer = None,
-    vocabulary: train.Vocabulary = None,
-    column: train.Column = None,
-    steps: train.Steps = None,
-    epochs: train.Epochs = None,
-    batch: train.Batch = None,
-    accumulate: train.Accumulate = None,
-    learning_rate: train.LearningRate = None,
-    warmup: train.Warmup = None,
-    seed: train.Seed = None,
-    bf16: train.Bf16 = None,
-    gradient_checkpointing: train.Checkpointing = False,
-    save_every: train.SaveEvery = 200,
-    log_every: train.LogEvery = 50,
-    device: train.Device = "auto",
-    threads: Threads = None,
-    json: Json = False,
-) -> Report:
+@taking(MemorizingTraining)
+def memorizing(options: MemorizingTraining) -> Report:
     """Train a Memorizing Transformer: a language model that looks up tokens of all that it has read of a document.
 
     Each row of a batch reads one document in order, a window in a step, and then another, whose memory begins empty.
@@ -85,36 +67,12 @@ def memorizing(
 
     In Python: memstore.train.train_on_documents and memstore.train.train_stock_memory.
     """
-    given = train.chosen(
-        init=None if init is None else Path(resolve_model(str(init))),
-        preset=preset,
-        memory_size=tokens_of("--memory-size", memory_size, least=0),
-        window=window,
-        top_k=top_k,
-        refresh_every=refresh_every,
-        layer=layer,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        column=column,
-        steps=steps,
-        epochs=epochs,
-        batch=batch,
-        accumulate=accumulate,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        seed=seed,
-        bf16=bf16,
-    )
-    return train.carry_out(
-        lambda runtime: _train(text or [], out, given, runtime),
-        out,
-        threads,
-        device=device,
-        save_every=save_every,
-        log_every=log_every,
-        gradient_checkpointing=gradient_checkpointing,
-        progress=not json,
-    )
+    given = options.given()
+    if "init" in given:
+        given["init"] = Path(resolve_model(str(given["init"])))
+    if "memory_size" in given:
+        given["memory_size"] = tokens_of("--memory-size", given["memory_size"], least=0)
+    return options.carry_out(lambda runtime: _train(options.text or [], options.out, given, runtime))
 
 
 def _train(texts: list[str], out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:

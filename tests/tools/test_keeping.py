@@ -9,8 +9,7 @@ import pytest
 import memstore
 from memstore.errors import StoreFull
 from memstore.memory import keeping
-from memstore.tools.expire import parse_duration
-from memstore.tools.limit import parse_size
+from memstore.tools.keep import parse_duration, parse_size
 from tests.tools.conftest import Cli, append
 from tests.tools.test_failures import flip
 

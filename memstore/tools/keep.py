@@ -1,0 +1,282 @@
+"""What is kept, for how long, and where: the verbs that change a memory and run no model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.tools.failures import Interrupted
+from memstore.tools.options import DocumentArgument, MemoryUrl, existing, lasting
+from memstore.tools.output import Json, Page, Report, bar, counted
+
+if TYPE_CHECKING:
+    from memstore.memory.keeping import WhenFull
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new document.", show_default=False)]
+Blocks = Annotated[
+    int | None, typer.Option(min=0, help="Only the first so many blocks. Without it: all that the document holds now.")
+]
+
+
+def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: Blocks = None) -> Report:
+    """Begin a new document with what another one holds.
+
+    Whole blocks are shared, so it takes the same moment at any size. From then on the two are independent; a pin or
+    a time to live stays with the old one.
+
+    Example:
+
+        memstore fork notes.mem moby-dick another-end
+
+    In Python: memstore.Document.fork.
+    """
+    with memstore.open(memory) as opened:
+        made = existing(opened, document).fork(name, blocks)
+        tokens, count = len(made), len(made.blocks)
+    data = {"memory": memory, "document": document, "fork": name, "tokens": tokens, "blocks": count}
+    told = f"{name!r} begins with {counted(tokens, 'token')} of {document!r}"
+    return Report(data=data, text=lambda page: page.line(told))
+
+
+def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
+    """Delete a document and everything of it.
+
+    Its bytes stay in the file until others are written over them, or until memstore compact.
+
+    Example:
+
+        memstore forget notes.mem moby-dick
+
+    In Python: memstore.Memory.forget.
+    """
+    with memstore.open(memory) as opened:
+        tokens = len(existing(opened, document))
+        opened.forget(document)
+    data = {"memory": memory, "document": document, "tokens": tokens}
+    told = (
+        f"forgot {document!r}, {counted(tokens, 'token')}. To erase it from the disk: memstore compact {quote(memory)}"
+    )
+    return Report(data=data, text=lambda page: page.line(told))
+
+
+def pin(memory: MemoryUrl, document: DocumentArgument) -> Report:
+    """Keep a document, whatever limit or time to live there is.
+
+    memstore forget still deletes it.
+
+    Example:
+
+        memstore pin notes.mem moby-dick
+
+    In Python: memstore.Document.pin.
+    """
+    return _set(memory, document, pinned=True)
+
+
+def unpin(memory: MemoryUrl, document: DocumentArgument) -> Report:
+    """Let the memory's rules hold for a document again.
+
+    Example:
+
+        memstore unpin notes.mem moby-dick
+
+    In Python: memstore.Document.unpin.
+    """
+    return _set(memory, document, pinned=False)
+
+
+def _set(memory: str, name: str, *, pinned: bool) -> Report:
+    with memstore.open(memory) as opened:
+        document = existing(opened, name)
+        if pinned:
+            document.pin()
+        else:
+            document.unpin()
+    words = "pinned: only forget deletes it" if pinned else "no longer pinned"
+    data = {"memory": memory, "document": name, "pinned": pinned}
+    return Report(data=data, text=lambda page: page.line(f"{name!r} is {words}"))
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])", re.IGNORECASE)
+
+After = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="How long from now: 45m, 12h, 30d or 8w; or never, to keep it for ever.",
+        show_default=False,
+    ),
+]
+
+
+def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Report:
+    """Let a document be forgotten after a time.
+
+    It happens with the first append to another document after that time, and not while it is pinned; until then the
+    document is as it was.
+
+    Example:
+
+        memstore expire notes.mem moby-dick --after 30d
+
+    In Python: memstore.Document.expire.
+    """
+    seconds = parse_duration(after)
+    with memstore.open(memory) as opened:
+        found = existing(opened, document)
+        found.expire(seconds)
+        when = found.expires
+        words = (
+            f"{document!r} is kept for ever" if when is None else f"{document!r} expires at {when:%Y-%m-%d %H:%M} UTC"
+        )
+        if when is not None and found.pinned:
+            words += ", but is pinned: nothing happens before memstore unpin"
+    expires = None if when is None else when.isoformat(timespec="seconds")
+    data = {"memory": memory, "document": document, "expires": expires}
+    return Report(data=data, text=lambda page: page.line(words))
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds that a text such as ``30d`` means; None for ``never``. Raises ``InvalidArgument``."""
+    from memstore.memory.keeping import LONGEST
+
+    if text.strip().lower() == "never":
+        return None
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
+    if not 0 < seconds < LONGEST:
+        raise InvalidArgument(f"--after must be a time such as 45m, 12h, 30d or 8w, or never, not {text!r}")
+    return seconds
+
+
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+MaxBytes = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="The most that the values may take: 500MB, 10GB, 8GiB, or none for no limit."),
+]
+WhenFullOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        help="What an append does that finds no room: refuse, evict-oldest-document or evict-least-read.",
+    ),
+]
+
+
+def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullOption = None) -> Report:
+    """Set or tell the limit of a memory.
+
+    It is stored with the memory and holds for every append from now on. What is there already stays until then.
+
+    Example:
+
+        memstore limit notes.mem --max-bytes 10GB --when-full evict-least-read
+
+    In Python: memstore.Memory.limit.
+    """
+    change = max_bytes is not None or when_full is not None
+    with memstore.open(memory, mode="a" if change else "r") as opened:
+        rules = opened.stats()["rules"]
+        if change:
+            most = rules["max_bytes"] if max_bytes is None else parse_size(max_bytes)
+            opened.limit(most, _rule(when_full) if when_full else None)
+        numbers = opened.stats()
+    rules = numbers["rules"]
+    data = {name: rules[name] for name in ("max_bytes", "when_full")} | {"used_bytes": numbers["used_bytes"]}
+
+    def text(page: Page) -> None:
+        most = "no limit" if rules["max_bytes"] is None else f"of at most {rules['max_bytes']:,}"
+        page.line(f"{numbers['used_bytes']:,} bytes used, {most}; when full: {rules['when_full']}")
+        if rules["max_bytes"] is not None and numbers["used_bytes"] > rules["max_bytes"]:
+            what = "is refused" if rules["when_full"] == "refuse" else "forgets other documents, but no pinned ones"
+            page.line(f"that is more than the limit, so the next append {what}")
+
+    return Report(data={"memory": memory, **data}, text=text)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes that a text such as ``10GB`` means; None for ``none``. Raises ``InvalidArgument``."""
+    if text.lower() == "none":
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    unit = None if match is None else _BYTES.get(match[2].lower())
+    if match is None or unit is None or not (size := int(float(match[1]) * unit)):
+        raise InvalidArgument(f"--max-bytes must be a size such as 500MB, 10GB or 8GiB, or none, not {text!r}")
+    return size
+
+
+def _rule(text: str) -> WhenFull:
+    from memstore.memory.keeping import WhenFull
+
+    for rule in get_args(WhenFull):
+        if text == rule:
+            return rule  # type: ignore[no-any-return]  # one of the literals
+    raise InvalidArgument(f"--when-full must be one of {', '.join(get_args(WhenFull))}, not {text!r}")
+
+
+def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
+    """Erase what was forgotten from the file, and give its space back to the disk.
+
+    Works in place and beside readers. It can be interrupted at any moment and run again.
+
+    Example:
+
+        memstore compact notes.mem
+
+    In Python: memstore.Memory.compact.
+    """
+    with memstore.open(memory) as opened, bar("compacting", show=not json, in_bytes=True) as progress:
+        done = opened.compact(progress)
+    data = {"memory": memory, "disk_bytes_before": done.before, "disk_bytes": done.after}
+    freed = max(0, done.before - done.after)
+    told = f"what was forgotten is erased; {freed:,} bytes went back to the disk, {done.after:,} are taken"
+    return Report(data=data, text=lambda page: page.line(told))
+
+
+Source = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="The memory that is copied.", show_default=False, callback=lasting)
+]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="Where to; made if there is none.", show_default=False, callback=lasting),
+]
+CopyCodec = Annotated[
+    str | None,
+    typer.Option("--codec", help="How the target stores states: none, int8, fp8 or int4. Without it: as the source."),
+]
+
+
+def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
+    """Copy a memory to another place or kind of store.
+
+    Every value is verified on the way. Documents that the target has already are completed or left as they are, so
+    after an interruption the same command goes on where it stopped. Forks share their blocks in the copy too. With
+    --codec states are encoded anew; without it the copy has the same bits. New documents take their pins and times to
+    live along, and a new memory the limit too.
+
+    Example:
+
+        memstore copy notes.mem zarr:archive
+        memstore copy notes.mem small.mem --codec int8
+
+    In Python: memstore.copy, or memstore.Document.copy_to for one document.
+    """
+    try:
+        result = memstore.copy(source, target, codec=codec, progress=True)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; what was copied is sound, run the same command again to go on") from None
+
+    def text(page: Page) -> None:
+        there = counted(result.tokens, "token")
+        page.line(f"copied {counted(result.copied_tokens, 'token')}; {target} has all {there} of {source} now")
+
+    return Report(data={"source": source, "target": target, **asdict(result)}, text=text)

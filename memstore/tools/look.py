@@ -1,0 +1,107 @@
+"""What a memory holds: its documents, its numbers, its indexes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import memstore
+from memstore.tools.options import Index, MemoryUrl
+from memstore.tools.output import Json, Page, Report, bar, flattened
+
+_DOCUMENT = ("document", "tokens", "blocks", "searchable")
+_RULES = ("pinned", "expires")
+
+
+def ls(memory: MemoryUrl) -> Report:
+    """List the documents of a memory.
+
+    Searchable are the blocks that are complete; the last tokens of a document wait for theirs. Which documents are
+    pinned, and when they expire, is told where any is or does.
+
+    Example:
+
+        memstore ls notes.mem
+
+    In Python: memstore.Memory.documents.
+    """
+    with memstore.open(memory, mode="r") as opened:
+        rules = opened.stats()["rules"]
+        documents = [
+            {
+                "document": document.name,
+                "tokens": len(document),
+                "blocks": len(document.blocks),
+                "searchable": sum(map(len, document.present(document.complete_blocks))),
+                "pinned": document.name in rules["pinned"],
+                "expires": rules["expires"].get(document.name),
+            }
+            for document in opened.documents()
+        ]
+
+    def text(page: Page) -> None:
+        columns = [*_DOCUMENT, *(rule for rule in _RULES if any(document[rule] for document in documents))]
+        rows = [[document[column] for column in columns] for document in documents]
+        page.table(columns, rows, empty="no documents yet. Add one with: memstore read TEXT MEMORY")
+
+    return Report(data={"memory": memory, "documents": documents}, text=text)
+
+
+def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
+    """Tell how much a memory holds, and how many bytes that takes.
+
+    Example:
+
+        memstore stats notes.mem
+
+    In Python: memstore.Memory.stats.
+    """
+    with memstore.open(memory, mode="r", index=index) as opened:
+        numbers = opened.stats()
+
+    def text(page: Page) -> None:
+        # Always 0 here: an index is built at the first search, and tiers count what this process has read.
+        hidden = ("index_bytes", "indexes", "tiers")
+        facts = dict(flattened({name: value for name, value in numbers.items() if name not in hidden}))
+        facts["rules pinned"] = ", ".join(numbers["rules"]["pinned"]) or None
+        del facts["rules evicted"], facts["rules expired"]  # since it was opened: always 0 here
+        for kept in numbers["indexes"]:
+            recall = f"recall {kept['recall']:.3f}" if "recall" in kept else "recall not measured"
+            why = f", {kept['why']}" if "why" in kept else ""
+            picked = f" ({kept['picked']})" if "picked" in kept else ""
+            facts[f"index {kept['document']} layer {kept['layer']} {kept['index']}"] = (
+                f"{kept['blocks']:,} blocks{picked}, {recall}{why}"
+            )
+        page.facts(facts)
+
+    return Report(data=numbers, text=text)
+
+
+def index(memory: MemoryUrl, *, index: Index = "exact", json: Json = False) -> Report:
+    """Build the vector indexes of a memory, and keep them beside it.
+
+    Whoever opens the memory with the same --index then searches at once. The recall of an approximate index is measured
+    against every stored landmark. It can be interrupted and run again: an index that is not kept is built when needed.
+
+    Example:
+
+        memstore index notes.mem --index auto
+
+    In Python: memstore.Memory.build_indexes.
+    """
+    with memstore.open(memory, index=index) as opened:
+        with bar("layers", show=not json) as progress:
+            opened.build_indexes(progress)
+        kept = [each for each in opened.stats()["indexes"] if each["index"] == index]
+    data = {"memory": memory, "index": index, "indexes": kept}
+    return Report(data=data, text=lambda page: _show_indexes(page, kept))
+
+
+def _show_indexes(page: Page, kept: list[dict[str, Any]]) -> None:
+    if not kept:
+        page.line("the memory has no landmarks yet, so there is nothing to index")
+        return
+    rows = [
+        (each["document"], each["layer"], each.get("picked", each["kind"]), each["blocks"], each.get("recall"))
+        for each in kept
+    ]
+    page.table(("document", "layer", "index", "blocks", "recall"), rows)

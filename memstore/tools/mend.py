@@ -1,0 +1,222 @@
+"""What is damaged, and how it is put right: `memstore verify`, `memstore repair`, and what errors tell to type."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from shlex import quote
+from typing import Annotated, Any
+
+import typer
+
+import memstore
+from memstore.errors import DamagedError, InvalidArgument, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
+from memstore.tools.failures import DAMAGED, OK
+from memstore.tools.options import MemoryUrl, lasting, on_disk
+from memstore.tools.output import Json, Page, Report, counted, waiting
+
+_FINDING = ("kind", "document", "layer", "block", "tokens", "message")
+
+
+def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
+    """Check every stored value of a memory.
+
+    The exit code is 4 if anything is damaged. The scan runs in a process of its own, so that it survives what it
+    finds. Nothing is changed.
+
+    Example:
+
+        memstore verify notes.mem
+
+    In Python: memstore.Memory.verify.
+    """
+    with waiting("checking every value", show=not json):
+        opens, findings, documents, tokens, dropped = _checked(memory)
+
+    def text(page: Page) -> None:
+        clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"
+        page.table(_FINDING, [_row(finding) for finding in findings], empty=clean)
+        if findings:
+            if opens and all(finding["kind"] != "crash" for finding in findings):
+                page.line(f"to see what can be put right: memstore repair {quote(memory)}")
+            elif all(finding["remedy"] != "restore" for finding in findings):
+                page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
+        for name, blocks in dropped.items():
+            page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
+
+    data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings, "dropped": dropped}
+    return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)
+
+
+Dropped = dict[str, list[tuple[int, int]]]
+
+
+def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int, int, Dropped]:
+    """What there is to tell of a memory.
+
+    Whether it can be opened, findings, how many documents and tokens there are, and which blocks documents lack: first
+    and last.
+    """
+    try:
+        opened = memstore.open(memory, mode="r")
+    except DamagedError as error:
+        from memstore.memory.urls import on_disk
+        from memstore.memory.verify import in_child
+
+        if not on_disk(memory):
+            raise
+        # It cannot be opened to be used, but something of it may still be read and named.
+        findings = [asdict(finding) for finding in in_child(memory)]
+        if [finding["message"] for finding in findings] in ([], [str(error)]):
+            raise
+        return False, findings, 0, 0, {}
+    with opened:
+        findings = [asdict(finding) for finding in opened.verify()]
+        try:
+            documents = opened.documents()
+            tokens = sum(map(len, documents))
+        except DamagedError:  # which is among the findings
+            return True, findings, 0, 0, {}
+        dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
+        return True, findings, len(documents), tokens, dropped
+
+
+def _row(finding: dict[str, Any]) -> list[object]:
+    """A finding as a row of the table, with the positions of its first and last token."""
+    tokens = finding["tokens"]
+    told = finding | {"tokens": None if tokens is None else f"{tokens[0]:,} to {tokens[1]:,}"}
+    return [told[column] for column in _FINDING]
+
+
+def _in_words(blocks: list[tuple[int, int]]) -> str:
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; tell what would be done first.")]
+DropBlocks = Annotated[
+    bool,
+    typer.Option(
+        "--drop-blocks", help="Take the damaged blocks out of a document and keep those behind, instead of cutting it."
+    ),
+]
+To = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NEW",
+        help="Leave MEMORY as it is, and save what can be read of it into a new memory: for one that cannot be opened.",
+        callback=lambda url: None if url is None else lasting(url),
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it. Without it nothing is changed.")]
+
+
+def repair(
+    memory: MemoryUrl,
+    *,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    drop_blocks: DropBlocks = False,
+    to: To = None,
+    json: Json = False,
+) -> Report:
+    """Make a damaged memory sound again.
+
+    A document with damaged values keeps its longest sound prefix; the rest of it can be read again. Values that nothing
+    refers to are removed. Nothing is guessed. Without --yes nothing is changed and you see what would be done. The exit
+    code is 4 if anything is still wrong, or lost with --to.
+
+    Example:
+
+        memstore repair notes.mem --yes
+        memstore repair notes.mem --to saved.mem
+
+    In Python: memstore.Memory.repair and memstore.memory.salvage.salvage.
+    """
+    if to is not None:
+        if dry_run or yes or drop_blocks:
+            raise InvalidArgument("--to only reads MEMORY: leave out --dry-run, --yes and --drop-blocks")
+        return _salvaged(memory, to, show=not json)
+    plan = dry_run or not yes
+    with memstore.open(memory) as opened, waiting("checking every value", show=not json):
+        done = opened.repair(dry_run=plan, drop_blocks=drop_blocks)
+    steps, left = [asdict(step) for step in done.steps], [asdict(finding) for finding in done.left]
+
+    def text(page: Page) -> None:
+        for step in done.steps:
+            page.line(("would do: " if plan else "") + step.message)
+        if not left:
+            page.line("the memory is sound")
+        elif plan and steps:
+            how = "--drop-blocks --yes" if drop_blocks else "--yes"
+            page.line(f"nothing was changed; to do it: memstore repair {quote(memory)} {how}")
+            if not drop_blocks and any(step.tokens_lost for step in done.steps):
+                page.line("to keep what lies behind the damaged blocks, add --drop-blocks")
+        else:
+            for finding in done.left:
+                page.line(f"left as it is: {finding.message}")
+
+    data = {"memory": memory, "dry_run": plan, "clean": not left, "steps": steps, "left": left}
+    return Report(data=data, text=text, exit_code=DAMAGED if left else OK)
+
+
+def _salvaged(memory: str, target: str, *, show: bool) -> Report:
+    from memstore.memory.salvage import salvage
+
+    with waiting("saving what can be read", show=show):
+        saved = salvage(memory, target)
+    lost = any(each.tokens_lost or not each.document for each in saved)
+
+    def text(page: Page) -> None:
+        for each in saved:
+            page.line(each.message)
+        page.line(f"{target} is a sound memory now; {memory} was not changed")
+
+    data = {"memory": memory, "to": target, "documents": [asdict(each) for each in saved]}
+    return Report(data=data, text=text, exit_code=DAMAGED if lost else OK)
+
+
+_AGAIN = "type the same command again"
+
+
+def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
+    """The error with that line, where one of ``arguments`` is the memory that it is about.
+
+    Where only a copy helps, or the fault is in the traces, the error says so itself.
+    """
+    memories = [each for each in arguments[1:] if on_disk(each)]
+    if not memories or not isinstance(error, MemstoreError):
+        return error
+    match error:
+        case DamagedError() if error.remedy is None:
+            return DamagedError(f"{error}\n{_damaged(memories[0])}")
+        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.memory or error.remedy == "limit":
+            # As the user wrote it; a copy names two memories, of which the last one is written.
+            named = [each for each in memories if _path(each) == _path(error.memory or "")]
+            return type(error)(f"{error}\n{_refused(error, quote((named or memories)[-1]))}")
+    return error
+
+
+def _path(memory: str) -> str:
+    return memory if memory.startswith("zarr+") else os.path.realpath(memory.removeprefix("zarr:"))
+
+
+def _damaged(memory: str) -> str:
+    quoted = quote(memory)
+    return f"The rest is as it was. What is wrong: memstore verify {quoted}; to put it right: memstore repair {quoted}"
+
+
+def _refused(error: MemstoreError, memory: str) -> str:
+    """What to do where nothing is damaged; ``memory`` is quoted."""
+    match error:
+        case MemoryInUse():
+            return (
+                f"Nothing was changed here. Reading goes on, such as: memstore ls {memory}; when it is free, {_AGAIN}"
+            )
+        case ReadOnlyMemory():
+            return (
+                f"Nothing was changed. A copy that can be written: memstore copy {memory} NEW; to write here, get the "
+                f"right to do so, and {_AGAIN}"
+            )
+    more = f"limit {memory} --max-bytes MORE" if error.remedy == "limit" else f"compact {memory}"
+    return f"To make room: memstore forget {memory} DOCUMENT; memstore {more}; then {_AGAIN}"
