@@ -16,6 +16,7 @@ from memstore.eval.audit_memorizing import audit_memorizing
 from memstore.eval.pictures import audit_picture
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, Reader, RecentTokens
 from tests.eval.memorizing import small_memorizing
+from tests.pairs import pairs
 
 TEXT = torch.randint(0, 256, (203,), generator=torch.Generator().manual_seed(3))
 QUESTION = torch.randint(0, 256, (17,), generator=torch.Generator().manual_seed(4))
@@ -58,9 +59,7 @@ def dense(model: MemorizingForCausalLM, question: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-@pytest.mark.parametrize("read", [1, 3, 64])
-@pytest.mark.parametrize("question", [QUESTION[:5], QUESTION], ids=["in the window", "beyond it"])
-@pytest.mark.parametrize("changes", KINDS, ids=["plain", "gqa", "joint"])
+@pairs(read=[1, 3, 64], question=[QUESTION[:5], QUESTION], changes=KINDS)
 def test_the_truth_is_a_dense_softmax_over_all_tokens(
     changes: dict[str, Any], question: Tensor, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

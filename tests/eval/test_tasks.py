@@ -13,6 +13,7 @@ from memstore.errors import InvalidArgument
 from memstore.eval.filler import Filler
 from memstore.eval.tasks import TASKS, Phrases, Riddle, Sample, make, plant, shortest
 from tests.eval.drts import byte_tokenizer
+from tests.pairs import pairs
 
 DATA = Path(__file__).parents[1] / "data/gca_niah.npz"
 FILLER = Filler(np.arange(200, 250, dtype=np.uint16), "none of it is a letter")
@@ -33,9 +34,7 @@ def whole(sample: Sample, filler: Filler = FILLER) -> list[int]:
     return [int(token) for chunk in sample.haystack(filler) for token in chunk]
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [300, 310, 1001, 70_000])
-@pytest.mark.parametrize("depth", [None, 0.0, 0.3, 1.0])
+@pairs(task=TASKS, length=[300, 310, 1001, 70_000], depth=[None, 0.0, 0.3, 1.0])
 def test_a_sample_has_its_length_its_needles_and_an_aligned_question(
     phrases: Phrases, task: str, length: int, depth: float | None
 ) -> None:

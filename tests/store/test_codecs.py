@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memstore.memory.spec import CODECS
 from memstore.store.codecs import PIECE, codec_named
+from tests.pairs import pairs
 
 LOSSY = [name for name in CODECS if name != "none"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -47,9 +48,11 @@ def channel_range(states: Tensor, codec: str) -> Tensor:
     return 2 * numbers.abs().amax(-2, keepdim=True)
 
 
-@pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5, 2, 64, 16), (2, 2, 67, 3), (3, 7, 4), (1, 1, 1), (2, 1, 9, 3), (2, 2, 2, 5, 3)])
+@pairs(
+    codec=LOSSY,
+    dtype=DTYPES,
+    shape=[(5, 2, 64, 16), (2, 2, 67, 3), (3, 7, 4), (1, 1, 1), (2, 1, 9, 3), (2, 2, 2, 5, 3)],
+)
 def test_the_error_is_at_most_a_step(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     states = random_states(*shape, dtype=dtype)
     error = (round_trip(codec, states).double() - states.double()).abs()
@@ -83,9 +86,7 @@ def test_zeros_between_other_numbers_stay_zeros(codec: str) -> None:
     assert not round_trip(codec, states)[:, :, 5:].any()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", [1.0, -3.0, 0.1, 1e-30, 1e-40, 60000.0, torch.inf])
+@pairs(codec=CODECS, dtype=DTYPES, number=[1.0, -3.0, 0.1, 1e-30, 1e-40, 60000.0, torch.inf])
 def test_a_constant_comes_back_within_the_precision_of_a_scale(codec: str, dtype: torch.dtype, number: float) -> None:
     largest = torch.finfo(dtype).max
     for sign in (1, -1):
