@@ -8,6 +8,8 @@ import sys
 from memstore.tools.interrupts import listen
 
 
+# Nothing heavy is imported here, so that Ctrl-C while the rest is loaded ends in one line. An interrupted import may
+# surface as any error later, so once Ctrl-C was pressed every error is that.
 def main() -> int:
     """Run the command line; the exit code.
 

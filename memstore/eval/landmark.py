@@ -87,6 +87,9 @@ def rows_of(rows: Sequence[LengthRow | GranularityRow | CutoffRow]) -> list[dict
     return [{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows]
 
 
+# The text is cut to whole pieces of the longest length, and every shorter length cuts the same tokens: all rows of a
+# table score the same text. Truncated attention uses the weights of the full model in a sliding window as large as all
+# that landmark attention sees; a model trained on that window would be another baseline.
 def by_length(
     model: LandmarkForCausalLM,
     tokens: Tensor,

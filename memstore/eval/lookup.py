@@ -82,6 +82,8 @@ class Example:
     retrieved: list[Retrieved]
 
 
+# A stock model sees nothing before its segment but by its memory, so a word is far when it was last read more than a
+# segment back. Weights may be negative, as its gates may.
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
     """The outcome."""

@@ -57,6 +57,8 @@ class MemoryRow:
         }
 
 
+# All rows score the same tokens: the whole text as one document but its first token. Differences are paired by token,
+# and stretches of 512 tokens count as one observation.
 def by_memory_size(
     model: MemorizingForCausalLM | PreTrainedModel,
     documents: Sequence[Tensor],

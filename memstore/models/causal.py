@@ -128,6 +128,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         cache.belong_to(self.model)
 
 
+# `generate` takes the logits at the end of each row, and tokenizers pad on the right unless told otherwise. Padding is
+# left out of the stream, so the logits of the last real token are given. Transformers still warns of right padding.
 def _last(hidden: Tensor, mask: Tensor | None, count: int) -> Tensor:
     """``hidden [B, T, hidden]`` of the last ``count`` tokens of each row, the padding that it ends with left out."""
     if mask is None or bool(mask[:, -1].all()):

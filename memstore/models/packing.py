@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+# Rows lie at the beginning of their stream and are filled up at its end, where causal attention does not look; so
+# training needs no padding mask, whatever the padding was. The landmark belongs to the model, not to the tokenizer:
+# users give plain tokens, any tokenizer serves, and `resize_token_embeddings` works.
 class Packing:
     """One segment ``[B, T]`` as a stream ``[B, M]``; rows with fewer items are filled up at their end."""
 

@@ -179,6 +179,7 @@ def _salvaged(memory: str, target: str, *, show: bool) -> Report:
 _AGAIN = "type the same command again"
 
 
+# The library's error says what happened and what is safe; the command line adds what to type, with the memory's name.
 def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
     """The error with that line, where one of ``arguments`` is the memory that it is about.
 

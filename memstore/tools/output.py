@@ -69,6 +69,7 @@ class Page:
         (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
 
 
+# A new verb has CSV without a word: its first table before formatting, else its facts, else its JSON, flattened.
 class Sheet(Page):
     """Takes what a verb shows to people, and writes its table as CSV."""
 

@@ -17,6 +17,9 @@ MEMORY = 0.95
 """How much of what was found in the steps before counts, at each step."""
 
 
+# Distractors open as needles are found: the bank of blocks of earlier steps grows exponentially while nine of ten first
+# answer tokens are right, and the choice's noise falls to 0.2 by then, for noise over n blocks hides what leads by less
+# than log n. docs/notes/drt.md has the runs that failed.
 class Bank:
     """What rows may retrieve beside their own blocks.
 

@@ -70,6 +70,8 @@ def train_on_documents(
         return opened.run.report or _on_documents(opened, start, documents, refresh_every, late)
 
 
+# A model whose layer is ready for it (`memory_size=0` while training: normalised queries and keys, a gate that nothing
+# moved). One with `memory_layer=None` is the Transformer-XL baseline, whose weights mean something else.
 def _with_memory(start: Start, memory_size: int) -> Start:
     if memory_size < 0:
         raise InvalidArgument(f"memory_size must be at least 0, not {memory_size}")

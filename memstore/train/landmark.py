@@ -26,6 +26,9 @@ WARM, RAMPED = 0.1, 0.25
 RAMP_FILE = "ramp.json"
 
 
+# The ramp begins where answers are copied, not at a step. With the grouped softmax from the start a model stays at
+# chance, and how soon a seed copies varies. On texts there are no answers, so there it depends on the step alone (a
+# tenth of the training plain, full at a quarter). Weights that were trained before begin with the full softmax.
 class Ramp:
     """How far attention is on its way to the grouped softmax, where answers say when it may begin."""
 

@@ -15,6 +15,9 @@ from memstore.train.run import Run
 from memstore.train.streaming import StreamTrainer
 from memstore.train.streams import Streams
 
+# 1 minus the mean cosine of keys as stored and as the present weights compute them. Keys of the layer with the memory
+# do not depend on what was retrieved, so only tokens within a window for each layer below are read again: for the two
+# oldest windows of one row that costs a fraction of a step.
 COMPARED_WINDOWS = 2
 """Windows of the oldest keys that a line of the log compares with present ones: a small part of a step's time."""
 

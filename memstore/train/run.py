@@ -104,6 +104,8 @@ def last_checkpoint(out: Path) -> Path | None:
     return max(whole, key=lambda path: complete(path)["step"], default=None)
 
 
+# Headers of safetensors and the end of archives are looked at, not all bytes. A checkpoint that is not whole is removed
+# on resuming, and training goes on from the one before, to the same result.
 def is_whole(checkpoint: Path) -> bool:
     """Whether all of a checkpoint was written; a machine that fails may leave files that end too early."""
     try:

@@ -128,6 +128,8 @@ def starting(
     return Start(chosen, init, tokenizer, family, lora=lora)
 
 
+# Adapters end with the training that made them: checkpoints hold them and the landmark alone, the folder in the end the
+# model with the adapters added to its weights, so every verb loads it like any other.
 def _check_lora(rank: int, init: Folder | None, family: Family) -> None:
     if family.adapt is None:
         raise InvalidArgument(f"a {family.kind.name} is trained whole, without adapters; leave lora out")

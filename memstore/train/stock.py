@@ -63,6 +63,8 @@ class StockTrainer(StreamTrainer):
         self.memory.clear()
 
 
+# Weights that learn too would learn the style of the texts, and nobody could tell what the memory is worth; so without
+# its memory the model is bit for bit the stock one.
 def train_stock_memory(
     texts: Sequence[Folder],
     out: Folder,

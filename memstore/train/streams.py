@@ -32,6 +32,9 @@ class Segment(NamedTuple):
     """Whether it is the first of its document."""
 
 
+# Which document a row reads at which step is worked out beforehand, from the seed: so the Trainer may skip batches when
+# it goes on, several processes read what the rows of one would, and what a row has read until now can be had again for
+# a refresh without keeping it.
 class Streams(Dataset[Segment]):
     """Segments of documents in the order of training: item ``n`` is that of row ``n % rows`` at step ``n // rows``.
 
@@ -91,6 +94,8 @@ def _shuffled(count: int, seed: int) -> Iterator[int]:
         turn += 1
 
 
+# A document that is longer than a row's part of the texts is cut into equal parts: one book and a batch of four would
+# otherwise be four rows that read the same tokens at once. Corpora of many documents are not touched.
 def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]:
     """``documents``, each closed by the token ``end``, for so many ``rows`` to stream.
 
@@ -105,6 +110,7 @@ def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]
     return [each for each in parts if len(each) > 1]
 
 
+# Labels are shifted over the whole document, not within segments, where a token in each window would go unlearned.
 def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Tensor]:
     """A batch of segments, the shorter ones with ``padding`` behind; ``begins [B]`` says where documents begin."""
     ids = torch.full((len(segments), window), padding)

@@ -20,6 +20,7 @@ PER_INCH = 18
 """Letters of a caption."""
 
 
+# Nothing hangs on a colour that a printer or an eye does not have; grey files are half as large.
 def new_figure(width: float, height: float, *, title: str, caption: str) -> Any:
     """An empty figure of so many inches, at least 5 by 2.5, with its title above and its caption below."""
     width, height = min(WIDEST, max(5.0, width)), max(2.5, height)

@@ -23,6 +23,8 @@ SHADES = {"device": ("white", ""), "host": ("0.75", ""), "disk": ("0.35", ""), "
 Block = tuple[str, int]
 
 
+# Rows are the 32 blocks with most weight, not positions in the document: a token uses a handful of 300,000 blocks,
+# which would be less than a pixel each. What is left is one row with the largest of the others, on the same scale.
 def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None = None, head: int | None = None) -> Any:
     """Generated tokens by blocks, weight as ink. Blocks with most weight have rows of their own, in order.
 

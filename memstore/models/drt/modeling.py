@@ -403,6 +403,8 @@ class DRTForCausalLM(CausalLM):
         )
 
 
+# Also while training (the gradient passes as if nothing were rounded): a pass that reads from a memory then computes
+# what a pass in one go does. With float16 states a sum in another order can turn one rounding, about 1e-3 of a logit.
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as it would come back from a memory of that type; its gradient is not rounded, for it would vanish."""
     if x.dtype == dtype:

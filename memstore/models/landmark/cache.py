@@ -107,6 +107,11 @@ class _View:
         self.bias, self.own = local_bias(self.places, blocks, self.size)
 
 
+# A text is cut into segments counted from its beginning, not by calls: tokens of the segment in hand attend to each
+# other directly, blocks of segments before it are in memory. So with lists of each token the same text gives the same
+# logits at once, in pieces and token by token. The published code takes every complete block into memory at the next
+# call; `segment_blocks=1` is that. It places retrieved blocks on top of the queries where the cache holds exactly k
+# blocks, and fails with fewer; here positions are true until there are more than k blocks.
 class LandmarkCache(Past):
     """The ``past_key_values`` of a model with landmarks.
 
@@ -157,6 +162,7 @@ class LandmarkCache(Past):
         self._last_lists: dict[int, LastLists] = {}
         self._spent: dict[int, tuple[float, float]] = {}
 
+    # Fixed: local tokens stand behind `top_k + 1` slots. Other options take another cache.
     @property
     def retrieval(self) -> Retrieval:
         """How blocks are chosen: the same from beginning to end, for local tokens stand behind ``top_k`` slots."""
@@ -189,6 +195,9 @@ class LandmarkCache(Past):
         if self.observers:
             self._last = LastTokens(packing, ending)
 
+    # Retrieved and local part are attended to apart and merged by their log-sum-exps: a block's gate is its landmark's
+    # score, so the retrieved part is a softmax with a log-sum-exp of its own. Lists of single tokens then need no
+    # copies of the local keys, and a context-miss token only puts its own score in the place of that log-sum-exp.
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
         """Attention of the segment's items in ``layer``, which must be asked once each, in order.
 
@@ -494,6 +503,9 @@ class LandmarkCache(Past):
         scores = scores.masked_fill(missing[:, None, None], -math.inf)
         return Questions(self.config.rotary.rotate(q, view.older) * scale, scores, first, view.real)
 
+    # The index holds landmarks without positions and is asked with queries turned back by a landmark's place in slot 0,
+    # where all older blocks stand while they are searched; the last k blocks have slots of their own and are scored
+    # here.
     def _recent_landmarks(self, layer: int, first: Tensor, count: int) -> Tensor:
         """Landmarks ``[B, G, count, D]`` of the latest blocks, in their slots; the same for a whole segment."""
         if layer not in self._recent:

@@ -33,6 +33,9 @@ NOWHERE = -1000.0
 """A score whose exponential is 0; in float16 it can be multiplied by the square root of a head's size."""
 
 
+# The token is no item of the stream: at position -1 it attends to nothing, so it is a vector that runs through the
+# feed-forward layers once per step. Its gate is one more dimension of queries and keys (a number of the query times a
+# flag of the key), so the same fused attention trains it. Which landmarks it controls is drawn once per step.
 def gated_attention(
     q: Tensor,
     k: Tensor,

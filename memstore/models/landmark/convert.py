@@ -43,6 +43,8 @@ OWN = ("model.landmark.", "model.context_miss.")
 """How the names of the parameters begin that no stock model has."""
 
 
+# Parameters have Llama's names, so nothing moves: the landmark model holds the very parameters of the stock model, and
+# `unmake_landmark` builds the stock model around them again from `config.stock`.
 def make_landmark(
     model: PreTrainedModel, *, block_size: int = 51, lora: int | LoraConfig | None = None, **changes: Any
 ) -> LandmarkForCausalLM | PeftModel:
@@ -164,6 +166,8 @@ def _given(stock: Any) -> dict[str, Any]:
     }
 
 
+# A configuration of transformers takes any name: `blocks_size=8` would change nothing, silently, and `hidden_size=64`
+# would not fit the weights.
 def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
     known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()

@@ -49,6 +49,8 @@ class LandmarkModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.attention == "landmark":
+            # A module with one row, not a bare parameter: so LoRA's `modules_to_save` trains and saves it beside the
+            # adapters.
             self.landmark = nn.Embedding(1, config.hidden_size)
         if config.context_miss:
             self.context_miss = nn.Embedding(1, config.hidden_size)
@@ -76,6 +78,8 @@ class LandmarkModel(nn.Module):
         hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
         return hidden
 
+    # The last layer's keys and values do not depend on what it attends to, and nothing else of it is stored. Where only
+    # the last layer searches, reading a text needs no search at all.
     def read(self, packing: Packing, cache: LandmarkCache) -> None:
         """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted.
 
@@ -118,6 +122,8 @@ class LandmarkForCausalLM(CausalLM):
         if self.config.architecture == "gpt2" and isinstance(module, ResidualLinear):
             nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(2 * len(self.model.layers)))
 
+    # An attribute, not configuration: it belongs to a training, and every model that is loaded has 1. A model on its
+    # way (below 1) refuses to retrieve, for no cache computes it.
     @property
     def ramp(self) -> float:
         """How far attention is on its way from plain causal softmax (0) to the grouped one (1).
@@ -176,6 +182,9 @@ class LandmarkForCausalLM(CausalLM):
             return WindowCache(self.config, rows)
         return LandmarkCache(self.config, rows)
 
+    # `model(ids)` is what training computes: landmark attention at true positions over everything. With `use_cache`,
+    # and in `generate`, segments retrieve and stand at stingy positions, which is another function once there are more
+    # than k blocks. So `use_cache` is off unless asked for, also in evaluation.
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of a text from its beginning, all at once."""
         packing = Packing(input_ids, mask, [0] * len(input_ids), self.model.block_size)
@@ -185,6 +194,9 @@ class LandmarkForCausalLM(CausalLM):
 
         return packing.tokens(self.model(packing, sight))
 
+    # With a cache everything is computed in the type of the weights, also under `torch.autocast`: states of a cache, of
+    # a memory and of the segment in hand meet in one softmax, and what is stored must be what any process would
+    # compute.
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)

@@ -62,6 +62,8 @@ class Past(ModelCache, ABC):
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
 
 
+# Baselines are the same class without landmarks, so a table compares nothing but attention. Transformer-XL is computed
+# in one pass: every window with the one before it, detached, as its cache.
 class WindowCache(Past):
     """Keys and values that the baselines' next tokens can see: all, a window, or two windows side by side.
 

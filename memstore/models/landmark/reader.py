@@ -84,6 +84,8 @@ def memory_spec(
     )
 
 
+# Local layers store their states too, without landmarks. They could be computed again from tokens only if all layers
+# below were local; otherwise a document could not be continued.
 def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
     """Layers whose landmarks are searched: all but local ones, and the first, where all landmarks are alike."""
     return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 
+# Cut by the tokens of each row, not by columns: a padded row gets the segments that it would get alone.
 class Segments:
     """The same tokens segment by segment, and what was computed for each of them put back in place.
 

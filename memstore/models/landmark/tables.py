@@ -238,6 +238,9 @@ class DocumentBlocks(LayerBlocks):
         return Found(keys, values, None if sound is None else sound.to(like.device))
 
 
+# In the first layer all landmarks have one key, that of one embedding, so all blocks in slot 0 are equal and no index
+# is kept. Which of equal blocks is taken is arbitrary; the published code leaves it to `topk` and the rounding of a
+# product. The latest 64 are offered and `topk` chooses, which gives its result in all but four of the published cases.
 class FirstLayerBlocks(LayerBlocks):
     """Blocks of the first layer, where all landmarks have the same key: that of one and the same embedding.
 

@@ -82,6 +82,8 @@ class MemorizingCache(ModelCache):
         memory = cast("Tokens", self.memory)
         self.tell(KNNChoice(layer, ending, last, attention, q, keys, mask, found, memory, self.origin))
 
+    # A backward pass needs what was found as it was, so a training call of several windows copies the memory for each.
+    # Calls of one window, as the recipes make them, copy nothing.
     def detach(self) -> None:
         """Go on with a copy of the memory in tensors, for the backward pass needs it as earlier segments found it."""
         if isinstance(self.memory, RecentTokens):

@@ -108,6 +108,8 @@ class Reader(DocumentReader):
         spec = memory_spec(model, tokenizer, block_size)
         super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
 
+    # A memory of tokens keeps one layer, and windows of the others cannot be computed from it: so they begin empty.
+    # What is asked is found too once it has left the window: it lies in tensors beside the document.
     def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> MemorizingCache:
         """A cache that finds the tokens of the document, for ``rows`` continuations at once; its windows are empty.
 

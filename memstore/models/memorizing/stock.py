@@ -34,6 +34,8 @@ from memstore.models.checks import check_sizes
 
 NAME = "knn_memory"
 """What the memory is called in its layer, and its settings in the configuration of the model."""
+# A method of the model that `generate` asks for where beams change places. Without it the cache followed the beams and
+# the memory did not, so that a beam looked up what another one had said.
 REORDERS = "_reorder_cache"
 """What transformers asks a model for, where beams change their places."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

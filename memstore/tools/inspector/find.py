@@ -19,6 +19,8 @@ LONGEST = 200
 _PIECE = 256  # blocks that are looked at between two looks at the clock
 
 
+# In pieces of 0.3 seconds: an index of words would be another store to keep right, and the first hits are there at
+# once.
 def find(
     memory: Memory, words: Words, number: int, query: str, start: int, *, most: int = 50, seconds: float = 0.3
 ) -> dict[str, Any]:

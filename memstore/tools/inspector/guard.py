@@ -44,6 +44,8 @@ HEADERS = {
 class Guard:
     """Lets those requests through to ``app`` that may come, and adds ``HEADERS`` to every answer."""
 
+    # Rebinding needs a name, and nobody can make an address point elsewhere: so an address may be any, a name must be
+    # known.
     def __init__(self, app: ASGIApp, *, token: str, write_token: str | None, hosts: Iterable[str]) -> None:
         """``hosts`` are names for this server beside addresses; without ``write_token`` nothing can be changed."""
         self._app = app

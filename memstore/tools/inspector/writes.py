@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
 
 
+# The page reads with mode "r", and a change opens the memory for that moment alone: a page that held the lock would
+# keep models from reading texts into the memory for as long as a tab is open.
 def pin(memory: Memory, asked: Mapping[str, Any]) -> None:
     """Pin a document."""
     memory.document(_name(memory, asked)).pin()
