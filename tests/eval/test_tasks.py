@@ -34,7 +34,7 @@ def whole(sample: Sample, filler: Filler = FILLER) -> list[int]:
     return [int(token) for chunk in sample.haystack(filler) for token in chunk]
 
 
-@pairs(task=TASKS, length=[300, 310, 1001, 70_000], depth=[None, 0.0, 0.3, 1.0])
+@pairs(task=list(TASKS), length=[300, 310, 1001, 70_000], depth=[None, 0.0, 0.3, 1.0])
 def test_a_sample_has_its_length_its_needles_and_an_aligned_question(
     phrases: Phrases, task: str, length: int, depth: float | None
 ) -> None:
