@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +42,11 @@ def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     metadata = {"kind": KIND, "facts": text, "checksums": json.dumps(sums)}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        partial.unlink(missing_ok=True)
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        rights = stat.S_IMODE(partial.stat().st_mode)  # 0666 without the umask, which can only be seen in a new file
         save_file(whole, partial, metadata=metadata)
-        partial.chmod(0o644)  # as the memory itself, which others may read
+        partial.chmod(rights)  # safetensors makes a file of its own, for its user alone
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)

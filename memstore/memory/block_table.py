@@ -6,6 +6,7 @@ are. ``exporting.py`` writes the states.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from memstore.errors import InvalidArgument, NotFound, StoreFull
 from memstore.memory.document import Document
 from memstore.memory.ingest import progress_bar
 from memstore.memory.memory import Memory
+from memstore.store import paths
 
 ROWS = 1024
 """Blocks that are read at a time; their states of one layer are held."""
@@ -45,14 +47,16 @@ def export_table(
     except ModuleNotFoundError:
         raise NotFound("a table in Parquet needs the package pyarrow: pip install 'torch-memstore[tables]'") from None
     path = Path(file)
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise InvalidArgument(f"{path} exists already; name a new file for the table.")
     chosen = memory.documents() if documents is None else [memory.document(name) for name in dict.fromkeys(documents)]
     schema, rows = _schema(memory, pa), 0
     unfinished = path.with_name(f"{path.name}.incomplete")
     try:
+        unfinished.unlink(missing_ok=True)
         with (
-            parquet.ParquetWriter(unfinished, schema) as writer,
+            os.fdopen(paths.new_file(unfinished), "wb") as content,
+            parquet.ParquetWriter(content, schema) as writer,
             progress_bar(memory.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance,
         ):
             for document in chosen:

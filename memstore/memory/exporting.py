@@ -10,9 +10,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from memstore.memory.copy import shared_blocks
 from memstore.memory.document import Document
 from memstore.memory.ingest import progress_bar
 from memstore.memory.layouts import block_layouts
-from memstore.memory.manifest import FACTS, NAME, DocumentEntry, FileEntry, Manifest
+from memstore.memory.manifest import FACTS, FILE, NAME, DocumentEntry, FileEntry, Manifest
 from memstore.memory.memory import Memory, open_memory
+from memstore.store import paths
 
 FILE_BYTES = 64 << 20
 """States in one file, and in one transaction when they are imported; at least one block of all layers."""
@@ -91,10 +92,10 @@ def export_memory(
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
     """A folder to write to that becomes ``folder`` when all went well, and is gone when it did not."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
     place = folder.with_name(f"{folder.name}.incomplete")
-    if place.exists() and not (place / _LOCK).exists():
+    if paths.find(place, stat.S_IFDIR) and not paths.find(place / _LOCK):
         raise InvalidArgument(f"{place}, where the export is written first, exists already; remove or rename it.")
     place.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(place / _LOCK)
@@ -103,16 +104,19 @@ def _made(folder: Path) -> Iterator[Path]:
     except filelock.Timeout:
         raise MemoryInUse(f"another process is exporting to {folder}; wait for it, or name another folder.") from None
     try:
-        for left in place.iterdir():
-            if left.name != _LOCK:
-                left.unlink()
+        _clear(place)
+        if strange := next((each.name for each in place.iterdir() if each.name != _LOCK), None):
+            raise InvalidArgument(f"{place}, where the export is written first, has {strange} in it; remove that.")
         yield place
         (place / _LOCK).unlink()
-        _sync(place)
+        paths.sync_folder(place)
         place.rename(folder)
-        _sync(folder.parent)
+        paths.sync_folder(folder.parent)
     except BaseException as error:
-        shutil.rmtree(place, ignore_errors=True)
+        with suppress(OSError):
+            _clear(place)
+            (place / _LOCK).unlink(missing_ok=True)
+            place.rmdir()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFull(
                 f"no room for the export {folder}: {error.strerror}. Nothing of it was left; make room, or name "
@@ -123,12 +127,11 @@ def _made(folder: Path) -> Iterator[Path]:
         lock.release()
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _clear(place: Path) -> None:
+    """Remove what an export writes, and nothing else."""
+    for path in place.iterdir():
+        if path.name == NAME or FILE.fullmatch(path.name):
+            path.unlink()
 
 
 class _Writer:
@@ -148,7 +151,7 @@ class _Writer:
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file."""
-        with (self._folder / name).open("xb") as file:
+        with os.fdopen(paths.new_file(self._folder / name), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,18 +18,25 @@ from typing import Any, NamedTuple
 import xxhash
 from torch import Tensor
 
-from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN, VectorIndex, files
 from memstore.memory.places import Places
 from memstore.memory.runs import Runs
 from memstore.memory.spec import MemorySpec
 from memstore.memory.state import DocumentState
 from memstore.memory.tensors import byte_rows
+from memstore.store import paths
 
 FORMAT = 1
 SAMPLES = 16
 """Blocks whose landmarks are compared, evenly spaced, before a file is used."""
 FOLDER = "index"
+
+_STEM = r"\d+-\d+-[0-9a-f]{8}-[0-9a-f]{16}"
+_TOLD = re.compile(rf"({_STEM})\.json")
+_INDEX = re.compile(rf"({_STEM})\.index")
+# A process that was killed while it saved leaves a part, or what safetensors makes of it first, a .tmp.
+_UNFINISHED = re.compile(rf"{_STEM}(\.index\.\d+)?\.partial|\.{_STEM}\.json\.part|\.tmp[0-9A-Za-z]{{6}}")
 
 _log = logging.getLogger("memstore.index")
 
@@ -64,8 +72,9 @@ class IndexFiles:
             if about is None or not self._fits(about, source, blocks):
                 continue
             try:
+                paths.find(path.with_suffix(".index"))
                 index.load(path.with_suffix(".index"))
-            except (DamagedError, NotFound) as error:
+            except (DamagedError, NotFound, NotAMemory) as error:
                 _log.warning("An index is built anew from the memory: %s", error)
                 continue
             held = range(about["first"], about["stop"])
@@ -75,17 +84,17 @@ class IndexFiles:
         return None
 
     def save(self, index: VectorIndex, source: Source, blocks: range, facts: Mapping[str, Any]) -> None:
-        """Keep ``index``, which holds ``blocks``, in place of what was kept of it. Raises ``OSError``."""
+        """Keep ``index``, which holds ``blocks``, in place of what was kept. Raises ``OSError`` and ``NotAMemory``."""
         if self._folder is None or not self.writable:
             return
-        self._folder.mkdir(exist_ok=True)
+        with paths.opened_folder(self._folder.parent, FOLDER, make=True):
+            pass
         about = self._about(source, blocks) | {"facts": dict(facts)}
         stem = f"{source.number}-{source.layer}-{_digest(self._kind)[:8]}-{_digest(about)}"
         old = [path for path in self._files(source.number, source.layer) if path.stem != stem]
+        paths.find(self._folder / f"{stem}.index")
         index.save(self._folder / f"{stem}.index")
-        partial = self._folder / f"{stem}.partial"
-        partial.write_text(json.dumps(about))
-        partial.replace(self._folder / f"{stem}.json")
+        paths.write(self._folder.parent, f"{FOLDER}/{stem}.json", [json.dumps(about).encode()], durable=False)
         for path in old:
             remove(path)
 
@@ -94,32 +103,27 @@ class IndexFiles:
 
         They hold landmarks that were forgotten.
         """
-        if self._folder is None or not self._folder.is_dir():
-            return
-        told = {path: _read(path) or {} for path in self._folder.glob("*.json")}
-        for path, about in told.items():
+        for path in _files(self._folder, _TOLD):
+            about = _read(path) or {}
             state = state_of(about["document"]) if "document" in about else None
             if state is None or state.edits != about.get("edits") or state.first > about.get("first", 0):
                 remove(path)
-        # A process that was killed while it saved leaves a .partial, or what safetensors makes of it first, a .tmp.
-        unfinished = {*self._folder.glob("*.partial"), *self._folder.glob(".tmp*")}
-        for path in [*unfinished, *self._folder.glob("*.index")]:
-            if path in unfinished or not path.with_suffix(".json").exists():
+        for path in _files(self._folder, _UNFINISHED):
+            path.unlink(missing_ok=True)
+        for path in _files(self._folder, _INDEX):
+            if not path.with_suffix(".json").exists():
                 path.unlink(missing_ok=True)
 
     def told(self) -> Iterator[Mapping[str, Any]]:
         """What every file says of itself, of whatever kind its index is, with ``file_bytes``."""
-        if self._folder is None:
-            return
-        for path in sorted(self._folder.glob("*.json")):
+        for path in _files(self._folder, _TOLD):
             about, index = _read(path), path.with_suffix(".index")
             if about is not None and index.exists():
-                yield about | {"file_bytes": index.stat().st_size}
+                yield about | {"file_bytes": index.lstat().st_size}
 
     def _files(self, number: int, layer: int) -> list[Path]:
-        if self._folder is None:
-            return []
-        return sorted(self._folder.glob(f"{number}-{layer}-{_digest(self._kind)[:8]}-*.json"))
+        start = f"{number}-{layer}-{_digest(self._kind)[:8]}-"
+        return [path for path in _files(self._folder, _TOLD) if path.name.startswith(start)]
 
     def _about(self, source: Source, blocks: range) -> dict[str, Any]:
         return {
@@ -159,14 +163,15 @@ def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
 
     What an index of another package writes only that package can check.
     """
-    for path in sorted(folder.glob("*.json")) if folder else ():
+    for path in _files(folder, _TOLD):
         about = _read(path)
         try:
             if about is None:
                 raise DamagedError(f"{path} is damaged: it is not what was written. Rebuild the index.")
             if str(about.get("index")).partition(":")[0] in BUILT_IN:
+                paths.find(path.with_suffix(".index"))
                 files.load(path.with_suffix(".index"), {})
-        except (DamagedError, NotFound) as error:
+        except (DamagedError, NotFound, NotAMemory) as error:
             if path.exists():  # else a writer has put another in its place
                 yield path, str(error)
 
@@ -175,6 +180,14 @@ def remove(path: Path) -> None:
     """Remove an index, which will be built anew; ``path`` is the file that says what it was made from."""
     for file in (path, path.with_suffix(".index")):
         file.unlink(missing_ok=True)
+
+
+def _files(folder: Path | None, names: re.Pattern[str]) -> list[Path]:
+    """The files of ours in the folder ``index`` with such names, in order; what else lies there is its owner's."""
+    if folder is None:
+        return []
+    found = next(paths.walk(folder.parent, folder.name), None)
+    return [] if found is None else [folder / name for name in sorted(found[2]) if names.fullmatch(name)]
 
 
 def _spread(blocks: range) -> list[int]:
@@ -196,7 +209,7 @@ def _digest(value: Any) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """What a file says of itself, if it can be read and its name is that of what it says."""
     try:
-        about = json.loads(path.read_text())
-    except (OSError, ValueError):
+        about = json.loads(paths.read(path.parent.parent, f"{FOLDER}/{path.name}"))
+    except (OSError, ValueError):  # NotAMemory, for a link, is one
         return None
     return about if isinstance(about, dict) and path.stem.endswith(_digest(about)) else None

@@ -18,11 +18,12 @@ from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
 from memstore.memory.rules import Rules
 from memstore.memory.spec import MemorySpec
+from memstore.store import paths
 
 FORMAT, VERSION = "memstore-export", 1
 NAME = "manifest.json"
 FACTS = "facts.safetensors"
-_FILE = re.compile(r"facts\.safetensors|document-\d{4,}-\d{6,}\.safetensors")
+FILE = re.compile(r"facts\.safetensors|document-\d{4,}-\d{6,}\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +101,17 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.exists():
         raise NotFound(f"there is no export at {folder}; check the path.")
     path = folder / NAME
-    if not folder.is_dir() or not path.is_file():
+    if not folder.is_dir() or paths.find(path) is None:
         raise NotAMemory(
             f"{folder} is not a finished export: it has no {NAME}, which is written last. Export again, or name the "
             "folder that memstore export made."
         )
     manifest = _parsed(path)
     for entry in manifest.files():
-        if not _FILE.fullmatch(entry.name):
+        if not FILE.fullmatch(entry.name):
             raise DamagedError(f"{path} is damaged: no file of an export is called {entry.name!r}. Export again.")
-        file = folder / entry.name
-        size = file.stat().st_size if file.is_file() else None
+        facts = paths.find(folder / entry.name)
+        size = None if facts is None else facts.st_size
         if size != entry.nbytes:
             found = "is missing" if size is None else f"has {size:,} bytes of {entry.nbytes:,}"
             raise DamagedError(
@@ -123,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_file(folder: Path, entry: FileEntry) -> bytes:
     """The content of a file of an export. Raises ``DamagedError`` where it is not what was written."""
     try:
-        content = (folder / entry.name).read_bytes()
+        content = paths.read(folder, entry.name)
     except OSError as error:
         raise DamagedError(
             f"the export {folder} cannot be read: {entry.name}: {error.strerror}. Restore it from a copy, or export "
@@ -145,7 +146,7 @@ def damaged(folder: Path, entry: FileEntry, what: str) -> DamagedError:
 
 def _parsed(path: Path) -> Manifest:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(paths.read(path.parent, path.name))
         if content["format"] == FORMAT and content["version"] > VERSION:
             raise ForeignMemory(f"{path} was written by a newer memstore ({content['library']}); upgrade memstore.")
         told = content.pop("sha256")

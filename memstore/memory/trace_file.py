@@ -15,6 +15,7 @@ from pathlib import Path
 from weakref import finalize
 
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
+from memstore.store import paths
 
 NAME = "traces.sqlite"
 VERSION = 1
@@ -53,7 +54,7 @@ class TraceFile:
             if self.path is None:
                 with self._lock:
                     yield self._connection
-            elif not self.path.exists():
+            elif not self._exists(self.path):
                 yield None
             else:
                 with closing(self._open_to_read(self.path)) as connection:
@@ -123,7 +124,10 @@ class TraceFile:
             raise self.explained(error) from error
 
     def _open_to_write(self) -> sqlite3.Connection:
-        place = ":memory:" if self.path is None else str(self.path)
+        place = ":memory:"
+        if self.path is not None:
+            self._exists(self.path)
+            place = str(self.path)
         connection = sqlite3.connect(place, timeout=WAIT, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -136,6 +140,12 @@ class TraceFile:
         if self.path is None:
             finalize(self, connection.close)
         return connection
+
+    def _exists(self, path: Path) -> bool:
+        """Whether there is a file. Raises ``NotAMemory`` where SQLite would follow a link: it opens by path."""
+        for end in ("-wal", "-shm", "-journal"):
+            paths.find(path.with_name(path.name + end))
+        return paths.find(path) is not None
 
     def _open_to_read(self, path: Path) -> sqlite3.Connection:
         """Where the folder cannot be written, what a writer has left in the log cannot be read either."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import secrets
 import stat
 import tempfile
 import threading
@@ -28,7 +29,7 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import tree
+from memstore.store import paths, tree
 from memstore.store.records import MAGIC
 from memstore.store.space import RESERVE_NAME, free_bytes
 
@@ -42,6 +43,7 @@ _OWN_NAMES = (
     LOCK_NAME,
     "writer.lock",
     "writer.json",
+    ".writer.json",
     RESERVE_NAME,
 )  # and these with a suffix, while being made
 _FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
@@ -94,6 +96,9 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
                 raise _forked(folder, other[2])
         env = _open_lmdb(folder, map_bytes)
         try:
+            # LMDB opens by path and follows links. What is not what it was before was exchanged meanwhile.
+            if _identity(data) != key or (paths.find(folder / LOCK_NAME) is None and env.flags()["lock"]):
+                raise NotAMemory(f"the files of {folder} were exchanged while they were opened; nothing of it was used")
             _check_length(env, data)
         except BaseException:
             env.close()
@@ -137,18 +142,23 @@ def _make_data_file(data: Path, map_bytes: int) -> None:
 
     So a shorter file is never what an interrupted creation left, but a memory that was truncated.
     """
-    if data.exists():
+    if paths.find(data):
         return
-    handle, part = tempfile.mkstemp(dir=data.parent, prefix=f"{DATA_NAME}.")
+    part, handle = _new_part(data)
     try:
-        lmdb.open(part, map_size=map_bytes, subdir=False, lock=False).close()
-        os.fchmod(handle, 0o644)
+        lmdb.open(str(part), map_size=map_bytes, subdir=False, lock=False).close()
         os.fsync(handle)
         with suppress(FileExistsError):
             os.link(part, data)
     finally:
         os.close(handle)
-        Path(part).unlink()
+        part.unlink()
+
+
+def _new_part(file: Path) -> tuple[Path, int]:
+    """A new file beside ``file``, which is to become that one, and its descriptor."""
+    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+    return part, paths.new_file(part)
 
 
 def _allocate_lock_file(folder: Path) -> None:
@@ -156,40 +166,37 @@ def _allocate_lock_file(folder: Path) -> None:
 
     The file appears whole, under its final name, or not at all.
     """
-    if (folder / LOCK_NAME).exists():
+    if paths.find(folder / LOCK_NAME):
         return
-    handle, part = tempfile.mkstemp(dir=folder, prefix=f"{LOCK_NAME}.")
+    part, handle = _new_part(folder / LOCK_NAME)
     try:
         os.posix_fallocate(handle, 0, _LOCK_FILE_BYTES)
-        os.fchmod(handle, 0o644)
         with suppress(FileExistsError):
             os.link(part, folder / LOCK_NAME)
     finally:
         os.close(handle)
-        Path(part).unlink()
+        part.unlink()
 
 
 def _identity(data: Path) -> tuple[int, int, int]:
     """The data file and this process; a path would not do, for a folder may be deleted and made anew."""
     try:
-        facts = data.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        if not data.parent.exists():
-            raise NotFound(f"there is no memory at {data.parent}; create one, or check the path") from None
-        if data.parent.is_dir() and not any(data.parent.iterdir()):
-            raise NotFound(
-                f"{data.parent} is an empty folder, not a memory; create one in it, or check the path"
-            ) from None
-        check_not_lost(data.parent)
-        if data.parent.is_dir() and not strangers(data.parent):
-            raise unfinished(data.parent) from None
-        raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}") from None
+        facts = paths.find(data)
     except PermissionError:
         raise ReadOnlyMemory(
             f"{data.parent} cannot be looked into: permission denied; change that", memory=data.parent
         ) from None
     except OSError as error:  # a name that is too long, links in a circle
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
+    if facts is None:
+        if not data.parent.exists():
+            raise NotFound(f"there is no memory at {data.parent}; create one, or check the path")
+        if data.parent.is_dir() and not any(data.parent.iterdir()):
+            raise NotFound(f"{data.parent} is an empty folder, not a memory; create one in it, or check the path")
+        check_not_lost(data.parent)
+        if data.parent.is_dir() and not strangers(data.parent):
+            raise unfinished(data.parent)
+        raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}")
     if facts.st_size < _FIRST_PAGES:
         raise _truncated(data, f"{facts.st_size} bytes are left")
     return facts.st_dev, facts.st_ino, os.getpid()
@@ -201,8 +208,12 @@ def strangers(folder: Path) -> list[str]:
 
 
 def check_exists(folder: Path) -> None:
-    """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it."""
+    """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it.
+
+    ``NotAMemory`` also where a name of ours leads out of the folder, see ``paths.py``.
+    """
     _identity(folder / DATA_NAME)
+    paths.check_names(folder)
 
 
 def check_not_lost(folder: Path) -> None:
@@ -218,7 +229,7 @@ def check_not_lost(folder: Path) -> None:
 
 def looks_like_ours(folder: Path) -> bool:
     """Whether the data file has a record of ours near its start, or nothing; for files with a damaged tree."""
-    with (folder / DATA_NAME).open("rb") as data:
+    with os.fdopen(paths.open_file(folder, DATA_NAME, os.O_RDONLY), "rb") as data:
         start = data.read(_LOOK_BYTES)[_FIRST_PAGES:]
         return MAGIC in start or not any(start)
 
@@ -242,7 +253,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
             readonly=not writable,
             lock=not read_only_lock,
             create=False,
-            mode=0o644,
+            mode=paths.RIGHTS,
         )
     except lmdb.Error as error:
         raise translate(error, folder) from error
@@ -255,7 +266,7 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
     if length + _TAIL_BYTES < needed:
         raise _truncated(data, f"{length} of {needed} bytes are left")
     if length < needed and not env.flags()["readonly"]:
-        with suppress(OSError), data.open("r+b") as file:
+        with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as file:
             os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, whatever a writer does now
 
 
@@ -343,15 +354,6 @@ def has_room(folder: Path, nbytes: int) -> bool:
     return True
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def make_folder(folder: Path) -> Path:
     """Make the folder, or accept one that is empty or holds what an interrupted creation left.
 
@@ -367,6 +369,7 @@ def make_folder(folder: Path) -> Path:
         raise ReadOnlyMemory(f"memory {folder} cannot be created ({error.strerror}); choose another folder") from None
     if strange:
         raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
+    paths.check_names(folder)
     check_not_lost(folder)
     return folder
 
@@ -374,7 +377,7 @@ def make_folder(folder: Path) -> Path:
 def allocated(path: Path) -> int:
     """Bytes on disk of a file, 0 for anything else, and for what has left since it was listed."""
     try:
-        facts = path.stat()
+        facts = path.lstat()
     except FileNotFoundError:
         return 0
     return facts.st_blocks * 512 if stat.S_ISREG(facts.st_mode) else 0

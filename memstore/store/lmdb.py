@@ -27,7 +27,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.store import environment as environments
-from memstore.store import paging
+from memstore.store import paging, paths
 from memstore.store.checks import check_batch, check_key, check_out, check_range
 from memstore.store.contract import (
     Batch,
@@ -167,7 +167,7 @@ class LmdbStore(BlockStore):
         self._lengths[Table.BLOCKS] = blocks_per_value
         self._commit(batch.deletes, [(STORE_KEY, (self._facts(),)), *batch.puts])
         for folder in (self.path, self.path.absolute().parent):
-            environments.sync_folder(folder)
+            paths.sync_folder(folder)
 
     def _read_facts(self) -> None:
         value = self._raw(STORE_KEY)

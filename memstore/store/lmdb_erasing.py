@@ -10,6 +10,7 @@ from pathlib import Path
 import lmdb
 
 from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
+from memstore.store import paths
 from memstore.store.contract import Progress
 from memstore.store.environment import DATA_NAME
 from memstore.store.pages import erase_unused
@@ -39,7 +40,7 @@ def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
 def erase(folder: Path, progress: Progress | None) -> None:
     """Erase, and give the space back. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
     try:
-        handle = os.open(folder / DATA_NAME, os.O_RDWR | os.O_CLOEXEC)
+        handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
         try:
             erase_unused(handle, progress)
         finally:

@@ -8,6 +8,7 @@ blocks of another layout follow, a new extent begins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,9 @@ from memstore.store.shards import shard_index, shard_name
 
 STORE = MAX_DOCUMENT + 1
 """The document under whose number the manifest lies in the tail, out of reach of callers."""
+
+OBJECT = re.compile(r"blocks/(\d+\.\d+\.\d+/(\d+/)?)?(\.(zarr\.json|c\.[\d.]+)\.part|zarr\.json|c\.[\d.]+)")
+"""Names of the objects of extents, half-written ones included. Nothing else below ``blocks`` is ours to delete."""
 
 COUNTERS = Key(Table.META, STORE, 0, 1)
 """JSON ``{"next_extent": n, "bytes": n}``: numbers of extents are never used twice; bytes of all shards named.

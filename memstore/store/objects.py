@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -20,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memstore.store.environment import sync_folder
+from memstore.errors import NotAMemory
+from memstore.store import paths
+from memstore.store.manifest import OBJECT
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -85,24 +86,8 @@ class FileObjects(Objects):
         self._lock = threading.Lock()
 
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
-        """Write ``parts`` to a file beside its place, sync it, and move it there."""
-        target = self._folder / path
-        _make_folder(target.parent)
-        part = target.with_name(f".{target.name}.part")
-        try:
-            with part.open("wb") as file:
-                for piece in parts:
-                    file.write(piece)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            part.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
-        if durable:
-            sync_folder(target.parent)
+        """Write ``parts`` to a file beside its place, sync it, and move it there. Raises ``NotAMemory`` for links."""
+        paths.write(self._folder, path, parts, durable=durable)
 
     def read(self, pieces: Sequence[Piece]) -> list[str | None]:
         """Announce all ranges to the kernel, then copy them one by one, without the interpreter's lock."""
@@ -117,23 +102,30 @@ class FileObjects(Objects):
 
     def names(self, folder: str) -> Iterator[str]:
         """Every file below ``folder``, half-written ones included."""
-        for place, _, files in os.walk(self._folder / folder):
-            for name in files:
-                yield (Path(place) / name).relative_to(self._folder).as_posix()
+        for place, _, files, _ in paths.walk(self._folder, folder):
+            yield from (f"{place}/{name}" for name in files)
 
     def delete(self, path: str) -> None:
         """Delete a file."""
         with self._lock:
             self._files.pop(path, None)
-        (self._folder / path).unlink(missing_ok=True)
+        paths.remove(self._folder, path)
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder with all files in it."""
+        """Delete our files in a folder, and the folder when it is empty then."""
         with self._lock:
             for path in [path for path in self._files if path.startswith(f"{folder}/")]:
                 del self._files[path]
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self._folder / folder)
+        for place, folders, files, handle in paths.walk(self._folder, folder, bottom_up=True):
+            for name in files:
+                if OBJECT.fullmatch(f"{place}/{name}"):
+                    os.unlink(name, dir_fd=handle)
+            for name in folders:
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=handle)
+        above, _, last = folder.rpartition("/")
+        with suppress(OSError), paths.opened_folder(self._folder, above) as handle:
+            os.rmdir(last, dir_fd=handle)
 
     def close(self) -> None:
         """Forget the open files; each is closed when the last read of it ends."""
@@ -147,9 +139,11 @@ class FileObjects(Objects):
                 self._files.move_to_end(path)
                 return self._files[path]
         try:
-            file = _File(self._folder / path)
+            file = _File(paths.open_file(self._folder, path, os.O_RDONLY))
         except OSError as error:
             return f"its shard {path} cannot be opened ({error.strerror})"
+        except NotAMemory as error:
+            return f"its shard {path} cannot be opened ({error})"
         with self._lock:
             self._files[path] = file
             if len(self._files) > _OPEN_FILES:
@@ -160,12 +154,11 @@ class FileObjects(Objects):
 class _File:
     """An open file; closed when nobody refers to it, for another thread may still read what the table has dropped."""
 
-    def __init__(self, path: Path) -> None:
-        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
 
     def __del__(self) -> None:
-        if hasattr(self, "handle"):
-            os.close(self.handle)
+        os.close(self.handle)
 
 
 def _fill(file: _File, piece: Piece) -> str | None:
@@ -181,15 +174,6 @@ def _fill(file: _File, piece: Piece) -> str | None:
             return f"its shard {piece.path} is truncated: {found} of {expected} bytes at offset {start}"
         start += expected
     return None
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, and make their names durable."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
 
 
 class ZarrObjects(Objects):
@@ -229,8 +213,9 @@ class ZarrObjects(Objects):
             _checked(self._store.delete(path))
 
     def delete_folder(self, folder: str) -> None:
-        """Delete the keys below a prefix."""
-        _checked(self._store.delete_dir(folder))
+        """Delete our keys below a prefix."""
+        for result in _wait(*(self._store.delete(name) for name in self.names(folder) if OBJECT.fullmatch(name))):
+            _raise_os_error(result)
 
     def close(self) -> None:
         """The store is the caller's."""
@@ -249,11 +234,15 @@ def _wait(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 def _checked(work: Coroutine[Any, Any, Any]) -> Any:
     """The result of ``work``. Whatever goes wrong is an ``OSError``: every storage has exceptions of its own."""
     (result,) = _wait(work)
+    _raise_os_error(result)
+    return result
+
+
+def _raise_os_error(result: Any) -> None:
     if isinstance(result, Exception) and not isinstance(result, OSError):
         raise OSError(f"{type(result).__name__}: {result}") from result
     if isinstance(result, BaseException):
         raise result
-    return result
 
 
 def _spread(piece: Piece, buffer: Any) -> str | None:

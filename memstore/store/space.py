@@ -11,6 +11,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from memstore.errors import NotAMemory
+from memstore.store import paths
+
 RESERVE_NAME = "reserve"
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes
 _PAGE_BYTES = 4096
@@ -21,7 +24,7 @@ class Reserve:
     """The file ``reserve`` of a memory that this process writes."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / RESERVE_NAME
+        self._folder = folder
         self._bytes = 0
 
     def keep(self, used_bytes: int) -> None:
@@ -29,8 +32,8 @@ class Reserve:
         wanted = min(max(_LEAST, used_bytes // _SHARE), _MOST)
         if wanted <= self._bytes:
             return
-        with suppress(OSError):
-            handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with suppress(OSError, NotAMemory):  # a link was refused when the memory was opened
+            handle = paths.open_file(self._folder, RESERVE_NAME, os.O_RDWR | os.O_CREAT)
             try:
                 if os.fstat(handle).st_size < wanted:
                     _allocate(handle, min(2 * wanted, _MOST) if self._bytes else wanted)
@@ -42,7 +45,7 @@ class Reserve:
         """Give the space to the file system; whether there was some."""
         self._bytes = 0
         try:
-            self._file.unlink()
+            (self._folder / RESERVE_NAME).unlink()
         except OSError:
             return False
         return True

@@ -14,6 +14,7 @@ The layout is that of LMDB 0.9 (its ``mdb.c``). Pages are numbered from 0; the f
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from memstore.store import paths
 
 _Array = npt.NDArray[Any]
 
@@ -80,8 +83,9 @@ def problem(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> st
     """
     if not transaction:
         return None  # nothing was ever committed
-    size = data.stat().st_size // page_bytes * page_bytes
-    pages = np.memmap(data, np.uint8, "r", shape=(size // page_bytes, page_bytes))
+    with os.fdopen(paths.open_file(data.parent, data.name, os.O_RDONLY), "rb") as file:
+        count = os.fstat(file.fileno()).st_size // page_bytes
+        pages = np.memmap(file, np.uint8, "r", shape=(count, page_bytes))
     try:
         _Check(pages, transaction, key_bytes).run()
     except _Damaged as error:

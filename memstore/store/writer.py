@@ -17,6 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from memstore.errors import MemoryInUse, ReadOnlyMemory
+from memstore.store import paths
 
 LOCK_NAME = "writer.lock"
 HOLDER_NAME = "writer.json"
@@ -57,9 +58,7 @@ def _announce(holder: Path) -> None:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     words = json.dumps({"pid": os.getpid(), "command": _command_line(), "started": now})
     with suppress(OSError):
-        part = holder.with_name(f"{holder.name}.{os.getpid()}")
-        part.write_text(words + "\n", encoding="utf-8")
-        part.replace(holder)
+        paths.write(holder.parent, holder.name, [f"{words}\n".encode()], durable=False)
 
 
 def _command_line() -> str:
@@ -70,7 +69,7 @@ def _command_line() -> str:
 
 def _in_use(folder: Path) -> str:
     try:
-        facts: dict[str, Any] = json.loads((folder / HOLDER_NAME).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(paths.read(folder, HOLDER_NAME))
         mine = " (this one)" if facts["pid"] == os.getpid() else ""
         since = datetime.fromisoformat(facts["started"]).astimezone()
         today = since.date() == datetime.now().astimezone().date()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
+from memstore.store import paths
 from memstore.store.checks import check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import (
     Batch,
@@ -100,6 +101,7 @@ class ZarrStore(BlockStore):
         Raises what ``LmdbStore.create`` raises, ``DamagedError`` also for shards whose tail has gone.
         """
         folder = _check_folder(Path(path))
+        paths.check_names(folder)
         _check_tail(folder)
         tail = Tail.create(folder / TAIL_NAME, blocks_per_value=blocks_per_value, batch=batch)
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
@@ -119,9 +121,11 @@ class ZarrStore(BlockStore):
         Raises what ``LmdbStore.open`` raises, and ``ForeignMemory`` for the shards of another memory.
         """
         folder = Path(path)
-        _check_tail(folder)
         if not (folder / TAIL_NAME).is_dir():
+            _check_tail(folder)
             raise _no_memory(folder)
+        paths.check_names(folder)
+        _check_tail(folder)
         tail = Tail.open(folder / TAIL_NAME, read_only=read_only, check=check)
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from memstore.store.manifest import Extent
+from memstore.errors import NotAMemory
+from memstore.store.manifest import OBJECT, Extent
 from memstore.store.objects import Objects
 from memstore.store.shards import group_json
 from memstore.store.zarr_cutting import Cut
@@ -50,7 +51,7 @@ class Garbage:
         """Do what may fail without harm: the next opening for writing deletes what is left."""
         try:
             work()
-        except OSError as error:
+        except (OSError, NotAMemory) as error:
             logger.warning("memory %s: %s could not be brought up to date: %s", self._path, what, error)
 
     def collect(self, named: set[str], names: set[str]) -> None:
@@ -59,8 +60,9 @@ class Garbage:
             for path in ("zarr.json", "blocks/zarr.json"):
                 self._try(partial(self._objects.put, path, [group_json()], durable=False), path)
         folders = {_folder(name) for name in named}
-        for name in names - named:
-            self._garbage.append(name if _folder(name) in folders else f"{_folder(name)}/")
+        for name in filter(OBJECT.fullmatch, names - named):
+            whole = name.count("/") > 1 and _folder(name) not in folders
+            self._garbage.append(f"{_folder(name)}/" if whole else name)
         self._garbage = sorted(set(self._garbage))
         self.sweep()
 

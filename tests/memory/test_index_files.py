@@ -276,7 +276,8 @@ def test_without_room_for_an_index_a_memory_is_closed_all_the_same(tmp_path: Pat
 
 def test_what_a_killed_process_left_unfinished_goes_with_the_document(tmp_path: Path) -> None:
     make(str(tmp_path / "m"))
-    for name in (".tmpa1B2c3", "1-0-x.index.77.partial"):
+    stem = "1-0-0123abcd-0123456789abcdef"
+    for name in (".tmpa1B2c3", f"{stem}.index.77.partial", f"{stem}.partial", f".{stem}.json.part"):
         (tmp_path / "m" / "index" / name).write_text("landmarks")
     with memstore.open(tmp_path / "m") as memory:
         memory.forget("a")

@@ -1,0 +1,173 @@
+"""Files and folders of ours inside a folder that may come from anybody: reached without following a link.
+
+A memory may be unpacked from an archive, or lie where others write, and a link in it leads wherever its maker likes:
+LMDB would write its lock table over the file behind ``lock.mdb``, and cleaning up would delete the files behind
+``blocks``. The folder of a memory may be a link itself (that is its user's own choice); inside of it none is followed.
+A name is refused, not repaired, where it is a link, a pipe, a device, or a folder in place of a file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from memstore.errors import NotAMemory
+
+FILES = (
+    "data.mdb",
+    "lock.mdb",
+    "reserve",
+    "writer.lock",
+    "writer.json",
+    "traces.sqlite",
+    "traces.sqlite-wal",
+    "traces.sqlite-shm",
+    "traces.sqlite-journal",
+    "zarr.json",
+)
+FOLDERS = ("tail", "blocks", "index")
+RIGHTS = 0o666
+"""What a new file is made with; the system takes the umask of its user from it."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_names(folder: Path) -> None:
+    """Raise ``NotAMemory`` where a name of ours in the folder of a memory is no file, or no folder, of its own."""
+    for name in FILES:
+        find(folder / name)
+    for name in FOLDERS:
+        find(folder / name, stat.S_IFDIR)
+
+
+def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:
+    """What is at ``path``, None where nothing is. Raises ``NotAMemory`` unless it is of this kind, and ``OSError``."""
+    try:
+        facts = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    _check(path, facts, kind)
+    return facts
+
+
+def _check(path: Path, facts: os.stat_result, kind: int) -> None:
+    if (found := stat.S_IFMT(facts.st_mode)) == kind:
+        return
+    raise NotAMemory(
+        f"{path} is {_KINDS.get(found, 'a device')}, and memstore expects {_KINDS[kind]} there; it was not followed, "
+        "and nothing was changed. Put the real one in its place. To have a part of a memory on another disk, mount "
+        "that disk there (mount --bind), or move all of the memory"
+    )
+
+
+@contextmanager
+def opened_folder(root: Path, name: str = "", *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder ``name`` below ``root``; ``make`` makes what is missing, durably.
+
+    Raises ``NotAMemory`` where a part of ``name`` is no folder, and ``OSError``.
+    """
+    # Each folder is opened relative to the one above it, so nobody can exchange one on the way for a link.
+    handle, place = os.open(root, _FOLDER), root
+    try:
+        for part in filter(None, name.split("/")):
+            place = place / part
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=handle)
+                    os.fsync(handle)
+            _check(place, os.stat(part, dir_fd=handle, follow_symlinks=False), stat.S_IFDIR)
+            above, handle = handle, os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(above)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def open_file(root: Path, name: str, flags: int) -> int:
+    """A descriptor of the file ``name`` below ``root``. Raises ``NotAMemory`` where it is no file, and ``OSError``."""
+    above, _, last = name.rpartition("/")
+    with opened_folder(root, above) as folder:
+        # Opening a pipe can wait for ever, and opening a device can do anything: so it is looked at first.
+        with suppress(FileNotFoundError):
+            _check(root / name, os.stat(last, dir_fd=folder, follow_symlinks=False), stat.S_IFREG)
+        handle = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, RIGHTS, dir_fd=folder)
+    try:
+        _check(root / name, os.fstat(handle), stat.S_IFREG)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read(root: Path, name: str) -> bytes:
+    """The content of the file ``name`` below ``root``. Raises ``NotAMemory`` and ``OSError``."""
+    with os.fdopen(open_file(root, name, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def write(root: Path, name: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
+    """Write the file ``name`` below ``root``: whole, in place of what has that name, or not at all.
+
+    Makes the folders on the way. Raises ``NotAMemory`` and ``OSError``.
+    """
+    above, _, last = name.rpartition("/")
+    part = f".{last}.part"
+    with opened_folder(root, above, make=True) as folder:
+        with suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=folder)  # of a process that was killed; a link goes, and not what it leads to
+        try:
+            with os.fdopen(new_file(part, folder), "wb") as file:
+                for piece in parts:
+                    file.write(piece)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(part, last, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part, dir_fd=folder)
+            raise
+        if durable:
+            os.fsync(folder)
+
+
+def new_file(path: str | Path, folder: int | None = None) -> int:
+    """A descriptor, to read and write, of a file that was not there before, nor a link. Raises ``OSError``."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, RIGHTS, dir_fd=folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    with opened_folder(folder) as handle:
+        os.fsync(handle)
+
+
+def remove(root: Path, name: str) -> None:
+    """Remove the file ``name`` below ``root``, if it is there. Raises ``NotAMemory`` and ``OSError``."""
+    above, _, last = name.rpartition("/")
+    with suppress(FileNotFoundError), opened_folder(root, above) as folder:
+        os.unlink(last, dir_fd=folder)
+
+
+def walk(root: Path, name: str, *, bottom_up: bool = False) -> Iterator[tuple[str, list[str], list[str], int]]:
+    """Each folder from ``name`` on: its own name below ``root``, those of folders and files in it, a descriptor.
+
+    Links are listed and not followed. Nothing where there is no such folder. Raises ``NotAMemory`` and ``OSError``.
+    """
+    above, _, last = name.rpartition("/")
+    with suppress(FileNotFoundError), opened_folder(root, above) as folder:
+        find(root / name, stat.S_IFDIR)
+        yield from (
+            (f"{above}/{place}" if above else place, folders, files, handle)
+            for place, folders, files, handle in os.fwalk(last, topdown=not bottom_up, dir_fd=folder)
+        )
