@@ -21,8 +21,10 @@ from memstore.attention import place
 from memstore.errors import InvalidArgument
 from memstore.eval.audit import Audit, Tally, index_recall, pieces
 from memstore.memory.ingest import progress_bar
+from memstore.readers.observer import Choices
 from memstore.readers.stock.attached import Attached
 from memstore.readers.stock.call import Call
+from memstore.readers.stock.choice import StockChoice
 from memstore.readers.stock.layer import LayerStates
 from memstore.readers.stock.visible import Candidates
 
@@ -76,15 +78,17 @@ def audit_attached(
         raise InvalidArgument("an audit needs a question of at least one token, and at least one step")
     if attached.retrieval.on_error == "miss":
         raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
-    seen = _Watching()
-    attached.watch = seen
+    seen = Choices(StockChoice, _seen)
+    attached.observers.append(seen)
     try:
         out = attached.model.generate(  # type: ignore[operator]  # every causal LM has it, their base class has not
             ids[None].to(attached.model.device), max_new_tokens=tokens, do_sample=False
         )
     finally:
-        attached.watch = None
-    steps = seen.steps
+        attached.observers.remove(seen)
+    steps: dict[int, list[_Seen]] = {}
+    for each in seen:
+        steps.setdefault(each.states.plan.index, []).append(each)
     if not steps:
         raise InvalidArgument(
             f"nothing could be retrieved: what is stored fits into sink and window ({attached.sink} and "
@@ -96,65 +100,34 @@ def audit_attached(
         return _audited(attached, call, steps, out[0, len(ids) :].tolist(), advance)
 
 
-class _Watching:
-    """Notes what each layer attends to at the last token of each forward pass."""
-
-    def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-
-    def __call__(self, states: LayerStates, queries: Tensor, options: dict[str, Any]) -> None:
-        """See ``Attached.watch``."""
-        if states.chosen is None or not states.chosen.numbers.numel():
-            return
-        seen = _seen(states, queries, options)
-        if self._seen and self._seen[-1].states.call is not states.call:
-            self._seen.clear()  # that was a first pass, which only chose
-        self._seen.append(seen)
-
-    @property
-    def steps(self) -> dict[int, list[_Seen]]:
-        """What each layer did, step by step."""
-        by_layer: dict[int, list[_Seen]] = {}
-        for each in self._seen:
-            by_layer.setdefault(each.states.plan.index, []).append(each)
-        return by_layer
-
-
-def _seen(states: LayerStates, queries: Tensor, options: dict[str, Any]) -> _Seen:
-    call, plan = states.call, states.plan
-    assert states.chosen is not None
-    count = states.prefix + call.length + call.tokens
-    cos_sin = call.local_cos_sin(plan.rotary)
-    last = None if cos_sin is None else (cos_sin[0][:1, -1:], cos_sin[1][:1, -1:])
-    query = plan.rotary.rotate(queries[:1, :, -1:], last)[0, :, 0]
-    position = int(call.positions[0, -1])
-    keys = states.keys[0, :, :count]
-    scores = _scores(query[:, None], keys, options)[:, 0]  # [H, M]
-    if plan.sliding is not None:
-        local = call.positions[0].new_tensor(range(position - call.length - call.tokens + 1, position + 1))
-        prefix = states.prefix_positions[0].to(local)
-        places = torch.cat([prefix, local.expand(len(prefix), -1)], -1)
-        far = position - places >= plan.sliding
-        scores = scores.masked_fill(far.repeat_interleave(len(scores) // len(far), 0), -torch.inf)
-    sink, size = len(call.seen.sink), call.selection.block_size
-    numbers = states.chosen.numbers[0]
+def _seen(choice: StockChoice) -> _Seen:
+    """What a layer attends to with its last token."""
+    states, options, scores = choice.states, choice.options, _last_scores(choice)
+    call, chosen = states.call, choice.fetched.chosen
+    sink, size, numbers = choice.fetched.start, call.selection.block_size, chosen.numbers[0]
     kept = numbers.shape[-1] * size
-    chosen = scores[:, sink : sink + kept].unflatten(-1, (-1, size)).logsumexp(-1)
     rest = torch.cat([scores[:, :sink], scores[:, sink + kept :]], -1)
     if options["sinks"] is not None:
         rest = torch.cat([rest, options["sinks"].to(rest)[:, None]], -1)
-    heads = len(scores)
-    asked = queries[0, :, -ASKED:].float() if call.selection.by_layer else None
     return _Seen(
         states,
-        queries[0, :, -1],
-        position,
-        numbers.repeat_interleave(heads // len(numbers), 0),
-        chosen.cpu(),
+        choice.queries[0, :, -1],
+        int(call.positions[0, -1]),
+        numbers.repeat_interleave(len(scores) // len(numbers), 0),
+        scores[:, sink : sink + kept].unflatten(-1, (-1, size)).logsumexp(-1).cpu(),
         rest.logsumexp(-1).cpu(),
         options,
-        asked,
+        choice.queries[0, :, -ASKED:].float() if call.selection.by_layer else None,
     )
+
+
+def _last_scores(choice: StockChoice) -> Tensor:
+    """Scores ``[H, n]`` of the last token with all keys that its layer attends to."""
+    scores = _scores(choice.turned[0, :, -1:], choice.keys[0], choice.options)[:, 0]
+    if choice.mask is not None:
+        mask = choice.mask[0, :, -1]
+        scores[:, scores.shape[1] - mask.shape[-1] :] += mask.repeat_interleave(len(scores) // len(mask), 0)
+    return scores
 
 
 def _scores(queries: Tensor, keys: Tensor, options: dict[str, Any]) -> Tensor:

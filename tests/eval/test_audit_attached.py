@@ -192,5 +192,5 @@ def test_an_audit_leaves_the_model_as_it_was() -> None:
             before = model(QUESTION[None]).logits
             audit_attached(attached, QUESTION, tokens=2)
             after = model(QUESTION[None]).logits
-        assert attached.watch is None
+        assert attached.observers == []
     assert torch.equal(before, after)

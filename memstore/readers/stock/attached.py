@@ -21,15 +21,15 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory, Recorder
 from memstore.memory.retrieval import Retrieval
 from memstore.memory.search import Match
+from memstore.readers.observer import Observer, Recording
 from memstore.readers.stock import calibration, rotary
 from memstore.readers.stock.architecture import Architecture, LayerPlan, implementation
 from memstore.readers.stock.call import Call
+from memstore.readers.stock.choice import BlockLists
 from memstore.readers.stock.layer import LayerStates
 from memstore.readers.stock.reading import ReadResult, read
-from memstore.readers.stock.recording import Recording, facts
 from memstore.readers.stock.search import search
 from memstore.readers.stock.selection import Selection
-from memstore.readers.stock.trace import Trace
 from memstore.readers.stock.visible import Candidates, DocumentStates, Source, Visible, visible
 
 if TYPE_CHECKING:
@@ -76,10 +76,11 @@ class Attached:
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
-        self.watch: Callable[[LayerStates, Tensor, dict[str, Any]], None] | None = None
-        """Called after each layer has attended: its states, its queries ``[B, H, T, D]`` without positions, and the
-        options of its attention. For ``memstore.eval.audit_attached``."""
-        self._recording: Recording | None = None
+        self.observers: list[Observer] = []
+        """Told what the calls of the model retrieve; not what reading does."""
+        self.trace = BlockLists()
+        """The lists of blocks that were chosen, oldest first, while reading too."""
+        self._recorder: Recorder | None = None
 
     # Use
 
@@ -89,11 +90,6 @@ class Attached:
         weight = self.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "token embeddings are a table"
         return weight.shape[0]
-
-    @property
-    def trace(self) -> Trace:
-        """The lists of blocks that were chosen, oldest first."""
-        return self.selection.trace
 
     @property
     def documents(self) -> list[Document]:
@@ -158,16 +154,32 @@ class Attached:
 
         Raises ``InvalidArgument`` while another recording runs, and what ``Traces.record`` raises.
         """
-        if self._recording is not None:
+        if self._recorder is not None:
             raise InvalidArgument("this attached model is being recorded already; leave that block first")
         names = [document.name for document in self.documents]
-        with self.memories[0].traces.record(**facts(self), documents=names, question=question, **info) as recorder:
-            self._recording = Recording(recorder)
+        facts = self._described()
+        with self.memories[0].traces.record(**facts, documents=names, question=question, **info) as recorder:
+            recording, self._recorder = Recording(recorder), recorder
+            self.observers.append(recording)
             try:
                 yield recorder
             finally:
                 recorder.close()
-                self._recording = None
+                self.observers.remove(recording)
+                self._recorder = None
+
+    def _described(self) -> dict[str, Any]:
+        """What the info of a trace says of the model and of how it retrieves."""
+        first = 0 if self.selection.by_layer else self.selection.first_layer
+        layers = [plan for plan in self.architecture.layers if not plan.local and plan.index >= first]
+        return {
+            "mechanism": "attach",
+            "model": (self.memories[0].get_info("model") or {}).get("name"),
+            "layers": [plan.index for plan in layers],
+            "heads": max(plan.heads for plan in layers),
+            "top_k": self.retrieval.top_k,
+            "block_size": self.block_size,
+        }
 
     def search(self, token_ids: Sequence[int] | Tensor, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
         """The ``top_k`` blocks that the prompt ``token_ids [n]`` finds among all complete ones, best first.
@@ -264,12 +276,12 @@ class Attached:
         That is position-free queries ``[H, T, D]`` where layers choose for themselves, else hidden states
         ``[T, hidden]``. It leaves no trace.
         """
-        call, trace = self._new_call(), self.selection.trace
-        self._tap, self.selection.trace = {}, Trace()
+        call, self._tap = self._new_call(), {}
+        call.trace, call.observers = None, ()
         try:
             self.forward(call, tokens)
         finally:
-            tapped, self._tap, self.selection.trace = self._tap, None, trace
+            tapped, self._tap = self._tap, None
             call.release()
         return tapped
 
@@ -298,9 +310,11 @@ class Attached:
         call = self._next if self._next is not None else self._call_of(given)
         tokens = inputs.shape[1]
         call.begin(tokens, _padding(given.get("attention_mask"), call.length + tokens), inputs.device)
-        call.recording = self._recording if self._next is None else None
-        if call.recording is not None:
-            call.recording.begin(call, given.get("input_ids"))
+        if self._next is None:
+            call.observers = self.observers
+            ids = given.get("input_ids")
+            for observer in self.observers:
+                observer.begin(None if ids is None else _real(call, ids), fresh=not call.length)
         if self._next is None and self.retrieval.passes == 2 and not call.length and call.due():
             self._choose_in_a_first_pass(call, given)
         self._call = call
@@ -352,7 +366,7 @@ class Attached:
     def _new_call(self) -> Call:
         sources = [source for source in self._sources() if len(source.document)]
         if not sources:
-            return Call(self.selection, NOTHING, _no_states)
+            return Call(self.selection, NOTHING, _no_states, trace=self.trace)
         own = sources[-1].document
         tokens = len(own)
         if len(sources) > 1 and self.retrieval.positions != "stingy":
@@ -360,7 +374,8 @@ class Attached:
                 f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
             )
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=self.window)
-        return Call(self.selection, seen, DocumentStates(own, self.block_size).read, recording=self._recording)
+        states = DocumentStates(own, self.block_size)
+        return Call(self.selection, seen, states.read, observers=self.observers, trace=self.trace)
 
     def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any]) -> None:
         """Run the prompt up to the last layer that has landmarks, and let ``call`` attend to what was chosen there."""
@@ -408,9 +423,12 @@ def _attention(
         raise _Enough
     options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     out = call.layers[plan.index].attend(query, key, value, **options)
-    if attached.watch is not None:
-        attached.watch(call.layers[plan.index], query, options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _real(call: Call, ids: Tensor) -> Tensor:
+    """The tokens of the first row of ``ids [B, T]`` that are not padding."""
+    return ids[0] if call.padding is None else ids[0][call.padding[0, -ids.shape[1] :].to(ids.device)]
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,15 @@ from torch import Tensor
 from memstore.attention import Placement, place
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.readers.stock.architecture import LayerPlan
+from memstore.readers.stock.choice import StockChoice
 from memstore.readers.stock.layer import ROOM, LayerStates
 from memstore.readers.stock.rotary import CosSin, Rotary
 from memstore.readers.stock.visible import Candidates, States, Visible, gather
 
 if TYPE_CHECKING:
     from memstore.memory import Document
-    from memstore.readers.stock.recording import Recording
+    from memstore.readers.observer import Observer
+    from memstore.readers.stock.choice import BlockLists
     from memstore.readers.stock.selection import Chosen, Selection
 
 MEMOS = 1024
@@ -27,15 +29,15 @@ MEMOS = 1024
 
 
 @dataclass(eq=False)
-class Shown:
-    """What a layer has fetched of a list."""
+class FetchedList:
+    """What a layer has of a list, once it has fetched the states."""
 
     chosen: Chosen
     """What could be read of it."""
     start: int
     """The key at which the retrieved blocks begin, which follow each other."""
     tiers: dict[int, str] | None
-    """Where each candidate was when it was chosen; None where nobody was recording."""
+    """Where each candidate was when it was chosen; None where nobody was watching."""
     gather_seconds: float
     """Time it took."""
 
@@ -51,14 +53,15 @@ class Call:
         *,
         reading: bool = False,
         retrieve: bool = True,
-        recording: Recording | None = None,
+        observers: Sequence[Observer] = (),
+        trace: BlockLists | None = None,
     ) -> None:
+        """``observers``: told of what all layers retrieve; ``trace`` only of what was searched for."""
         self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
         self.room = 0 if reading else ROOM
         self.candidates = seen.candidates if retrieve else Candidates(())
         self.slots = selection.slots(self.candidates)
-        self.recording = recording
-        """Where the forward pass is recorded that runs, or comes next."""
+        self.observers, self.trace = observers, trace
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.reset()
 
@@ -80,6 +83,7 @@ class Call:
     def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
         """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
         self.tokens, self.padding, self.device = tokens, padding, device
+        self.selection.search_seconds = 0.0
         self._step_memo.clear()
         if len(self._memo) > MEMOS:
             self._memo.clear()
@@ -106,7 +110,11 @@ class Call:
         """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen``."""
         wanted = [states for states in self.layers[from_layer:] if not states.plan.local]
         for states in wanted:
-            states.set_chosen(chosen)  # which notes where the blocks are, before they are brought
+            # This notes the tiers of the blocks, before they are brought ahead: after that nearly all would be in host
+            # memory, whoever had to wait for them.
+            states.set_chosen(chosen)
+        if wanted and self.routed:
+            wanted[0].searched = True
         if self.last_chosen is None or not self.last_chosen.same(chosen):
             for document, blocks in self._located(chosen)[1]:
                 for states in wanted:
@@ -136,7 +144,7 @@ class Call:
         self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
         if not self.reading and (self.due() or (again and self.routed)):
             rows = [self._real(row, self.codes[layer][row]) for row in range(len(codes))]
-            chosen = self.selection.route(self.candidates, layer, rows, self.length + self.tokens)
+            chosen = self.selection.route(self.candidates, layer, rows)
             self.set_chosen(chosen, from_layer=self.selection.first_layer)
 
     def see_queries(self, states: LayerStates, q: Tensor) -> None:
@@ -148,8 +156,8 @@ class Call:
         if self.tokens == 1 and states.chosen is not None and (every == "segment" or at - states.chosen_at < every):
             return
         rows = [self._real(row, q[row].transpose(0, 1)).transpose(0, 1) for row in range(len(q))]
-        states.set_chosen(self.selection.choose_in_layer(self.candidates, states.plan, rows, at, whole=self.reading))
-        states.chosen_at = at
+        states.set_chosen(self.selection.choose_in_layer(self.candidates, states.plan, rows, whole=self.reading))
+        states.chosen_at, states.searched = at, True
 
     def _real(self, row: int, x: Tensor) -> Tensor:
         """The rows of ``x [n, ...]``, for the last ``n`` local tokens, that are not padding in batch row ``row``."""
@@ -159,6 +167,21 @@ class Call:
         if not len(real):
             raise InvalidArgument(f"row {row} of the batch has nothing but padding")
         return real
+
+    def tell(
+        self, states: LayerStates, queries: Tensor, turned: Tensor, keys: Tensor, mask: Tensor | None, **options: Any
+    ) -> None:
+        """Tell who is watching what a layer attends to; see ``StockChoice``."""
+        fetched, searched, states.searched = states.fetched, states.searched, False
+        observers = [self.trace, *self.observers] if searched and self.trace is not None else self.observers
+        if fetched is None or not observers:
+            return
+        searching, self.selection.search_seconds = self.selection.search_seconds, 0.0
+        gathering, fetched.gather_seconds = fetched.gather_seconds, 0.0
+        spent = (1e6 * searching, 1e6 * gathering)
+        choice = StockChoice(states, fetched, searched, queries, turned, keys, mask, options, *spent)
+        for observer in observers:
+            observer.choice(choice)
 
     # Positions
 
@@ -228,7 +251,7 @@ class Call:
 
     def prefix(
         self, plan: LayerPlan, chosen: Chosen | None, tiers: dict[int, str] | None
-    ) -> tuple[list[States], Tensor, Shown | None]:
+    ) -> tuple[list[States], Tensor, FetchedList | None]:
         """What layer ``plan`` attends to of the memory: its parts in order, their positions, and what is retrieved.
 
         Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens. Positions
@@ -245,8 +268,8 @@ class Call:
             parts += states
         if direct:
             parts.append(self._run(plan, direct))
-        shown = None if chosen is None else Shown(chosen, len(sink), tiers, time.perf_counter() - begun)
-        return parts, self._prefix_positions(chosen, len(sink), len(direct)), shown
+        fetched = None if chosen is None else FetchedList(chosen, len(sink), tiers, time.perf_counter() - begun)
+        return parts, self._prefix_positions(chosen, len(sink), len(direct)), fetched
 
     def _prefix_positions(self, chosen: Chosen | None, sink: int, direct: int) -> Tensor:
         key = ("positions", id(chosen), sink, direct)
@@ -276,8 +299,8 @@ class Call:
         return places, located
 
     def tiers(self, plan: LayerPlan, chosen: Chosen) -> dict[int, str] | None:
-        """Where each candidate of the lists is at the moment; None where nobody is recording."""
-        if self.recording is None:
+        """Where each candidate of the lists is at the moment; None where nobody is watching."""
+        if not self.observers:
             return None
         located = self._located(chosen)[1]
         tiers = [tier for document, blocks in located for tier in document.layer(plan.index).tiers(blocks)]

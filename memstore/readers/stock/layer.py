@@ -16,7 +16,7 @@ from memstore.readers.stock.selection import Chosen
 from memstore.readers.stock.visible import States
 
 if TYPE_CHECKING:
-    from memstore.readers.stock.call import Call, Shown
+    from memstore.readers.stock.call import Call, FetchedList
 
 ROOM = 64
 """Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""
@@ -40,12 +40,14 @@ class LayerStates(CacheLayerMixin):
         self.chosen: Chosen | None = None
         """What is retrieved; None while nothing is."""
         self.tiers: dict[int, str] | None = None
-        """Where each candidate of ``chosen`` was then; None where nobody was recording."""
+        """Where each candidate of ``chosen`` was then; None where nobody was watching."""
+        self.searched = False
+        """``chosen`` was searched for since the layer last attended."""
         self.chosen_at = 0
         self.stale = True
         self.prefix = 0
         self.prefix_positions = torch.empty(1, 1, 0, dtype=torch.long)
-        self.shown: Shown | None = None
+        self.fetched: FetchedList | None = None
         """What was fetched of ``chosen``."""
         self.fresh: States | None = None
         """Position-free states of the segment, kept while reading."""
@@ -64,17 +66,17 @@ class LayerStates(CacheLayerMixin):
         call.see_queries(self, q)
         if self.stale:
             self._fetch_prefix(k, v)
+        queries = q
         q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
         keys, values = self._append(k, v)
         mask = call.mask(self, q.dtype)
-        if call.recording is not None and self.shown is not None:
-            call.recording.see(self, self.shown, q, keys, mask, **options)
+        call.tell(self, queries, q, keys, mask, **options)
         return attend(q, keys, values, mask=mask, **options)
 
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:
         """Fill the beginning of the buffers from the memory, keeping the local tokens after it."""
         local = self._local()
-        parts, self.prefix_positions, self.shown = self.call.prefix(self.plan, self.chosen, self.tiers)
+        parts, self.prefix_positions, self.fetched = self.call.prefix(self.plan, self.chosen, self.tiers)
         heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
         self.prefix = self.prefix_positions.shape[-1]
         self._allocate(k, v, heads, self.prefix + self.call.length + k.shape[2] + self.call.room)
@@ -175,20 +177,18 @@ class LayerStates(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget the local tokens and what was retrieved for them."""
-        self.chosen, self.shown, self.stale, self.is_initialized = None, None, True, False
+        self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take over the rows that beam search goes on with."""
-        if self.call.recording is not None:
-            self.call.recording.settle()
         if self.is_initialized:
             self.keys, self.values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
         if self.chosen is not None:
             self.chosen = self.chosen.rows(beam_idx.cpu())
-        if self.shown is not None:
-            self.shown = replace(self.shown, chosen=self.shown.chosen.rows(beam_idx.cpu()))
+        if self.fetched is not None:
+            self.fetched = replace(self.fetched, chosen=self.fetched.chosen.rows(beam_idx.cpu()))
         if len(self.prefix_positions) > 1:
             self.prefix_positions = self.prefix_positions.index_select(0, beam_idx.cpu())
         if self.plan.index == 0:

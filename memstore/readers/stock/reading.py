@@ -241,7 +241,9 @@ class _Reader:
             sink=self.attached.sink,
             window=self.attached.window,
         )
-        call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.retrieve)
+        call = Call(
+            self.selection, seen, self.states.read, reading=True, retrieve=self.retrieve, trace=self.attached.trace
+        )
         if call.routed and not self.selection.by_layer:
             self._choose(call, begin)
         logits = self.attached.forward(call, tokens, logits=self._scores(len(tokens)))
@@ -257,7 +259,7 @@ class _Reader:
     def _choose(self, call: Call, begin: int) -> None:
         layer = self.selection.index_layers[0]
         queries = self.codes[layer].read(range(begin - self.selection.retrieval.span, begin))
-        chosen = self.selection.route(call.candidates, layer, [queries[:, None]], begin)
+        chosen = self.selection.route(call.candidates, layer, [queries[:, None]])
         call.set_chosen(chosen, from_layer=self.selection.first_layer)
 
     def _keep(self, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks a call attends to: the options, the routers and the trace, for one attached model."""
+"""Which blocks a call attends to: the options and the routers, for one attached model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import best_inherited, inherited
-from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, LayerPlan
-from memstore.readers.stock.trace import Retrieved, Trace
 from memstore.readers.stock.visible import Candidates
 
 
@@ -60,9 +58,8 @@ class Selection:
         self.index_layers = tuple(index_layers)
         self.routers: dict[int, list[Router]] = {}
         """Of each routing layer, one for each memory."""
-        self.trace = Trace()
         self.search_seconds = 0.0
-        """Time spent on choosing so far."""
+        """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
         """The memory has been taken out of the model."""
 
@@ -98,10 +95,10 @@ class Selection:
         on_cpu = hidden.detach().cpu()
         return torch.stack([router.encode(on_cpu) for router in self.routers[layer]], dim=2)
 
-    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor], step: int) -> Chosen:
+    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor]) -> Chosen:
         """One list for all layers from each row's query codes ``[t, memories, dim]``."""
         begun = time.perf_counter()
-        lists = [self._route_row(candidates, layer, codes, step, row) for row, codes in enumerate(rows)]
+        lists = [self._route_row(candidates, layer, codes) for codes in rows]
         return self._chosen(lists, begun)
 
     def _chosen(self, lists: list[tuple[Tensor, Tensor]], begun: float) -> Chosen:
@@ -110,14 +107,11 @@ class Selection:
         self.search_seconds += time.perf_counter() - begun
         return Chosen(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
 
-    def _route_row(
-        self, candidates: Candidates, layer: int, codes: Tensor, step: int, row: int
-    ) -> tuple[Tensor, Tensor]:
+    def _route_row(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor]:
         found = self._pruned(candidates, layer, codes)
         numbers, best = (
             choose(self.routed(candidates, layer, codes), self.slots(candidates)) if found is None else found
         )
-        self._note(candidates, numbers, best, step=step, row=row, layer=layer, head=0)
         return numbers[None], best[None]
 
     def _pruned(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -147,7 +141,7 @@ class Selection:
         return inherited(blocks, candidates.consecutive())
 
     def choose_in_layer(
-        self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], step: int, *, whole: bool
+        self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
     ) -> Chosen:
         """The layer's own lists from each row's queries ``[H, t, D]``.
 
@@ -156,22 +150,10 @@ class Selection:
         options, begun = self.retrieval, time.perf_counter()
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
         chosen = []
-        for row, queries in enumerate(rows):
+        for queries in rows:
             queries = queries if whole or options.query == "all" else queries[:, -options.span :]
             one_for_all = [queries.detach().float().cpu()] * candidates.memories
             scores = candidates.score(plan.index, one_for_all)  # [H, t, N]
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
-            for head in range(lists):
-                self._note(candidates, numbers[head], best[head], step=step, row=row, layer=plan.index, head=head)
             chosen.append((numbers, best))
         return self._chosen(chosen, begun)
-
-    def _note(self, candidates: Candidates, numbers: Tensor, scores: Tensor, **where: int) -> None:
-        found: dict[Document, tuple[list[int], list[float]]] = {}
-        for number, score in zip(numbers.tolist(), scores.tolist(), strict=True):
-            document, block = candidates.locate(number)
-            blocks, values = found.setdefault(document, ([], []))
-            blocks.append(block)
-            values.append(score)
-        for document, (blocks, values) in found.items():
-            self.trace.append(Retrieved(document=document.name, blocks=blocks, scores=values, **where))

@@ -1,0 +1,239 @@
+"""What a stock model with a memory retrieves, as an observer is told of it.
+
+While the model runs, a layer only leaves its query and a view of its keys in a draft. Keys before the end of a step
+never change, so one matrix product gives the weights of all steps that attend to one list. Computed at every step they
+would take longer than attention itself; for sixteen steps at once they take a quarter of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.kernels.block_attention.reference import masked_scores
+from memstore.memory.look import TIERS, Array, Look
+from memstore.readers.observer import Choice, Draft
+
+if TYPE_CHECKING:
+    from memstore.memory import Document
+    from memstore.readers.stock.call import FetchedList
+    from memstore.readers.stock.layer import LayerStates
+    from memstore.readers.stock.visible import Candidates
+
+KEPT = 4096
+"""Lists that ``attached.trace`` remembers."""
+
+
+@dataclass(eq=False)
+class StockChoice(Choice):
+    """The lists that one attention layer attends to in one forward pass."""
+
+    states: LayerStates
+    fetched: FetchedList
+    searched: bool
+    """With ``share="model"`` the first layer that uses a list tells of the search for it."""
+    queries: Tensor
+    """``[B, H, T, D]`` without positions."""
+    turned: Tensor
+    """``[B, H, T, D]`` at their positions."""
+    keys: Tensor
+    """``[B, heads, n, D]`` at their positions: all that the layer attends to."""
+    mask: Tensor | None
+    """``[B or 1, heads or 1, T, M]``, added for the last ``M`` keys."""
+    options: dict[str, Any]
+    """``scale``, ``softcap`` and ``sinks`` of the attention."""
+    search_us: float
+    gather_us: float
+
+    @property
+    def layer(self) -> int:  # type: ignore[override]  # nobody sets it
+        """Its number."""
+        return self.states.plan.index
+
+    @property
+    def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
+        """See ``Choice``: a forward pass has one segment."""
+        return range(len(self.queries))
+
+    def draft(self) -> StockDraft:
+        """See ``Choice``."""
+        query = self.turned
+        call = self.states.call
+        return StockDraft(
+            layer=self.layer,
+            fetched=self.fetched,
+            candidates=call.candidates,
+            block_size=call.selection.block_size,
+            query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # without the rest of the prompt
+            keys=self.keys,
+            mask=None if self.mask is None else self.mask[:, :, -1:],
+            options=self.options,
+            search_us=self.search_us,
+            gather_us=self.gather_us,
+        )
+
+    def lists(self) -> list[BlockList]:
+        """The lists, one for each document that has a block in it."""
+        call, chosen = self.states.call, self.states.chosen
+        assert chosen is not None, "something was fetched of it"
+        step = call.length + call.tokens
+        found = []
+        for row, lists in enumerate(zip(chosen.numbers.tolist(), chosen.scores.tolist(), strict=True)):
+            for head, (numbers, scores) in enumerate(zip(*lists, strict=True)):
+                parts: dict[Document, tuple[list[int], list[float]]] = {}
+                for number, score in zip(numbers, scores, strict=True):
+                    document, block = call.candidates.locate(number)
+                    blocks, values = parts.setdefault(document, ([], []))
+                    blocks.append(block)
+                    values.append(score)
+                found += [
+                    BlockList(document.name, *part, step, row, self.layer, head) for document, part in parts.items()
+                ]
+        return found
+
+
+class BlockList(NamedTuple):
+    """The blocks of one document in one list that was chosen."""
+
+    document: str
+    blocks: list[int]
+    """Block ids, oldest first."""
+    scores: list[float]
+    """Score of each block; comparable within one list only."""
+    step: int
+    """Local tokens seen when the list was chosen (the length of the prompt, for a prompt)."""
+    row: int
+    """Row of the batch."""
+    layer: int
+    """The layer that attends to it. With ``share="model"`` all layers from this one on do."""
+    head: int
+    """Which of the layer's lists this is; 0 where all heads share one."""
+
+
+class BlockLists(deque[BlockList]):
+    """An observer that remembers the last few thousand lists that were searched for, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=KEPT)
+
+    def begin(self, ids: Tensor | None, *, fresh: bool) -> None:
+        """Nothing to do."""
+
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``."""
+        if isinstance(choice, StockChoice) and choice.searched:
+            self.extend(choice.lists())
+
+
+@dataclass(eq=False)
+class StockDraft(Draft):
+    """One layer at one step."""
+
+    layer: int
+    fetched: FetchedList
+    candidates: Candidates
+    block_size: int
+    query: Tensor
+    """``[B, H, 1, D]``, turned: that of the last token."""
+    keys: Tensor
+    """``[B, heads, n, D]``"""
+    mask: Tensor | None
+    """``[B or 1, heads or 1, 1, M]``"""
+    options: dict[str, Any]
+    search_us: float
+    gather_us: float
+
+    @classmethod
+    def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
+        """See ``Draft``; steps that attend to the same fetched list are computed together."""
+        together: dict[FetchedList, list[int]] = {}
+        for place, draft in enumerate(drafts):
+            together.setdefault(draft.fetched, []).append(place)
+        looks: list[list[Look]] = [[] for _ in drafts]
+        for places in together.values():
+            steps = [drafts[place] for place in places]
+            lists = _lists(steps[0])
+            for place, step, rows in zip(places, steps, _weights(steps).cpu().numpy(), strict=True):
+                looks[place] = [step._look(row, lists[row % len(lists)], weights) for row, weights in enumerate(rows)]
+        return looks
+
+    def _look(self, row: int, lists: _Lists, weights: Array) -> Look:
+        return Look(
+            layer=self.layer,
+            row=row,
+            weights=weights,
+            search_us=self.search_us,
+            gather_us=self.gather_us,
+            **lists._asdict(),
+        )
+
+
+class _Lists(NamedTuple):
+    """What the looks of all steps with one list share, for one row of the batch: ``[lists, K]``, best score first."""
+
+    documents: list[str]
+    document: Array
+    blocks: Array
+    scores: Array
+    tiers: Array
+
+
+@torch.no_grad()
+def _weights(steps: Sequence[StockDraft]) -> Tensor:
+    """``[steps, B, H, K]`` float32: the attention that each retrieved block got, best score first."""
+    fetched, keys = steps[0].fetched, steps[-1].keys  # those of the last step include those of all before it
+    scale, softcap, sinks = (steps[0].options.get(name) for name in ("scale", "softcap", "sinks"))
+    q = torch.cat([step.query for step in steps], dim=2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = masked_scores(q, keys, mask=None, scale=scale, softcap=softcap)  # [B, H, steps, n]
+    _hide(scores, steps)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    entries = fetched.chosen.numbers.shape[-1]
+    retrieved = scores.softmax(-1)[..., fetched.start :][..., : entries * steps[0].block_size]
+    weights: Tensor = retrieved.unflatten(-1, (entries, -1)).sum(-1)  # [B, H, steps, K]
+    order = _order(fetched).to(weights.device)
+    of_head = torch.arange(weights.shape[1]) * order.shape[1] // weights.shape[1]
+    best_first: Tensor = weights.gather(-1, order[:, of_head, None].expand_as(weights))
+    return best_first.permute(2, 0, 1, 3).float()
+
+
+def _order(fetched: FetchedList) -> Tensor:
+    """``[B or 1, lists, K]``: the entries of each list, best score first."""
+    # Where nobody had to choose there are no scores to sort by, and the order stays.
+    return fetched.chosen.scores.nan_to_num(0.0).neg().sort(dim=-1, stable=True).indices
+
+
+def _hide(scores: Tensor, steps: Sequence[StockDraft]) -> None:
+    """Set the scores ``[B, H, steps, n]`` of what a step did not see to -inf."""
+    for place, each in enumerate(steps):
+        keys = each.keys.shape[2]
+        if keys < scores.shape[-1]:
+            scores[:, :, place, keys:] = float("-inf")
+        if each.mask is not None:
+            mask, heads = each.mask[:, :, 0], scores.shape[1]
+            mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+            scores[:, :, place, :keys] += F.pad(mask, (keys - mask.shape[-1], 0))
+
+
+def _lists(draft: StockDraft) -> list[_Lists]:
+    """The lists of each row of the batch, or of all."""
+    chosen, tiers = draft.fetched.chosen, draft.fetched.tiers
+    order = _order(draft.fetched)
+    numbers = chosen.numbers.gather(-1, order)
+    names, document, blocks = draft.candidates.named(numbers)
+    places = [-1 if tiers is None else TIERS.index(tiers[number]) for number in numbers.ravel().tolist()]
+    arrays = (
+        document.numpy().astype(np.int16),
+        blocks.numpy(),
+        chosen.scores.gather(-1, order).float().numpy(),
+        np.array(places, np.int8).reshape(numbers.shape),
+    )
+    return [_Lists(names, *(array[row] for array in arrays)) for row in range(len(numbers))]
