@@ -12,7 +12,7 @@ import torch
 from memstore.attention.knn import KNNAttention
 from memstore.errors import InvalidArgument
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
-from memstore.train import corpora
+from memstore.train.corpora import Documents, encoded
 from memstore.train.family import MEMORIZING
 from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.session import Report, Session, session
@@ -41,7 +41,7 @@ def train_on_documents(
     """Train on documents, a window of each in a step; the report, with the model in ``out``.
 
     Args:
-        texts: see ``corpora.Documents``; each file, and each row of a dataset, is a document.
+        texts: see ``Documents``; each file, and each row of a dataset, is a document.
         out: a new folder, or that of the same run, which then goes on.
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
@@ -58,7 +58,7 @@ def train_on_documents(
     late = init is not None and start.config.memory_size == 0 and bool(memory_size)
     if memory_size is not None:
         start = _with_memory(start, memory_size)
-    documents = corpora.Documents(texts, column=column)
+    documents = Documents(texts, column=column)
     settings = {
         "kind": "documents",
         "texts": documents.digest(),
@@ -92,15 +92,13 @@ def _close_gates(model: MemorizingForCausalLM) -> None:
         gate.fill_(LATE_GATE)
 
 
-def _on_documents(
-    opened: Session, start: Start, documents: corpora.Documents, refresh_every: int | None, late: bool
-) -> Report:
+def _on_documents(opened: Session, start: Start, documents: Documents, refresh_every: int | None, late: bool) -> Report:
     wanted, config = opened.optimisation, start.config
     with opened.state.main_process_first():
         tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, config.vocab_size))
     end = config.vocab_size - 1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
     rows = wanted.batch * opened.state.num_processes
-    streamed = shared_out(corpora.encoded(documents, tokenizer), rows, end)
+    streamed = shared_out(encoded(documents, tokenizer), rows, end)
     segments = sum(segments_of(each, config.window) for each in streamed)
     steps = wanted.steps or math.ceil(wanted.epochs * segments / (rows * wanted.accumulate))
     data = Streams(streamed, window=config.window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)

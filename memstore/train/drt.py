@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from memstore.errors import InvalidArgument
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import shipped_model
-from memstore.train import corpora, segments
+from memstore.train.corpora import Documents, digest, encoded, sources, topics
 from memstore.train.family import DRT, LANDMARK, Family
 from memstore.train.needles import Rows
 from memstore.train.recipes import LANDMARK_RECIPES, RECIPES, LandmarkRecipe, Recipe, find_recipe
+from memstore.train.segments import collate, cut, held_out
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
@@ -44,7 +45,7 @@ def train_on_texts(
     """Train on text files, folders of them, or dataset folders; the report, with the model in ``out``.
 
     Args:
-        texts: see ``corpora.Documents``.
+        texts: see ``Documents``.
         out: a new folder, or that of the same run, which then goes on.
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
         family: the kind of ``config`` or ``init``. A stock Llama-like ``init`` becomes a landmark model.
@@ -62,7 +63,7 @@ def train_on_texts(
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
     start = starting(config, init, tokenizer, family=family, changes=changes, lora=lora)
     context = _context(context, start.config)
-    documents = corpora.Documents(texts, column=column)
+    documents = Documents(texts, column=column)
     settings = {
         "kind": "texts",
         "texts": documents.digest(),
@@ -87,11 +88,11 @@ def train_recipe(
         init = shipped_model(find_recipe(recipe.start).task)
     family = LANDMARK if isinstance(recipe, LandmarkRecipe) else DRT
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family is DRT, family=family)
-    texts = [corpora.topics(), corpora.sources()]
+    texts = [topics(), sources()]
     settings = {
         "kind": "recipe",
         "recipe": recipe.to_dict(),
-        "texts": corpora.digest(texts),
+        "texts": digest(texts),
         **start.settings(),
     }
     with session(out, settings, recipe.optimisation, runtime or Runtime()) as opened:
@@ -118,7 +119,7 @@ def train_on_pairs(
     found = read_pairs(Path(pairs), prompt=prompt_field, answer=answer_field)
     settings = {
         "kind": "pairs",
-        "pairs": corpora.digest(text for pair in found for text in pair),
+        "pairs": digest(text for pair in found for text in pair),
         **start.settings(),
         "optimisation": optimisation.to_dict(),
     }
@@ -136,14 +137,14 @@ def _context(context: int | None, config: Any) -> int:
     return context
 
 
-def _on_texts(opened: Session, start: Start, documents: corpora.Documents, context: int, valid: float) -> Report:
+def _on_texts(opened: Session, start: Start, documents: Documents, context: int, valid: float) -> Report:
     with opened.state.main_process_first():
         tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, start.config.vocab_size))
     end = start.config.vocab_size - 1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    rows = segments.cut(corpora.encoded(documents, tokenizer), context, end)
-    rows, kept = segments.held_out(rows, valid)
+    rows = cut(encoded(documents, tokenizer), context, end)
+    rows, kept = held_out(rows, valid)
     batch = opened.optimisation.batch
-    trainer = _trainer(opened, start, tokenizer, rows, segments.collate)
+    trainer = _trainer(opened, start, tokenizer, rows, collate)
 
     def measure() -> Report:
         measured = {"valid_perplexity": round(perplexity(trainer.trained, kept, batch), 4)} if len(kept) else {}
@@ -180,7 +181,7 @@ def _trainer(
 def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) -> Report:
     with opened.state.main_process_first():
         tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(texts, start.config.vocab_size))
-    tokens = list(corpora.encoded(texts, tokenizer))
+    tokens = list(encoded(texts, tokenizer))
     size, seed = start.config.tokens_per_block, recipe.optimisation.seed
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
     data = Rows(recipe, tokenizer, tokens, size, batches, seed)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.models.memorizing import KNNMemory, add_knn_memory
-from memstore.train import corpora
+from memstore.train.corpora import Documents, encoded
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, digest_of_files, load_tokenizer
@@ -83,7 +83,7 @@ def train_stock_memory(
     ``memstore.models.memorizing.load_knn_memory`` loads the result.
 
     Args:
-        texts: see ``corpora.Documents``; each file, and each row of a dataset, is a document.
+        texts: see ``Documents``; each file, and each row of a dataset, is a document.
         out: a new folder, or that of the same run, which then goes on.
         init: the folder of a stock causal LM, with its tokenizer.
         layer: see ``add_knn_memory``, as ``memory_size`` and ``top_k``. To be named for models of fewer than 6 layers.
@@ -97,7 +97,7 @@ def train_stock_memory(
     optimisation, runtime = optimisation or Optimisation(learning_rate=RATE), runtime or Runtime()
     if min(memory_size, window) < 1:
         raise InvalidArgument(f"memory_size and window must be at least 1 to be trained, not {memory_size}, {window}")
-    documents = corpora.Documents(texts, column=column)
+    documents = Documents(texts, column=column)
     memory = {"layer": layer, "memory_size": memory_size, "top_k": top_k}
     settings = {
         "kind": "memory of a stock model",
@@ -111,9 +111,7 @@ def train_stock_memory(
         return opened.run.report or _on_documents(opened, init, documents, window, memory)
 
 
-def _on_documents(
-    opened: Session, init: Folder, documents: corpora.Documents, window: int, settings: dict[str, int]
-) -> Report:
+def _on_documents(opened: Session, init: Folder, documents: Documents, window: int, settings: dict[str, int]) -> Report:
     wanted = opened.optimisation
     tokenizer = load_tokenizer(init)
     with opened.state.main_process_first():
@@ -121,7 +119,7 @@ def _on_documents(
     model, memory = _closed(init, window, settings)
     end = int(tokenizer.eos_token_id or 0)
     rows = wanted.batch * opened.state.num_processes
-    streamed = shared_out(corpora.encoded(documents, tokenizer), rows, end)
+    streamed = shared_out(encoded(documents, tokenizer), rows, end)
     segments = sum(segments_of(each, window) for each in streamed)
     steps = wanted.steps or math.ceil(wanted.epochs * segments / (rows * wanted.accumulate))
     data = Streams(streamed, window=window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)

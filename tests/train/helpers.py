@@ -31,8 +31,9 @@ def small(name: str = "passkey-cpu", **changes: Any) -> Recipe:
 def use_little_text(patch: pytest.MonkeyPatch) -> None:
     """Let recipes train on a part of their texts."""
     topics, sources = corpora.topics()[:60_000], corpora.sources(40_000)
-    patch.setattr(corpora, "topics", lambda: topics)
-    patch.setattr(corpora, "sources", lambda: sources)
+    for module in ("corpora", "drt"):
+        patch.setattr(f"memstore.train.{module}.topics", lambda: topics)
+        patch.setattr(f"memstore.train.{module}.sources", lambda: sources)
 
 
 class Stopped(Exception):
