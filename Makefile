@@ -24,7 +24,7 @@ NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIO
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu docs pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu house docs pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -65,6 +65,9 @@ gpu: $(READY) ## On a GPU: test the kernels there, and measure them
 	$(BIN)/python -m pytest tests/kernels tests/index/test_exact.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/landmark.py --output benchmarks/results/landmark-gpu.json
+
+house: $(READY) ## Say how large and how tangled the package is, and how many files common calls pass
+	$(BIN)/python -m tests.house
 
 docs: $(READY) ## Write docs/cli.md anew
 	$(BIN)/python -m memstore.tools.reference > docs/cli.md
