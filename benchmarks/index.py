@@ -1,7 +1,7 @@
 """How well and how fast indexes find keys of three kinds: ``python benchmarks/index.py``.
 
 Key sets: clustered ones, position-free keys of SmolLM2 with the queries of later tokens, landmarks of the shipped DRT
-(``memstore.tools.keysets``, which reads the texts once and keeps the keys in ``--keys``: about fifteen minutes for a
+(``keysets.py``, which reads the texts once and keeps the keys in ``--keys``: about fifteen minutes for a
 million tokens). For each set, size and index: milliseconds for one query out of 1, 8 and 64 at a time, recall of the
 best 8 (by scores, for equal keys are equally right), the attention mass that they capture against that of the true best
 8, seconds to build, bytes for a key, and milliseconds to add 64 keys. Clusters are made once for each set and size, for
@@ -29,16 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import keysets
+from benchmarks.keysets import KeySet
 from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
 from memstore.eval.resources import hardware
 from memstore.folders import cache_folder
 from memstore.index import VectorIndex, open_index
 from memstore.index.cluster_index import ClusterIndex
-from memstore.index.code_index import CodeIndex
-from memstore.index.faiss_base import TRAINING_KEYS
-from memstore.tools import keysets
-from memstore.tools.keysets import KeySet
+from memstore.index.codes import CodeIndex
+from memstore.index.faiss import TRAINING_KEYS
 
 RESULTS = Path(__file__).parent / "results" / "index.json"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -162,7 +162,7 @@ def on_set(keys: KeySet, options: argparse.Namespace) -> Iterator[Row]:
             if name.startswith("clusters:"):
                 built = clusters = clusters or build(most, keys)
                 assert isinstance(built.searched, ClusterIndex)
-                built.searched.aim(float(name.partition(":")[2]))
+                aim(built.searched, float(name.partition(":")[2]))
             else:
                 built = build(name, keys)
             row = on_index(name, built, keys, truth)
@@ -174,6 +174,14 @@ def on_set(keys: KeySet, options: argparse.Namespace) -> Iterator[Row]:
         yield row
         if built is not clusters:
             built.searched.close()
+
+
+def aim(index: ClusterIndex, recall: float) -> None:
+    """Let clusters look into as few lists as find this share, by the curve that was measured when they were made."""
+    index.wanted_recall, base = recall, index.base
+    if base is not None and base.curve:
+        probes, base.recall = next((each for each in base.curve if each[1] >= recall), base.curve[-1])
+        base.probes = int(probes)
 
 
 class Built(NamedTuple):

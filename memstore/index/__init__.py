@@ -7,13 +7,13 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument
-from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 
 if TYPE_CHECKING:
     from memstore.index.exact import ExactIndex
     from memstore.index.faiss import FaissIndex
 
-__all__ = ["ENTRY_POINTS", "ExactIndex", "FaissIndex", "Found", "IndexCapabilities", "VectorIndex", "open_index"]
+__all__ = ["ENTRY_POINTS", "ExactIndex", "FaissIndex", "IndexCapabilities", "SearchResult", "VectorIndex", "open_index"]
 
 ENTRY_POINTS = "memstore.indexes"
 """Entry point group of other packages' indexes: kind -> a class with the constructor of ``VectorIndex``."""
@@ -21,7 +21,7 @@ ENTRY_POINTS = "memstore.indexes"
 _HOMES = {
     "auto": ("memstore.index.auto", "AutoIndex"),
     "clusters": ("memstore.index.cluster_index", "ClusterIndex"),
-    "codes": ("memstore.index.code_index", "CodeIndex"),
+    "codes": ("memstore.index.codes", "CodeIndex"),
     "exact": ("memstore.index.exact", "ExactIndex"),
     "faiss": ("memstore.index.faiss", "FaissIndex"),
     "milvus": ("memstore.index.milvus", "MilvusIndex"),

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.index.cluster_index import ENOUGH, Base, ClusterIndex
-from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.index import files
+from memstore.index.cluster_index import ENOUGH, ClusterBase, ClusterIndex
+from memstore.index.contract import SearchResult
 from memstore.index.exact import ExactIndex
 
 LARGE = 1 << 24
@@ -29,10 +30,8 @@ LARGEST_SHARE = 16
 """Reading more than one of so many lists is no faster than exact search."""
 
 
-class AutoIndex(VectorIndex):
+class AutoIndex(ClusterIndex):
     """``settings`` is empty or ``recall=0.99``: the share of the true best eight that a search has to find."""
-
-    capabilities = IndexCapabilities(exact=False, dense=True)
 
     def __init__(
         self,
@@ -43,104 +42,95 @@ class AutoIndex(VectorIndex):
         device: str | torch.device = "cpu",
         settings: str = "",
     ) -> None:
-        self.recall = _recall(settings)
-        self._why = self._obstacle(torch.device(device))
-        self._index: ExactIndex | ClusterIndex = ExactIndex(key_heads, key_dim, keys_per_block, dtype, device)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of whatever it has picked."""
-        return self._index.nbytes
+        recall = _recall(settings)
+        self._start(ExactIndex(key_heads, key_dim, keys_per_block, dtype, device), recall)
+        self._obstacle = _obstacle(recall, torch.device(device))
+        self._large = False
+        self._refused: ClusterBase | None = None
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks; see ``VectorIndex``."""
-        self._index.add(ids, keys)
+        super().add(ids, keys)
         self._grow()
 
-    def remove(self, ids: Tensor) -> None:
-        """Remove blocks; see ``VectorIndex``."""
-        self._index.remove(ids)
-
-    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks, exactly or by what was shown to find enough of them; see ``VectorIndex``."""
-        return self._index.search(queries, k, allowed=allowed)
-
-    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block; see ``VectorIndex``."""
-        return self._index.score(queries, allowed=allowed)
-
-    def finish(self) -> None:
-        """Make clusters now, if there are enough keys and queries, and wait for them."""
-        self._index.finish()
-
-    def close(self) -> None:
-        """Wait for the thread, if there is one."""
-        self._index.close()
+        # A small index learns nothing, so it keeps no queries either.
+        if not self._large:
+            return self._tail.search(queries, k, allowed=allowed)
+        return super().search(queries, k, allowed=allowed)
 
     def facts(self) -> Mapping[str, Any]:
         """What it has picked, and why."""
-        picked = "exact" if self._base is None else f"clusters:{self.recall:g}"
-        return {**self._index.facts(), "kind": "auto", "picked": picked, "why": self._reason()}
+        picked = "exact" if self._base is None else f"clusters:{self.wanted_recall:g}"
+        return {**super().facts(), "kind": "auto", "picked": picked, "why": self._reason()}
 
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path``, with its clusters where it has some."""
-        (self._exact if self._base is None else self._index).save(path)
+        """Write the index to the file ``path``: as an exact index, or with its clusters, which take minutes to make."""
+        self._adopt(wait=True)
+        if self._base is None:
+            self._tail.save(path)
+        else:
+            super().save(path)
 
     def load(self, path: Path) -> None:
         """Replace the content by what ``save`` wrote. Raises ``NotFound`` or ``DamagedError``, with nothing changed."""
-        exact = self._exact
-        index = ExactIndex(exact.key_heads, exact.key_dim, exact.keys_per_block, exact.dtype, exact.device)
-        made: ExactIndex | ClusterIndex = index if self._why else self._clusters(index)
-        try:
-            made.load(path)
-        except DamagedError:  # or there are no clusters in it
-            made = index
-            made.load(path)
-        self._index.close()
-        self._index = made
+        sizes = {name: value for name, value in self._about.items() if name != "index"}
+        content = files.load(path, sizes)
+        match content.facts.get("index"):
+            case "clusters" if not self._obstacle:
+                self._take(content)
+            case "exact":
+                self._adopt(wait=True)
+                self._start(self._new_tail(), self.wanted_recall)
+                self._tail.take(content)
+            case other:
+                raise DamagedError(
+                    f"{path} is of another index: it has index {other!r}, not 'exact'. Rebuild the index."
+                )
+        self._large, self._refused = self._base is not None, None
         self._grow()
 
-    @property
-    def _base(self) -> Base | None:
-        return self._index.base if isinstance(self._index, ClusterIndex) else None
-
-    @property
-    def _exact(self) -> ExactIndex:
-        """What is searched exactly: everything, where there are no clusters."""
-        return self._index.tail if isinstance(self._index, ClusterIndex) else self._index
-
-    def _clusters(self, index: ExactIndex) -> ClusterIndex:
-        return ClusterIndex.around(index, f"{self.recall:g}", largest_share=LARGEST_SHARE)
+    def _new_tail(self) -> ExactIndex:
+        return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self._tail.device)
 
     def _grow(self) -> None:
         """Let clusters be made once there are many keys."""
-        index = self._index
-        large = len(index) * index.keys_per_block * index.key_dim >= LARGE
-        if large and not self._why and isinstance(index, ExactIndex):
-            self._index = self._clusters(index)
+        large = len(self) * self.keys_per_block * self.key_dim >= LARGE
+        self._large |= large and not self._obstacle
+
+    def _consider(self) -> None:
+        if self._large:
+            super()._consider()
+
+    def _refuses(self, base: ClusterBase) -> bool:
+        refused = self._base is None and base.probes * LARGEST_SHARE > len(base.heads[0].centres)
+        self._refused = base if refused else self._refused
+        return refused
 
     def _reason(self) -> str:
-        if self._why or isinstance(self._index, ExactIndex):
-            return self._why or f"{len(self):,} blocks: exact search is fast"
-        base, refused = self._base, self._index.refused
+        if not self._large:
+            return self._obstacle or f"{len(self):,} blocks: exact search is fast"
+        base, refused = self._base, self._refused
         if base is not None:
-            return f"recall {base.recall:.3f} on queries put aside, {_looked(base)}; {self.recall:g} is asked for"
+            return (
+                f"recall {base.recall:.3f} on queries put aside, {_looked(base)}; {self.wanted_recall:g} is asked for"
+            )
         if refused is not None:
             return f"recall {refused.recall:.3f} was reached {_looked(refused)}, which is no faster than exact search"
         return f"clusters are made of the keys once there were {ENOUGH} different queries to make them for"
 
-    def _obstacle(self, device: torch.device) -> str:
-        if self.recall >= 1:
-            return "a recall of 1 was asked for"
-        if device.type != "cpu":
-            return f"keys on {device} are searched exactly"
-        return "" if find_spec("faiss") else "FAISS is not installed: pip install 'torch-memstore[faiss]'"
+
+def _obstacle(recall: float, device: torch.device) -> str:
+    """Why no clusters are made at all; empty if they may be."""
+    if recall >= 1:
+        return "a recall of 1 was asked for"
+    if device.type != "cpu":
+        return f"keys on {device} are searched exactly"
+    return "" if find_spec("faiss") else "FAISS is not installed: pip install 'torch-memstore[faiss]'"
 
 
-def _looked(base: Base) -> str:
+def _looked(base: ClusterBase) -> str:
     return f"looking into {base.probes} of {len(base.heads[0].centres)} lists"
 
 

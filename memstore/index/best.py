@@ -7,10 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PLACES = 1 << 32
 
-
-class Best(NamedTuple):
+class BestBlocks(NamedTuple):
     """At most ``k`` blocks for each of ``R`` queries, in any order; -1 and -inf where there are fewer."""
 
     scores: Tensor
@@ -18,28 +16,28 @@ class Best(NamedTuple):
     ids: Tensor
     """``[R, k]``"""
     places: Tensor
-    """``[R, k]``: number of the chunk times ``PLACES``, plus the row in it."""
+    """``[R, k]``: see ``chunks.py``"""
 
 
-def nothing(rows: int, k: int, device: torch.device) -> Best:
+def nothing(rows: int, k: int, device: torch.device) -> BestBlocks:
     """What is known before anything was looked at."""
     scores = torch.full((rows, k), -torch.inf, device=device)
     none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
-    return Best(scores, none, none)
+    return BestBlocks(scores, none, none)
 
 
-def choose(scores: Tensor, ids: Tensor, places: Tensor, k: int) -> Best:
+def choose(scores: Tensor, ids: Tensor, places: Tensor, k: int) -> BestBlocks:
     """The ``k`` best of ``scores [R, n]``, with ``ids`` and ``places`` of ``[n]`` or ``[R, n]``."""
     columns = top(scores, ids, min(k, scores.shape[1]))
     chosen = (each.expand_as(scores).gather(1, columns) for each in (ids, places))
-    return Best(scores.gather(1, columns), *chosen)
+    return BestBlocks(scores.gather(1, columns), *chosen)
 
 
-def merge(one: Best, other: Best, k: int) -> Best:
+def merge(one: BestBlocks, other: BestBlocks, k: int) -> BestBlocks:
     """The ``k`` best of both."""
     scores, ids, places = (torch.cat(pair, 1) for pair in zip(one, other, strict=True))
     columns = order(scores, ids)[:, :k]
-    return Best(scores.gather(1, columns), ids.gather(1, columns), places.gather(1, columns))
+    return BestBlocks(scores.gather(1, columns), ids.gather(1, columns), places.gather(1, columns))
 
 
 def top(scores: Tensor, ids: Tensor, k: int) -> Tensor:

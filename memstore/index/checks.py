@@ -1,4 +1,4 @@
-"""What every index asks of its arguments."""
+"""Checks of arguments that all indexes share; each raises ``InvalidArgument``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from memstore.errors import InvalidArgument
 
 LARGEST_ID = (1 << 63) - 1
 LARGEST = 1e15
-"""No number of a key or a query is larger: products, squares and their sums stay within float32."""
+"""No number of a key or a query is larger, so that products, squares and their sums stay within float32.
+
+Then no score is infinite or NaN. FAISS ends the process for clusters of keys whose squares overflow.
+"""
+
+
+def check_sizes(key_heads: int, key_dim: int, keys_per_block: int) -> None:
+    """An index has at least one key head, one number in a key, and one key in a block."""
+    for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
+        if size < 1:
+            raise InvalidArgument(f"{name} must be at least 1, not {size}.")
 
 
 def check_ids(ids: Tensor) -> None:
@@ -24,10 +34,26 @@ def check_ids(ids: Tensor) -> None:
         raise InvalidArgument("ids must be strictly ascending; sort them and drop repeated ones.")
 
 
+def check_new(held: Tensor, ids: Tensor) -> None:
+    """None of ``ids [n]`` may be in the index; ``held [n]`` bool says which are."""
+    _check_each(~held, ids, "in the index already; remove them first")
+
+
+def check_held(held: Tensor, ids: Tensor) -> None:
+    """All of ``ids [n]`` must be in the index; ``held [n]`` bool says which are."""
+    _check_each(held, ids, "not in the index")
+
+
+def _check_each(good: Tensor, ids: Tensor, problem: str) -> None:
+    if not bool(good.all()):
+        bad = ids[~good].tolist()
+        raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+
+
 def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
     """``keys`` must be floating point of ``shape`` ``[n, G, P, D]``, no number beyond ``LARGEST``."""
     if tuple(keys.shape) != shape or not keys.is_floating_point():
-        raise InvalidArgument(f"keys must be floating point of shape {list(shape)}, not {_describe(keys)}.")
+        raise InvalidArgument(f"Keys must be a floating-point tensor of shape {list(shape)}, got {_describe(keys)}.")
     check_numbers("keys", keys)
 
 
@@ -44,7 +70,9 @@ def check_numbers(name: str, numbers: Tensor) -> None:
 def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
     """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``."""
     if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
-        raise InvalidArgument(f"queries must be floating point of shape [H, T, {key_dim}], not {_describe(queries)}.")
+        raise InvalidArgument(
+            f"Queries must be a floating-point tensor of shape [H, T, {key_dim}], got {_describe(queries)}."
+        )
     if queries.shape[0] == 0 or queries.shape[0] % key_heads:
         raise InvalidArgument(
             f"queries have {queries.shape[0]} heads; expected a multiple of the index's {key_heads} key heads."

@@ -1,20 +1,17 @@
 """The attention-aware index: trained clusters for most keys, and exact search for those that came since.
 
-Built of three parts: clusters (`clusters.py`), which never change; marks on blocks that were removed; and a tail of
-newer blocks that is searched exactly. When the tail has become long, new clusters are made in a thread, of all blocks
-and the latest queries, and take the place of the old ones at the next call. Before enough different queries were seen
-there is nothing to learn from, and everything is searched exactly.
+The clusters (`clusters.py`) are a base, see `rebuilt.py`; the tail is an exact index. New clusters are made of all
+blocks and the latest queries. Before enough different queries were seen there is nothing to learn from, and everything
+is searched exactly.
 
 How many lists a search looks into is measured when clusters are made: as few as find the wanted share of the best keys
-of queries that were put aside.
+of queries that were put aside. Keys as queries would flatter it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,9 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index import checks, files
 from memstore.index.clusters import Clusters, require_faiss
-from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.exact import ExactIndex
+from memstore.index.rebuilt import BaseBlocks, Rebuild
 
 SMALLEST = 16_384
 """Keys of a head below which exact search is as fast."""
@@ -41,39 +39,31 @@ MEASURED_K = 8
 GATHERED_NUMBERS = 1 << 22
 """Of keys, fetched at a time to be scored again."""
 MEASURED = ("probes", "recall", "learned_from", "curve")
+CLUSTER_TENSORS = ("centres", "radii", "inverse")
 
 
-@dataclass
-class Base:
-    """The clusters of all heads."""
+class ClusterBase(BaseBlocks):
+    """The clusters of all heads, over blocks ``ids [n]`` ascending."""
 
-    ids: Tensor
-    """``[n]`` int64, ascending."""
-    heads: list[Clusters]
-    probes: int
-    recall: float
-    """Of the best 8 keys, measured on queries that were put aside."""
-    learned_from: int
-    """Queries of each head."""
-    curve: list[list[float]] = field(default_factory=list)
-    """What was measured: lists looked into, and the recall with so many."""
-    dead: Tensor = field(init=False)
-    """``[n]``: blocks that were removed."""
-    whole: bool = field(init=False, default=True)
-    """Whether none was."""
-
-    def __post_init__(self) -> None:
-        self.dead = torch.zeros(len(self.ids), dtype=torch.bool)
-
-    def holds(self, ids: Tensor) -> Tensor:
-        """Which of ``ids`` are here and have not been removed."""
-        at = torch.searchsorted(self.ids, ids).clamp(max=len(self.ids) - 1)
-        return (self.ids[at] == ids) & ~self.dead[at]
-
-    def drop(self, ids: Tensor) -> None:
-        """Remove those of ``ids`` that are here."""
-        self.dead |= torch.isin(self.ids, ids)
-        self.whole = not bool(self.dead.any())
+    def __init__(
+        self,
+        ids: Tensor,
+        heads: list[Clusters],
+        probes: int,
+        recall: float,
+        learned_from: int,
+        curve: list[list[float]],
+    ) -> None:
+        super().__init__(ids)
+        self.heads = heads
+        self.probes = probes
+        """Lists that a search looks into."""
+        self.recall = recall
+        """Of the best 8 keys, measured on queries that were put aside."""
+        self.learned_from = learned_from
+        """Queries of each head."""
+        self.curve = curve
+        """What was measured: lists looked into, and the recall with so many."""
 
 
 class ClusterIndex(VectorIndex):
@@ -100,45 +90,30 @@ class ClusterIndex(VectorIndex):
         require_faiss()
         if torch.device(device).type != "cpu":
             raise InvalidArgument(f"an index of clusters is searched on the CPU, not on {device}; use 'exact' there")
-        self.wanted_recall = _share(settings)
-        self._tail = ExactIndex(key_heads, key_dim, keys_per_block, dtype)
-        self.key_heads, self.key_dim, self.keys_per_block, self.dtype = key_heads, key_dim, keys_per_block, dtype
-        self._base: Base | None = None
+        self._start(ExactIndex(key_heads, key_dim, keys_per_block, dtype), _share(settings))
+
+    def _start(self, tail: ExactIndex, recall: float) -> None:
+        """Begin with an empty ``tail``; searches shall find this share of the best blocks."""
+        self.wanted_recall = recall
+        self.key_heads, self.key_dim, self.keys_per_block = tail.key_heads, tail.key_dim, tail.keys_per_block
+        self.dtype = tail.dtype
+        self._tail = tail
+        self._base: ClusterBase | None = None
         self._log: deque[Tensor] = deque()  # of [G, m, D], the newest last
         self._kept = 0  # queries of each head in it
         self._tried = 0  # queries that were there when clusters were last made
-        self._worker: ThreadPoolExecutor | None = None
-        self._coming: Future[Base] | None = None
-        self._gone: list[Tensor] = []  # ids removed since the coming clusters were begun
-        self._largest_share = 1  # first clusters are not used if they look into more than one of so many lists
-        self.refused: Base | None = None
-        """Clusters that were made and not used."""
-
-    @classmethod
-    def around(cls, index: ExactIndex, settings: str, *, largest_share: int) -> ClusterIndex:
-        """An index with the blocks of ``index``, which is not used any more; nothing is copied.
-
-        They are searched exactly until there are clusters that reach the recall with one of ``largest_share`` lists.
-        """
-        made = cls(index.key_heads, index.key_dim, index.keys_per_block, index.dtype, settings=settings)
-        made._tail, made._largest_share = index, largest_share
-        return made
+        self._rebuild: Rebuild[ClusterBase] = Rebuild()
 
     @property
-    def base(self) -> Base | None:
+    def base(self) -> ClusterBase | None:
         """The clusters that are searched; None: there are none yet."""
         return self._base
 
-    @property
-    def tail(self) -> ExactIndex:
-        """The blocks that are searched exactly."""
-        return self._tail
-
     def __len__(self) -> int:
-        return len(self._tail) + (0 if self._base is None else int((~self._base.dead).sum()))
+        return len(self._tail) + (0 if self._base is None else len(self._base))
 
     def __repr__(self) -> str:
-        return f"ClusterIndex({len(self)} blocks, {len(self._tail)} of them searched exactly)"
+        return f"{type(self).__name__}({len(self)} blocks, {len(self._tail)} of them searched exactly)"
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +126,7 @@ class ClusterIndex(VectorIndex):
         self._adopt()
         checks.check_ids(ids)
         if self._base is not None:
-            self._require(~self._base.holds(ids), ids, "in the index already; remove them first")
+            checks.check_new(self._base.holds(ids), ids)
         self._tail.add(ids, keys)
         self._consider()
 
@@ -163,12 +138,11 @@ class ClusterIndex(VectorIndex):
         self._tail.remove(ids[~old])
         if self._base is not None:
             self._base.drop(ids[old])
-            if bool(self._base.dead.all()):
-                self._base = None
-        self._gone += [ids] if self._coming else []
+            self._base = self._base if len(self._base) else None
+        self._rebuild.note_removed(ids)
 
-    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         self._adopt()
         checks.check_top_k(k)
         checks.check_allowed(allowed)
@@ -178,36 +152,29 @@ class ClusterIndex(VectorIndex):
         base = self._base
         if base is None:
             return self._tail.search(queries, k, allowed=allowed)
-        founds = [self._search_base(base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
-        shape = (*queries.shape[:2], k)
-        old = Found(*(torch.stack(parts).reshape(shape) for parts in zip(*founds, strict=True)))
+        heads = [self._search_base(base, head, grouped[head], k, allowed) for head in range(self.key_heads)]
+        old = SearchResult.of_heads(heads, queries)
         if not len(self._tail):
             return old
         near = self._tail.search(queries, k, allowed=allowed)
-        return _best(Found(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
+        return _best(SearchResult(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``; this looks into all lists."""
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``.
+
+        This looks into all lists, so it is no faster than exact search. It exists so that the same index also serves
+        models that need all scores.
+        """
         self._adopt()
         scores, ids = self._tail.score(queries, allowed=allowed)
         if self._base is None:
             return scores, ids
-        wanted = _wanted(self._base, allowed)
+        wanted = self._base.wanted(allowed)
         grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
         of_keys = [head.score(rows, self.dtype) for head, rows in zip(self._base.heads, grouped, strict=True)]
         best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
         ids, order = torch.cat((ids, self._base.ids[wanted])).sort()
         return torch.cat((scores, best.reshape(*queries.shape[:2], -1)), 2)[..., order], ids
-
-    def aim(self, recall: float) -> None:
-        """Find this share of the best blocks from now on, by what was measured when the clusters were made.
-
-        Not more than they were made for: what takes more lists was not measured.
-        """
-        self.wanted_recall, base = recall, self._base
-        if base is not None and base.curve:
-            probes, base.recall = next((each for each in base.curve if each[1] >= recall), base.curve[-1])
-            base.probes = int(probes)
 
     def finish(self) -> None:
         """Make new clusters of all blocks and all logged queries now, and wait for them."""
@@ -227,8 +194,7 @@ class ClusterIndex(VectorIndex):
 
     def close(self) -> None:
         """Wait for the thread, if there is one."""
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._rebuild.wait()
 
     def save(self, path: Path) -> None:
         """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
@@ -236,25 +202,28 @@ class ClusterIndex(VectorIndex):
         ids, keys = self._tail_content()
         tensors, measured = {"tail_ids": ids, "tail_keys": keys, "logged": self._logged()}, {}
         if self._base is not None:
-            alive, heads = ~self._base.dead, self._base.heads
+            alive, heads = self._base.alive, self._base.heads
             rows = alive.repeat_interleave(self.keys_per_block)
             content = [head.content() for head in heads]
             tensors["ids"] = self._base.ids[alive]
             tensors["keys"] = torch.stack([keys[rows].to(self.dtype) for keys, _ in content])
             tensors["lists"] = torch.stack([lists[rows] for _, lists in content])
-            for name in ("centres", "radii", "inverse"):
+            for name in CLUSTER_TENSORS:
                 tensors[name] = torch.stack([getattr(head, name) for head in heads])
             measured = {name: getattr(self._base, name) for name in MEASURED}
         files.save(path, self._about | {"measured": measured}, tensors)
 
     def load(self, path: Path) -> None:
         """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
-        tensors, facts = files.load(path, self._about)
+        self._take(files.load(path, self._about))
+
+    def _take(self, content: files.Content) -> None:
+        tensors, measured = content.tensors, content.facts["measured"]
         base = None
-        if facts["measured"]:
-            parts = zip(*(tensors[name] for name in ("keys", "lists", "centres", "radii", "inverse")), strict=True)
+        if measured:
+            parts = zip(*(tensors[name] for name in ("keys", "lists", *CLUSTER_TENSORS)), strict=True)
             heads = [Clusters(*(part.clone() for part in head)) for head in parts]
-            base = Base(tensors["ids"].clone(), heads, **facts["measured"])
+            base = ClusterBase(tensors["ids"].clone(), heads, **measured)
         self._adopt(wait=True)
         self._base, self._tail = base, self._new_tail()
         self._tail.add(tensors["tail_ids"], tensors["tail_keys"])
@@ -263,18 +232,16 @@ class ClusterIndex(VectorIndex):
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What a file must agree with."""
-        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
-        return {"index": "clusters", **sizes, "dtype": str(self.dtype).removeprefix("torch.")}
+        return files.identity("clusters", self, dtype=self.dtype)
 
     def _new_tail(self) -> ExactIndex:
         return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype)
 
     def _tail_content(self) -> tuple[Tensor, Tensor]:
         """Ids ``[n]`` ascending and keys ``[n, G, P, D]`` of the tail."""
-        tensors = self._tail._tensors()
-        ids, order = tensors["ids"].sort()
-        return ids, tensors["keys"][:, order].transpose(0, 1)
+        ids, keys = self._tail.content()
+        ids, order = ids.sort()
+        return ids, keys[:, order].transpose(0, 1)
 
     def _logged(self) -> Tensor:
         """The latest queries, ``[G, m, D]``."""
@@ -298,35 +265,32 @@ class ClusterIndex(VectorIndex):
             self._begin()
 
     def _begin(self) -> None:
-        if self._coming is not None:
+        if self._rebuild.running:
             return
         self._tried, logged = self._kept, self._logged()
         if min(len(queries.unique(dim=0)) for queries in logged) < ENOUGH:
             return
-        self._worker = self._worker or ThreadPoolExecutor(1, "memstore-index")
-        self._gone, base = [], self._base
-        old = None if base is None else (base.ids, ~base.dead, base.heads)
-        work = partial(make_base, self._tail_content(), old, logged, self.wanted_recall)
-        self._coming = self._worker.submit(work)
+        base = self._base
+        old = None if base is None else (base.ids, base.alive.clone(), base.heads)
+        self._rebuild.begin(partial(make_base, self._tail_content(), old, logged, self.wanted_recall))
 
     def _adopt(self, *, wait: bool = False) -> None:
         """Put clusters that have been made in the place of the old ones; what was removed meanwhile stays removed."""
-        if self._coming is None or not (wait or self._coming.done()):
+        new = self._rebuild.take(wait=wait)
+        if new is None or self._refuses(new.base):
             return
-        coming, self._coming = self._coming, None
-        base = coming.result()
-        if self._base is None and base.probes * self._largest_share > len(base.heads[0].centres):
-            self.refused = base
-            return
-        if self._gone:
-            base.drop(torch.cat(self._gone))
+        new.base.drop(new.removed)
         newer, _ = self._tail_content()
-        self._tail.remove(newer[base.holds(newer)])
-        self._base = None if bool(base.dead.all()) else base
+        self._tail.remove(newer[new.base.holds(newer)])
+        self._base = new.base if len(new.base) else None
+
+    def _refuses(self, base: ClusterBase) -> bool:  # noqa: ARG002 - `AutoIndex` looks at it
+        """Whether clusters that were made are not to be used."""
+        return False
 
     def _search_base(
-        self, base: Base, head: int, queries: Tensor, k: int, allowed: range | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, base: ClusterBase, head: int, queries: Tensor, k: int, allowed: range | Tensor | None
+    ) -> SearchResult:
         """The best blocks of the clusters: scores, ids and offsets ``[R, k]``."""
         size = self.keys_per_block
         numbers = _numbers(base, size, allowed)
@@ -338,20 +302,14 @@ class ClusterIndex(VectorIndex):
         ]
         if size > 1:
             founds = [_best(found, k) for found in founds]
-        return Found(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
-
-    @staticmethod
-    def _require(good: Tensor, ids: Tensor, problem: str) -> None:
-        if not bool(good.all()):
-            bad = ids[~good].tolist()
-            raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+        return SearchResult(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
 
 
 Old = tuple[Tensor, Tensor, list[Clusters]]
 """Ids ``[n]`` of the blocks of clusters, which of them are alive, and the clusters of each head."""
 
 
-def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, wanted: float) -> Base:
+def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, wanted: float) -> ClusterBase:
     """Clusters of the blocks of a tail (``ids [n]``, ``keys [n, G, P, D]``) and of old clusters.
 
     They are made for queries like ``logged [G, m, D]``. Every eighth of these is put aside: so many lists are looked
@@ -370,7 +328,7 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
         recall = min(_recall(head, *test, probes) for head, test in zip(heads, tests, strict=True))
         curve.append([probes, recall])
         if recall >= wanted or probes == count:
-            return Base(ids, heads, probes, recall, logged.shape[1], curve)
+            return ClusterBase(ids, heads, probes, recall, logged.shape[1], curve)
         probes = min(probes + probes // 2, count)
 
 
@@ -400,19 +358,19 @@ def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> floa
     return float((truth[:, :, None] == numbers[:, None, :]).any(2).float().mean())
 
 
-def _numbers(base: Base, size: int, allowed: range | Tensor | None) -> range | Tensor | None:
+def _numbers(base: ClusterBase, size: int, allowed: range | Tensor | None) -> range | Tensor | None:
     """The keys of the blocks that may be found, ``size`` each: a range or ``[n]`` bool; None for all."""
-    if base.whole and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
+    if not base.removed and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
         if allowed is None:
             return None
         first, stop = (int(torch.searchsorted(base.ids, place)) for place in (allowed.start, allowed.stop))
         return range(size * first, size * max(first, stop))
-    return _wanted(base, allowed).repeat_interleave(size)
+    return base.wanted(allowed).repeat_interleave(size)
 
 
 def _found(
     head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, allowed: range | Tensor | None
-) -> Found:
+) -> SearchResult:
     """The blocks of the ``count`` best keys for ``queries [R, D]``, each as often as it has some among them."""
     scores, numbers = head.search(queries, count, probes, allowed)
     rows = numbers if size == 1 else numbers.div(size, rounding_mode="floor")
@@ -421,16 +379,11 @@ def _found(
         keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
         scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
     none = rows < 0
-    blocks = ids[rows.clamp(min=0)]
-    return Found(scores.masked_fill(none, -torch.inf), blocks.masked_fill(none, -1), offsets.masked_fill(none, -1))
+    blocks = ids[rows.clamp(min=0)].masked_fill(none, -1)
+    return SearchResult(scores.masked_fill(none, -torch.inf), blocks, offsets.masked_fill(none, -1))
 
 
-def _wanted(base: Base, allowed: range | Tensor | None) -> Tensor:
-    """Which of the blocks ``[n]`` of the clusters may be found."""
-    return ~base.dead if allowed is None else ~base.dead & checks.allows(allowed, base.ids)
-
-
-def _best(found: Found, k: int) -> Found:
+def _best(found: SearchResult, k: int) -> SearchResult:
     """The ``k`` best blocks of ``[..., m]``, each once, by its best key; equal scores by ascending id."""
     by_id = found.ids.argsort(dim=-1, stable=True)
     scores, ids, offsets = (each.gather(-1, by_id) for each in found)
@@ -440,7 +393,7 @@ def _best(found: Found, k: int) -> Found:
     scores = scores.masked_fill(again, -torch.inf)
     ids, offsets = ids.masked_fill(again, -1), offsets.masked_fill(again, -1)
     order = again.int().argsort(dim=-1, stable=True)
-    return Found(*(each.gather(-1, order)[..., :k] for each in (scores, ids, offsets)))
+    return SearchResult(*(each.gather(-1, order)[..., :k] for each in (scores, ids, offsets)))
 
 
 def _share(settings: str) -> float:

@@ -2,8 +2,10 @@
 
 Attention's queries come from another distribution than its keys, and what k-means on keys takes apart is often not what
 queries tell apart. RetrievalAttention (Liu et al. 2024) and RoarGraph (Chen et al. 2024) mend that with logged queries.
-Here they enter as a metric: with the second moment ``C`` of logged queries, the mean squared error of a key's score
-when a centre stands for it is ``(key - centre)^T C (key - centre)``, so k-means runs on ``key W`` with ``W W^T = C``.
+They keep lists of keys for clusters of queries, which takes copies of keys and loses those that no logged query asked
+for. Here queries enter as a metric, so their second moment is enough and every key is in one list: with the second
+moment ``C`` of logged queries, the mean squared error of a key's score when a centre stands for it is
+``(key - centre)^T C (key - centre)``, so k-means runs on ``key W`` with ``W W^T = C``.
 
 A list is worth looking into if its best key may be good, not if its mean is. The product with the centre is raised by
 ``SPREAD`` times what a deviation within the list can do to it, ``|W^-1 q|`` times the list's root mean square distance.
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.best import order
-from memstore.kernels.search_blocks import native
+from memstore.kernels.search_blocks.api import LARGEST_K, KeyLists, lists_problem
 
 SPREAD = 3.0
 SMALLEST_VARIANCE = 1e-4
@@ -102,12 +104,12 @@ class Clusters:
         reach = (queries @ self.inverse).norm(dim=1, keepdim=True)
         promise = (queries @ self.centres.T).addcmul_(reach, self.radii, value=SPREAD)
         lists = promise.topk(probes, dim=1, sorted=False).indices
-        if k <= native.LARGEST_K and native.problem() is None:
+        if k <= LARGEST_K and lists_problem() is None:
             return self._in_c.search(queries, k, lists, range(self.count) if allowed is None else allowed)
         return self._by_faiss(queries, k, lists, allowed)
 
     @cached_property
-    def _in_c(self) -> native.Lists:
+    def _in_c(self) -> KeyLists:
         """The lists where FAISS keeps them, which never move."""
         invlists = self._index.invlists
         sizes = [invlists.list_size(number) for number in range(len(self.centres))]
@@ -115,7 +117,7 @@ class Clusters:
             (int(invlists.get_codes(number)), int(invlists.get_ids(number)), size) if size else (0, 0, 0)
             for number, size in enumerate(sizes)
         ]
-        return native.Lists(addresses, self.centres.shape[1])
+        return KeyLists(addresses, self.centres.shape[1])
 
     def _by_faiss(
         self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor | None
@@ -175,7 +177,7 @@ class Clusters:
 
 
 def _selector(faiss: Any, allowed: range | Tensor | None) -> Any:
-    """FAISS's word for the numbers that may be found; None for all."""
+    """FAISS's filter for the numbers that may be found; None for all."""
     if isinstance(allowed, range):
         return faiss.IDSelectorRange(allowed.start, max(allowed.start, allowed.stop))
     return None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-class Found(NamedTuple):
-    """Result of a search, best first; -1 ids (and -inf scores) where fewer than ``k`` blocks exist."""
+class SearchResult(NamedTuple):
+    """The best blocks for each query, best first; where fewer than ``k`` blocks exist, ids of -1 and scores of -inf."""
 
     scores: Tensor
     """``[H, T, k]`` float32: inner product of the query with the best key of the block."""
@@ -21,6 +21,12 @@ class Found(NamedTuple):
     """``[H, T, k]`` int64 block ids."""
     offsets: Tensor
     """``[H, T, k]`` int64: which of the block's keys matched best."""
+
+    @classmethod
+    def of_heads(cls, heads: Sequence[SearchResult], queries: Tensor) -> SearchResult:
+        """One result of those of each key head, ``[R, k]``, for the queries ``[H, T, D]`` and on their device."""
+        shape = (*queries.shape[:2], heads[0].scores.shape[1])
+        return cls(*(torch.stack(parts).reshape(shape).to(queries.device) for parts in zip(*heads, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +69,26 @@ class VectorIndex(ABC):
 
     @abstractmethod
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``."""
+        """Add blocks ``ids [n]`` (int64, new, ascending) with floating-point ``keys [n, G, P, D]``.
+
+        Raises ``InvalidArgument`` for other shapes and types, for numbers that are not finite or larger than 1e15, and
+        for ids that are in the index.
+        """
 
     @abstractmethod
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``; ids that are not there are an error."""
+        """Remove blocks ``ids [n]`` (int64, ascending).
+
+        Raises ``InvalidArgument``, with nothing removed, where one is not in the index.
+        """
 
     @abstractmethod
-    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``, among the ids in ``allowed`` (a range or int64 ids)."""
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``, by the inner product with their best key.
+
+        Queries are floating-point. Query head ``h`` is compared with key head ``h // (H // G)``. Only ids in
+        ``allowed`` (a range or int64 ids ``[n]``) are found; None allows all. Raises ``InvalidArgument``.
+        """
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score of every block: ``([H, T, N] float32, ids [N])``. Only where ``capabilities.dense``."""

@@ -1,26 +1,32 @@
 """Approximate search by FAISS: Flat, SQ, IVF and HNSW behind one contract.
 
-Every block lies in the chunks of an exact index too. FAISS proposes candidates among the blocks of one moment (the
-base); those added since are searched exactly (the tail); all winners are scored in float32. When the tail or what has
-left grows to a quarter of the base, a thread builds the next base, while searches go on with this one.
+Every block lies in the chunks of an exact index too: FAISS only proposes candidates, which are scored in float32. So
+every score is true, a filter that leaves little is exact, and ``score`` is that of an exact index; the price is the
+keys beside FAISS's own. What FAISS knows is a base (see ``rebuilt.py``); the tail is searched exactly. When the tail,
+or what has left, grows to a quarter of the base, the next base is made.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, faiss_base
-from memstore.index.best import PLACES, choose, merge
-from memstore.index.contract import Found, IndexCapabilities
-from memstore.index.exact import ExactIndex
-from memstore.index.faiss_base import TRAINING_KEYS, Base
+from memstore.index import checks, files
+from memstore.index.best import choose, merge
+from memstore.index.chunks import PLACES
+from memstore.index.contract import IndexCapabilities, SearchResult
+from memstore.index.exact import TILE_QUERIES, ExactIndex
+from memstore.index.rebuilt import BaseBlocks, Rebuild
 
 FEWEST_KEYS = 4096
 """Below as many keys of a head exact search is as fast, and FAISS is not asked."""
@@ -28,12 +34,23 @@ LARGEST_TAIL = 4
 """A base is replaced when one of so many blocks is not in it, or has left it."""
 FEWEST_WANTED = 16
 """Where a filter leaves fewer of a base than this times the candidates, they are all scored instead."""
+ADDED_KEYS = 1 << 16
+"""Keys that are converted and added at a time."""
+TRAINING_KEYS = 39
+"""Keys for each list that FAISS wants to train with, at least."""
+MOST_TRAINING_KEYS = 64
+"""Of more it does not get, for k-means over a million keys and 4,096 lists takes minutes; FAISS itself takes 256."""
+LARGEST_NUMBER = 1 << 22
+"""Of lists, links and candidates: FAISS makes room for as many as it is told to, before there are keys."""
+FEWEST_LINKS = 2
+"""Of a key in HNSW: with fewer FAISS ends the process."""
+Array = npt.NDArray[Any]
 
 _log = logging.getLogger("memstore.index")
 
 
 class FaissIndex(ExactIndex):
-    """``settings`` is a factory string of FAISS with options: see ``faiss_base.Settings``.
+    """``settings`` is a factory string of FAISS with options behind semicolons: see ``Settings``.
 
     Searches may miss blocks; what is found is there, allowed, and has its true score. ``score`` is that of an exact
     index. Like it, not safe for a search in one thread beside an addition in another.
@@ -53,18 +70,23 @@ class FaissIndex(ExactIndex):
         super().__init__(key_heads, key_dim, keys_per_block, dtype, device)
         if self.device.type != "cpu":
             raise InvalidArgument(f"The index faiss lies in host memory, not on {self.device}; use 'exact' there.")
-        self.settings = faiss_base.parse(settings or "Flat")
-        needed = TRAINING_KEYS * faiss_base.lists(faiss_base.make(self.settings.factory, key_dim))
+        self.settings = parse(settings or "Flat")
+        needed = TRAINING_KEYS * lists(make(self.settings.factory, key_dim))
         self._fewest = -(-max(FEWEST_KEYS, needed) // keys_per_block)
-        self._base: Base | None = None
+        self._base: FaissBase | None = None
         self._covered = 0
         """Place behind the blocks that the base knows."""
-        self._building: _Building | None = None
+        self._rebuild: Rebuild[FaissBase] = Rebuild()
+        self._covered_next = 0
+        """The same of the base that is being made."""
         self._refused = 0
 
     def __repr__(self) -> str:
-        known = 0 if self._base is None else len(self._base.ids) - self._base.hidden
-        return f"FaissIndex({self.settings.factory}, {len(self)} blocks, {known} of them in FAISS)"
+        return f"FaissIndex({self.settings.factory}, {len(self)} blocks, {self._known} of them in FAISS)"
+
+    @property
+    def _known(self) -> int:
+        return 0 if self._base is None else len(self._base)
 
     @property
     def nbytes(self) -> int:
@@ -75,182 +97,305 @@ class FaissIndex(ExactIndex):
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         super().add(ids, keys)
         self._adopt()
-        self._start()
+        if not self._rebuild.running and len(self) >= max(self._fewest, 2 * self._refused) and self._outdated():
+            self._begin()
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         super().remove(ids)
-        if self._building is not None:
-            self._building.end = min(self._building.end, self._end)
+        self._rebuild.note_removed(ids)
+        # Rows at the end are free again. What is written there next is not what a base was made of.
+        self._covered_next = min(self._covered_next, self._chunks.end)
         if self._base is not None:
             self._base.drop(ids)
-            self._covered = min(self._covered, self._end)
+            self._covered = min(self._covered, self._chunks.end)
 
-    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``, as far as FAISS proposes them: see ``Found``."""
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``, as far as FAISS proposes them."""
         checks.check_top_k(k)
         checks.check_allowed(allowed)
         self._adopt()
         base, count = self._base, k * self.settings.refine * min(self.keys_per_block, 4)
-        wanted = None if base is None else base.wanted(allowed)
-        if base is None or _few(base, wanted, count):
+        filtered = None if base is None else base.filter(allowed)
+        if base is None or (len(base) if filtered is None else int(filtered.sum())) < FEWEST_WANTED * count:
             return super().search(queries, k, allowed=allowed)
-        scans = self._scans(allowed, k, self._covered)
-
-        def search(rows: Tensor, head: int) -> Found:
+        scans = self._scans(allowed, k, self._covered, coded=self._codes_pay(TILE_QUERIES))
+        heads = []
+        for head, rows in enumerate(self._grouped(queries)):
             best = self._search_rows(scans, rows, head, k)
             if len(rows):
-                places = base.candidates(rows, head, count, wanted, self.settings)
-                scores, _ = self._score_places(places, rows, head)
-                best = merge(best, choose(scores, self._ids_at(places), places, k), k)
-            return self._settle(best, rows, head)
-
-        return self._each_head(queries, k, search)
+                places = base.candidates(rows, head, count, filtered, self.settings)
+                scores, _ = self._chunks.score(places, rows, head)
+                best = merge(best, choose(scores, self._chunks.ids_at(places), places, k), k)
+            heads.append(self._settle(best, rows, head))
+        return SearchResult.of_heads(heads, queries)
 
     @property
-    def base(self) -> Base | None:
+    def base(self) -> FaissBase | None:
         """What FAISS knows; another one each time that it was built."""
         self._adopt()
         return self._base
 
     def finish(self) -> None:
         """Let FAISS learn every block that it does not know, and wait for it."""
-        self._wait()
-        stale = self._base is None or self._base.hidden or self._covered < self._end
+        self._adopt(wait=True)
+        stale = self._base is None or self._base.removed or self._covered < self._chunks.end
         if len(self) >= self._fewest and stale:
-            self._building = self._build()
-            self._wait()
+            self._begin()
+            self._adopt(wait=True)
 
     def close(self) -> None:
         """Wait for the thread, if there is one."""
-        self._wait()
+        self._rebuild.wait()
 
     def facts(self) -> Mapping[str, Any]:
         """Its kind and settings, and what FAISS knows of its blocks."""
-        known = 0 if self._base is None else len(self._base.ids) - self._base.hidden
-        settings = self.settings._asdict() | {"blocks_in_faiss": known, "blocks_searched_exactly": len(self) - known}
-        where = {} if self._base is None else {"searched_on": self._base.where}
-        return {"kind": "faiss", **settings, **where}
+        counts = {"blocks_in_faiss": self._known, "blocks_searched_exactly": len(self) - self._known}
+        return {"kind": "faiss", **self.settings._asdict(), **counts}
 
     @property
     def _about(self) -> dict[str, Any]:
-        return super()._about | {"index": "faiss", "factory": self.settings.factory}
+        return files.identity("faiss", self, dtype=self.dtype) | {"factory": self.settings.factory}
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = super()._tensors()
-        if self._base is None or not self._chunks:
+        tensors, base = super()._tensors(), self._base
+        if base is None or not len(self):
             return tensors
-        places = torch.cat([_alive_places(number, chunk.alive[: chunk.used]) for number, chunk in self._chunks.items()])
-        rows = torch.searchsorted(places, self._base.places)
-        rows[~self._base.alive] = -1
+        places = self._chunks.places()
+        rows = torch.searchsorted(places, base.places)
+        rows[~base.alive] = -1
         covered = torch.searchsorted(places, torch.tensor([self._covered]))
-        return tensors | self._base.tensors() | {"base_rows": rows, "base_ids": self._base.ids, "covered": covered}
+        heads = {f"faiss_{head}": each for head, each in enumerate(base.serialized())}
+        return tensors | heads | {"base_rows": rows, "base_ids": base.ids, "covered": covered}
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        self._wait()
-        number = self._next
+        self._adopt(wait=True)
+        first = self._chunks.next_number * PLACES
         super()._take(tensors)
         self._base, self._covered, self._refused = None, 0, 0
         if "base_rows" in tensors:
-            heads = faiss_base.read([tensors[f"faiss_{head}"] for head in range(self.key_heads)])
+            # FAISS does not check what it reads; the file's checksums have been.
+            heads = [library().deserialize_index(tensors[f"faiss_{head}"].numpy()) for head in range(self.key_heads)]
             rows = tensors["base_rows"]
-            self._base = Base(heads, tensors["base_ids"], rows + number * PLACES, self.keys_per_block)
+            self._base = FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block)
             self._base.alive &= rows >= 0
-            self._covered = number * PLACES + int(tensors["covered"])
-
-    @property
-    def _end(self) -> int:
-        """Place behind the last block."""
-        if not self._chunks:
-            return 0
-        number = max(self._chunks)
-        return number * PLACES + self._chunks[number].used
-
-    def _ids_at(self, places: Tensor) -> Tensor:
-        ids = torch.full_like(places, -1)
-        for number, chunk in self._chunks.items():
-            here = places.div(PLACES, rounding_mode="floor") == number
-            ids[here] = chunk.ids[places[here] % PLACES]
-        return ids
+            self._base.removed = int((rows < 0).sum())
+            self._covered = first + int(tensors["covered"])
 
     def _outdated(self) -> bool:
         if self._base is None:
             return True
-        known = len(self._base.ids) - self._base.hidden
-        return max(len(self) - known, self._base.hidden) * LARGEST_TAIL > len(self._base.ids)
+        changed = max(len(self) - len(self._base), self._base.removed)
+        return changed * LARGEST_TAIL > len(self._base.ids)
 
-    def _start(self) -> None:
-        """Let a thread build the next base if it is time to."""
-        if self._building is None and len(self) >= max(self._fewest, 2 * self._refused) and self._outdated():
-            self._building = self._build()
+    def _begin(self) -> None:
+        """Let a thread make a base of the blocks as they are now."""
+        chunks = self._chunks.by_number.values()
+        # Copies would take as much memory again. Rows are written anew only behind ``_covered_next``, and only after
+        # the blocks there have been removed: whatever the thread reads there is dropped when its base is adopted.
+        keys = [(chunk.keys[:, : chunk.used], chunk.alive[: chunk.used].clone()) for chunk in chunks]
+        ids = torch.cat([chunk.live() for chunk in chunks])
+        work = partial(_make_base, self.settings.factory, keys, ids, self._chunks.places(), self.keys_per_block)
+        self._covered_next = self._chunks.end
+        self._rebuild.begin(work)
 
-    def _build(self) -> _Building:
-        pieces = [(number, chunk, chunk.alive[: chunk.used].clone()) for number, chunk in self._chunks.items()]
-        places = torch.cat([_alive_places(number, alive) for number, _, alive in pieces])
-        ids = torch.cat([chunk.ids[: len(alive)][alive] for _, chunk, alive in pieces])
-        keys = [(chunk.keys[:, : len(alive)], alive) for _, chunk, alive in pieces]
-        return _Building(self.settings.factory, ids, places, keys, self._end)
-
-    def _wait(self) -> None:
-        if self._building is not None:
-            self._building.join()
-            self._adopt()
-
-    def _adopt(self) -> None:
+    def _adopt(self, *, wait: bool = False) -> None:
         """Take the next base if it is ready, without the blocks that have left meanwhile."""
-        building = self._building
-        if building is None or building.is_alive():
-            return
-        self._building = None
-        if building.heads is None:
+        try:
+            new = self._rebuild.take(wait=wait)
+        except (RuntimeError, MemoryError) as error:
             self._refused = len(self)
-            _log.warning("FAISS could not build %s; search stays exact: %s", self.settings.factory, building.problem)
+            _log.warning("FAISS could not build %s; search stays exact: %s", self.settings.factory, error)
             return
-        base = Base(building.heads, building.ids, building.places, self.keys_per_block)
-        there = base.places < building.end
-        for number in base.places.div(PLACES, rounding_mode="floor").unique().tolist():
-            here = base.places.div(PLACES, rounding_mode="floor") == number
-            chunk = self._chunks.get(number)
-            rows = base.places[here & there] % PLACES
-            there[here & there] = False if chunk is None else chunk.alive[rows]
-        base.hide((~there).nonzero().squeeze(1))
-        self._base, self._covered = base, building.end
+        if new is not None:
+            new.base.drop(new.removed)
+            self._base, self._covered = new.base, self._covered_next
 
 
-class _Building(threading.Thread):
-    """Builds a base of blocks as they were when it was started.
+def _make_base(
+    factory: str, keys: Sequence[tuple[Tensor, Tensor]], ids: Tensor, places: Tensor, keys_per_block: int
+) -> FaissBase:
+    """Train and fill one structure for each head, on one thread: the others belong to whoever searches."""
+    library().omp_set_num_threads(1)
+    pieces = [piece if bool(alive.all()) else piece[:, alive] for piece, alive in keys]
+    heads = [trained(factory, pieces, head) for head in range(len(pieces[0]))]
+    return FaissBase(heads, ids, places, keys_per_block)
 
-    Rows are written again only behind ``end``, which falls when blocks leave there: what is read there may be of any
-    moment, and is not used.
+
+class Settings(NamedTuple):
+    """What follows the colon: a factory string, and options behind semicolons (``IVF1024,SQ8;nprobe=32``)."""
+
+    factory: str
+    nprobe: int | None = None
+    """Inverted lists that a search reads; None: one of sixteen, and at least eight."""
+    ef_search: int = 64
+    """Length of the queue of a search in HNSW."""
+    refine: int = 4
+    """Candidates for each block wanted, which are scored in float32."""
+
+
+def parse(text: str) -> Settings:
+    """Raises ``InvalidArgument``, naming what is wrong."""
+    if any(int(number) > LARGEST_NUMBER for number in re.findall(r"\d+", text)):
+        raise InvalidArgument(f"faiss:{text}: no number in it may be larger than {LARGEST_NUMBER:,}.")
+    factory, *options = text.split(";")
+    values: dict[str, int] = {}
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in Settings._fields[1:] or not value.isdecimal() or int(value) < 1:
+            known = ", ".join(f"{field}=N" for field in Settings._fields[1:])
+            raise InvalidArgument(f"faiss:{text}: {option!r} is no option; options are {known}, N at least 1.")
+        values[name] = int(value)
+    return Settings(factory, **values)
+
+
+def library() -> ModuleType:
+    """FAISS. Raises ``InvalidArgument`` where it is not installed."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise InvalidArgument(
+            f"The index faiss needs FAISS ({error}). Install it with: pip install 'torch-memstore[faiss]'"
+        ) from error
+    return faiss
+
+
+def make(factory: str, dim: int) -> Any:
+    """An empty FAISS index for inner products. Raises ``InvalidArgument`` for what cannot be used here."""
+    faiss = library()
+    if any(int(links) < FEWEST_LINKS for links in re.findall(r"HNSW(\d+)", factory)):
+        raise InvalidArgument(f"faiss:{factory}: a key needs at least {FEWEST_LINKS} links; HNSW32 gives it 32.")
+    try:
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        reason = str(error).rsplit(": ", 1)[-1]
+        raise InvalidArgument(f"FAISS cannot make {factory!r} for keys of {dim} numbers ({reason}).") from error
+    usable = (faiss.IndexFlat, faiss.IndexScalarQuantizer, faiss.IndexIVF, faiss.IndexHNSW)
+    if not isinstance(index, usable) or isinstance(index, faiss.IndexIVFFastScan):
+        raise InvalidArgument(
+            f"faiss:{factory} ({type(index).__name__}) cannot filter or remove. Use Flat, SQ8, HNSW32, IVF1024,Flat, "
+            "IVF1024,SQ8 or IVF1024,PQ16np; winners are always scored again in float32."
+        )
+    if isinstance(index, faiss.IndexIVF) and index.nlist < 1:
+        raise InvalidArgument(f"faiss:{factory}: there must be at least one list; write IVF1024 for 1,024 of them.")
+    return index
+
+
+def lists(index: Any) -> int:
+    """Inverted lists of an index; 0 where it has none."""
+    return int(getattr(index, "nlist", 0))
+
+
+class FaissBase(BaseBlocks):
+    """One FAISS structure for each key head, over the blocks ``ids [n]`` at ``places [n]``; ``P`` keys each.
+
+    It is never added to. A block that leaves is taken out of inverted lists, and filtered out of everything else.
     """
 
-    def __init__(
-        self, factory: str, ids: Tensor, places: Tensor, keys: Sequence[tuple[Tensor, Tensor]], end: int
-    ) -> None:
-        super().__init__(name="memstore-faiss")
-        self.ids, self.places, self.end = ids, places, end
-        self.heads: list[Any] | None = None
-        self.problem = ""
-        self._factory, self._keys = factory, keys
-        self.start()
+    def __init__(self, heads: Sequence[Any], ids: Tensor, places: Tensor, keys_per_block: int) -> None:
+        super().__init__(ids)
+        self._faiss = library()
+        self.heads = list(heads)
+        self.places = places
+        self._keys_per_block = keys_per_block
+        self._removes = all(isinstance(index, self._faiss.IndexIVF) for index in heads)
 
-    def run(self) -> None:
-        """Train and fill one structure for each head, on one thread: the others belong to whoever searches."""
-        faiss_base.library().omp_set_num_threads(1)
-        try:
-            pieces = [keys if bool(alive.all()) else keys[:, alive] for keys, alive in self._keys]
-            heads = range(pieces[0].shape[0])
-            self.heads = [faiss_base.trained(self._factory, pieces, head) for head in heads]
-        except (RuntimeError, MemoryError) as error:
-            self.problem = str(error)
-        self._keys = ()
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the structures, nearly."""
+        return sum(_bytes(self._faiss, index) for index in self.heads)
+
+    def drop(self, ids: Tensor) -> Tensor:
+        """Those of ``ids [n]`` that are here are not found any more; their rows."""
+        rows = super().drop(ids)
+        if self._removes and len(rows):
+            numbers = self._numbers(rows)
+            for index in self.heads:
+                if index.direct_map.type != self._faiss.DirectMap.Hashtable:
+                    index.set_direct_map_type(self._faiss.DirectMap.Hashtable)
+                index.remove_ids(self._faiss.IDSelectorArray(numbers))
+        return rows
+
+    def filter(self, allowed: range | Tensor | None) -> Tensor | None:
+        """Which rows ``[n]`` may be found; None where FAISS needs no filter for that."""
+        if allowed is None and (self._removes or not self.removed):
+            return None
+        return self.wanted(allowed)
+
+    def candidates(self, queries: Tensor, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Tensor:
+        """Places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for what repeats."""
+        rows = np.ascontiguousarray(queries.numpy(), dtype=np.float32)
+        index, count = self.heads[head], min(count, max(1, self.heads[head].ntotal))
+        parameters, keep = self._parameters(index, count, wanted, settings)
+        self._faiss.omp_set_num_threads(torch.get_num_threads())
+        found = torch.from_numpy(index.search(rows, count, params=parameters)[1])
+        del keep
+        blocks = found.div(self._keys_per_block, rounding_mode="floor").sort(dim=1).values
+        repeated = torch.nn.functional.pad(blocks[:, 1:] == blocks[:, :-1], (1, 0))
+        return torch.where((blocks < 0) | repeated, -1, self.places[blocks.clamp(min=0)])
+
+    def _parameters(self, index: Any, count: int, wanted: Tensor | None, settings: Settings) -> tuple[Any, Any]:
+        """How to search, and what FAISS reads meanwhile, which must not be collected."""
+        chosen: dict[str, Any] = {}
+        bits = None
+        if wanted is not None:
+            bits = np.packbits(wanted.repeat_interleave(self._keys_per_block).numpy(), bitorder="little")
+            chosen["sel"] = self._faiss.IDSelectorBitmap(bits)
+        if (nprobe := _probes(index, settings)) is not None:
+            return self._faiss.SearchParametersIVF(nprobe=nprobe, **chosen), bits
+        if isinstance(index, self._faiss.IndexHNSW):
+            return self._faiss.SearchParametersHNSW(efSearch=max(settings.ef_search, count), **chosen), bits
+        return self._faiss.SearchParameters(**chosen), bits
+
+    def _numbers(self, rows: Tensor) -> Array:
+        """Numbers of the keys of blocks."""
+        numbers = rows.unsqueeze(1) * self._keys_per_block + torch.arange(self._keys_per_block)
+        return numbers.flatten().numpy()
+
+    def serialized(self) -> list[Tensor]:
+        """The structure of each head as bytes ``[m]`` uint8."""
+        return [torch.from_numpy(self._faiss.serialize_index(index)) for index in self.heads]
 
 
-def _few(base: Base, wanted: Tensor | None, count: int) -> bool:
-    """Whether so few blocks of the base may be found that scoring them all is cheaper, and certain."""
-    left = len(base.ids) if wanted is None else int(wanted.sum())
-    return left < FEWEST_WANTED * count
+def _probes(index: Any, settings: Settings) -> int | None:
+    """Inverted lists that a search reads; None where there are none."""
+    if not lists(index):
+        return None
+    return min(settings.nprobe or max(8, lists(index) // 16), lists(index))
 
 
-def _alive_places(number: int, alive: Tensor) -> Tensor:
-    return alive.nonzero().squeeze(1) + number * PLACES
+def _bytes(faiss: ModuleType, index: Any) -> int:
+    size = int(index.ntotal) * int(index.sa_code_size() if not isinstance(index, faiss.IndexHNSW) else 0)
+    if lists(index):
+        size += 8 * int(index.ntotal) + lists(index) * index.d * 4
+    if isinstance(index, faiss.IndexHNSW):
+        size += 4 * int(index.hnsw.neighbors.size()) + _bytes(faiss, faiss.downcast_index(index.storage))
+    return size
+
+
+def _quieten(index: Any) -> None:
+    """Keep FAISS from warning of few keys on standard error: what they cost is measured and told as recall."""
+    if (clustering := getattr(index, "cp", None)) is not None:
+        clustering.min_points_per_centroid = 1
+
+
+def trained(factory: str, keys: Sequence[Tensor], head: int) -> Any:
+    """A structure over ``keys``, pieces of ``[G, n, P, D]``, of one head.
+
+    Keys of a model share a large mean, which costs scalar quantisers their precision and clusters their sense; it is
+    taken off. That adds the same to every score of a query.
+    """
+    flat = [piece[head].flatten(0, 1) for piece in keys]
+    total = sum(len(piece) for piece in flat)
+    mean = sum(piece.float().sum(0) for piece in flat) / total
+    index = make(factory, flat[0].shape[1])
+    if not index.is_trained:
+        most = max(1 << 16, MOST_TRAINING_KEYS * lists(index))
+        step = -(-total // most)
+        sample = torch.cat([piece[::step] for piece in flat]).float() - mean
+        _quieten(index)
+        index.train(np.ascontiguousarray(sample.numpy()))
+    for piece in flat:
+        for part in piece.split(ADDED_KEYS):
+            index.add(np.ascontiguousarray((part.float() - mean).numpy()))
+    return index

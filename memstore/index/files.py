@@ -85,6 +85,12 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
     return Content(tensors, there)
 
 
+def identity(kind: str, index: Any, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """What a file of an index must agree with: the ``facts`` of ``save`` and ``load``."""
+    sizes = {name: getattr(index, name) for name in ("key_heads", "keys_per_block", "key_dim")}
+    return {"index": kind, **sizes} | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
+
+
 def _checksum(tensor: Tensor) -> str:
     values = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
     return _digest(values, f"{tensor.dtype} {list(tensor.shape)}")

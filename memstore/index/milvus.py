@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.index import checks, files
-from memstore.index.contract import Found, IndexCapabilities, VectorIndex
+from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 
 STEP = 1000
 """Entities of one request."""
@@ -46,9 +46,7 @@ class MilvusIndex(VectorIndex):
         device: str | torch.device = "cpu",  # noqa: ARG002 - where Milvus computes is its own matter
         settings: str = "",
     ) -> None:
-        for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
-            if size < 1:
-                raise InvalidArgument(f"{name} must be at least 1, not {size}.")
+        checks.check_sizes(key_heads, key_dim, keys_per_block)
         self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
         self.where = settings
         self._client = _connect(settings)
@@ -72,7 +70,7 @@ class MilvusIndex(VectorIndex):
         checks.check_ids(ids)
         checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         blocks = ids.tolist()
-        self._require([block for block in blocks if block in self._ids], "in the index already; remove them first")
+        checks.check_new(self._held(ids), ids)
         self._insert(self._name, blocks, keys)
         self._ids.update(blocks)
 
@@ -80,13 +78,13 @@ class MilvusIndex(VectorIndex):
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         checks.check_ids(ids)
         blocks = ids.tolist()
-        self._require([block for block in blocks if block not in self._ids], "not in the index")
+        checks.check_held(self._held(ids), ids)
         for some in _steps(blocks):
             self._call("delete", self._name, filter=f"block in {some}")
         self._ids.difference_update(blocks)
 
-    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> Found:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``: see ``Found``. Head h uses key head ``h // (H // G)``."""
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         checks.check_top_k(k)
         checks.check_allowed(allowed)
         checks.check_queries(queries, self.key_heads, self.key_dim)
@@ -102,7 +100,7 @@ class MilvusIndex(VectorIndex):
                         scores[head, row, place], ids[head, row, place] = score, block
                         offsets[head, row, place] = offset
         shape = (*queries.shape[:2], k)
-        return Found(*(part.reshape(shape).to(queries.device) for part in (scores, ids, offsets)))
+        return SearchResult(*(part.reshape(shape).to(queries.device) for part in (scores, ids, offsets)))
 
     def facts(self) -> Mapping[str, Any]:
         """Its kind, and where the collection is."""
@@ -137,9 +135,7 @@ class MilvusIndex(VectorIndex):
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What a file must agree with."""
-        sizes = {name: getattr(self, name) for name in ("key_heads", "keys_per_block", "key_dim")}
-        return {"index": "milvus", **sizes}
+        return files.identity("milvus", self)
 
     def _create(self) -> None:
         from pymilvus import DataType
@@ -187,10 +183,8 @@ class MilvusIndex(VectorIndex):
         except MilvusException as error:
             raise MemstoreError(f"Milvus at {self.where} cannot {what.replace('_', ' ')}: {error.message}") from error
 
-    @staticmethod
-    def _require(bad: list[int], problem: str) -> None:
-        if bad:
-            raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+    def _held(self, ids: Tensor) -> Tensor:
+        return torch.tensor([block in self._ids for block in ids.tolist()], dtype=torch.bool)
 
 
 FIELDS = ["block", "head", "offset", "key"]

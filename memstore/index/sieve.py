@@ -1,23 +1,42 @@
-"""Which groups of an exact index can hold one of the best blocks: the first look of a search, in 8 bits.
+"""Which groups of an exact index can hold one of the best blocks, by codes of 8 bits and a bound on what they lose.
 
-It is taken in three steps. ``Look`` multiplies codes; ``best`` names a few groups that look best; and when their blocks
-were scored in float32, ``left`` names those that can still hold better ones, by the bounds of ``codes.py``. All others
-are proven to hold none, so what was scored has the true top k. Where too many are left, as among many equal keys, the
-look did not help.
+Keys are kept a second time in 8 bits a number. Blocks lie in groups of about 32 keys; a code is ``round(key / scale)``,
+with one scale for each group. Of a key ``x`` and a query ``q``, both in the coordinates of ``Frame``, the product of
+codes ``x'`` and ``q'`` differs from ``q . x`` by at most
+
+    ``|q| |x - x'| + |q - q'| |x'|``  (Cauchy-Schwarz, both codes multiplied by their scales),
+
+so a group whose best product of codes lies further below the k-th best score than that holds none of the best k.
+
+A search takes three steps. ``Sieve`` multiplies codes; ``best`` names a few groups that look best; when their blocks
+were scored in float32, ``left`` names those that can still hold better ones. All others are proven to hold none, so the
+result is the true top k. Where too many are left, as among many equal keys, the sieve did not help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from memstore.index.codes import Codes, encode_queries
-from memstore.kernels import best_products
+from memstore.kernels.best_products.api import LARGEST_DIM as LARGEST_CODED_DIM
+from memstore.kernels.best_products.api import best_products, fastest
 
-STEP = 1 << 10
+EXPONENT = 0.125
+"""Directions are divided by this power of their variance. A half would make all equally long, and queries uneven."""
+SMALLEST_VARIANCE = 1e-4
+"""Share of the largest variance that every direction is given at least."""
+LARGEST_TURNED_DIM = 256
+"""Longer keys are coded as they are: turning 64 of them would take longer than the two milliseconds of an append."""
+GROUP_KEYS = 32
+"""Keys whose best product stands for all of them."""
+LARGEST_CODE = 127
+CODED_AT_ONCE = 1 << 11
+"""Groups that are coded at a time."""
+PASSED_OVER = 1 << 10
 """Groups that are passed over together, where none of them counts."""
 NEIGHBOURS = 32
 """Groups whose best product stands for all of them, once more."""
@@ -25,27 +44,182 @@ LARGEST_SHARE = 16
 """At most one of so many groups is worth scoring; beyond that a plain scan is as fast."""
 
 
-class Part(NamedTuple):
-    """The codes of a chunk, and which of their groups count."""
+class Frame(NamedTuple):
+    """The coordinates in which the keys of each of ``G`` heads are coded: what makes 8 bits lose less.
+
+    A product of a key and a query does not change when keys are turned by one matrix and queries by the inverse of its
+    transpose, and ``query . centre`` is the same for all keys. So keys are taken around their mean, their long
+    directions are shortened (those of queries grow as much), and all directions are mixed, so that no number of a key
+    or a query stands out: the largest number decides how coarse a code is. Any frame is right; a good one leaves less
+    to look at again.
+    """
+
+    centre: Tensor
+    """``[G, D]`` float32"""
+    turn: Tensor
+    """``[G, D, D]`` float64 for keys; ``[G, 0, 0]`` where they are coded as they are."""
+    back: Tensor
+    """``[G, D, D]`` float64 for queries: ``turn[g] @ back[g].T`` is the identity."""
+    stretch: Tensor
+    """``[G]`` float64: how much longer than in this frame the difference of a key and the centre can be."""
+
+    @classmethod
+    def of(cls, keys: Tensor) -> Frame:
+        """A frame that suits ``keys [G, n, D]``."""
+        keys = keys.double()
+        centre, dim = keys.mean(1), keys.shape[2]
+        if dim > LARGEST_TURNED_DIM:
+            none = torch.empty(len(keys), 0, 0, dtype=torch.float64)
+            return cls(centre.float(), none, none, torch.ones(len(keys), dtype=torch.float64))
+        # Only keys decide. Knowing the queries too would leave still fewer groups, but then the same index would be
+        # fast or slow by what was asked before.
+        apart = keys - centre[:, None]
+        variances, directions = torch.linalg.eigh(apart.mT @ apart / keys.shape[1])
+        least = (variances.amax(1, keepdim=True) * SMALLEST_VARIANCE).clamp(min=1e-30)
+        lengths = variances.maximum(least)[:, None] ** EXPONENT
+        mixed = _cosines(dim)
+        turn, back = directions / lengths @ mixed, directions * lengths @ mixed
+        return cls(centre.float(), turn, back, lengths.amax((1, 2)))
+
+    @classmethod
+    def named(cls, tensors: Mapping[str, Tensor]) -> Frame:
+        """What ``_asdict`` gave."""
+        return cls(*(tensors[name] for name in cls._fields))
+
+    def keys(self, keys: Tensor) -> Tensor:
+        """``keys [G, ..., D]`` in this frame, float32."""
+        apart = keys.float().flatten(1, -2) - self.centre[:, None]
+        turned = (apart.double() @ self.turn).float() if self.turn.numel() else apart
+        return turned.view(keys.shape)
+
+    def queries(self, queries: Tensor, head: int) -> Tensor:
+        """``queries [R, D]`` of a key head in this frame, float32."""
+        return (queries.double() @ self.back[head]).float() if self.back.numel() else queries
+
+
+def _cosines(dim: int) -> Tensor:
+    """An orthogonal matrix ``[D, D]`` float64 without large numbers: that of the discrete cosine transform."""
+    place = torch.arange(dim, dtype=torch.float64)
+    matrix = torch.cos(math.pi / dim * (place[:, None] + 0.5) * place) * math.sqrt(2 / dim)
+    matrix[:, 0] = math.sqrt(1 / dim)
+    return matrix
+
+
+class Codes:
+    """The codes of one chunk. Rows of whole groups only: ``groups * rows_per_group`` of them are coded."""
+
+    def __init__(self, capacity: int, sizes: tuple[int, int, int], frame: Frame) -> None:
+        heads, keys_per_block, dim = sizes
+        self.rows_per_group = group_rows(keys_per_block)
+        self.keys_per_group = self.rows_per_group * keys_per_block
+        groups = capacity // self.rows_per_group
+        self.frame = frame
+        self.values = torch.empty(heads, groups, self.keys_per_group, dim, dtype=torch.int8)
+        self.scales = torch.empty(heads, groups)
+        self.lost = torch.empty(heads, groups)
+        """Length of the longest difference between a key and its code."""
+        self.longest = torch.empty(heads, groups)
+        """Length of the longest code."""
+        self.groups = 0
+
+    @classmethod
+    def of(cls, keys_per_block: int, tensors: Mapping[str, Tensor]) -> Codes:
+        """Codes around what ``tensors`` gave; nothing is copied."""
+        heads, groups, _, dim = tensors["values"].shape
+        codes = cls(0, (heads, keys_per_block, dim), Frame.named(tensors))
+        codes.values, codes.scales = tensors["values"], tensors["scales"]
+        codes.lost, codes.longest = tensors["lost"], tensors["longest"]
+        codes.groups = groups
+        return codes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, to be saved."""
+        whole = {"values": self.values, "scales": self.scales, "lost": self.lost, "longest": self.longest}
+        return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | self.frame._asdict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.lost, self.longest))
+
+    def extend(self, keys: Tensor, used: int) -> None:
+        """Encode the groups of ``keys [G, capacity, P, D]`` that have become complete with ``used`` rows."""
+        stop = used // self.rows_per_group
+        for first in range(self.groups, stop, CODED_AT_ONCE):
+            self._encode(keys, slice(first, min(first + CODED_AT_ONCE, stop)))
+        self.groups = max(self.groups, stop)
+
+    def _encode(self, keys: Tensor, new: slice) -> None:
+        """Encode the groups ``new``."""
+        rows = slice(new.start * self.rows_per_group, new.stop * self.rows_per_group)
+        shape = (keys.shape[0], new.stop - new.start, self.keys_per_group, keys.shape[3])
+        turned = self.frame.keys(keys[:, rows]).view(shape)
+        scales = turned.abs().amax((2, 3)).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
+        values = (turned / scales[..., None, None]).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+        self.values[:, new] = values.to(torch.int8)
+        self.scales[:, new] = scales
+        values.mul_(scales[..., None, None])
+        self.longest[:, new] = values.norm(dim=3).amax(2)
+        self.lost[:, new] = turned.sub_(values).norm(dim=3).amax(2)
+
+    def cut(self, used: int) -> None:
+        """Only the first ``used`` rows are still what they were."""
+        self.groups = min(self.groups, used // self.rows_per_group)
+
+
+class CodedQueries(NamedTuple):
+    """Some queries of one key head, ready for products with codes; lengths are in units of each query's scale."""
+
+    values: Tensor
+    """``[R, D]`` int8"""
+    scales: Tensor
+    """``[R]`` float32"""
+    lengths: Tensor
+    """``[R]`` float32: of the query."""
+    lost: Tensor
+    """``[R]`` float32: of the difference between query and code."""
+
+
+def group_rows(keys_per_block: int) -> int:
+    """Blocks in a group."""
+    return max(1, GROUP_KEYS // keys_per_block)
+
+
+def encode_queries(queries: Tensor) -> CodedQueries:
+    """``queries [R, D]`` float32 with a scale for each, which drops out of every comparison."""
+    scales = queries.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
+    scaled = queries / scales
+    values = scaled.round().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    lost = (scaled - values).norm(dim=1)
+    return CodedQueries(values.to(torch.int8), scales.squeeze(1), scaled.norm(dim=1), lost)
+
+
+def usable(device: torch.device, dim: int) -> bool:
+    """Whether keys of ``dim`` numbers are compared faster in 8 bits."""
+    return device.type == "cpu" and 8 <= dim <= LARGEST_CODED_DIM and fastest(dim) != "reference"
+
+
+class CodedGroups(NamedTuple):
+    """The codes of a chunk, and which of their groups a search looks at."""
 
     codes: Codes
     whole: Tensor | None
     """``[groups]`` bool: all blocks of the group are there and allowed. None: of every group."""
 
 
-class Pairs(NamedTuple):
-    """Groups to be scored for queries."""
+class QueryGroups(NamedTuple):
+    """Pairs of a query and a group whose blocks are to be scored for it."""
 
     query: Tensor
-    """``[W]``"""
+    """``[W]`` int64"""
     group: Tensor
-    """``[W]``: numbered through all parts."""
+    """``[W]`` int64, counted through all chunks"""
 
 
-class Look:
-    """For ``queries [R, D]`` float32 of key head ``head``. Products are in units of each query's scale."""
+class Sieve:
+    """Products of codes with ``queries [R, D]`` (float32) of key head ``head``, in units of each query's scale."""
 
-    def __init__(self, parts: Sequence[Part], queries: Tensor, head: int) -> None:
+    def __init__(self, parts: Sequence[CodedGroups], queries: Tensor, head: int) -> None:
         frame = parts[0].codes.frame
         centre = frame.centre[head]
         self._queries = encode_queries(frame.queries(queries, head))
@@ -64,20 +238,22 @@ class Look:
         lengths = queries.norm(dim=1) / self._queries.scales * apart + self._queries.lengths * reach
         self._rounding = lengths * (4 * (len(centre) + 8) * 2.0**-24)
 
-    def best(self, k: int) -> Pairs:
+    def best(self, k: int) -> QueryGroups:
         """The ``k`` groups that look best for each query, ordered by query. There must be at least as many."""
         rows = self._scores.shape[1]
         query = torch.arange(rows).unsqueeze(1)
         places = self._highest.T.topk(min(k, len(self._highest)), dim=1, sorted=False).indices
         groups = (places.unsqueeze(2) * NEIGHBOURS + torch.arange(NEIGHBOURS)).flatten(1)
         columns = self._scores[groups, query].topk(k, dim=1, sorted=False).indices
-        return Pairs(query.expand(-1, k).flatten(), groups.gather(1, columns).flatten())
+        return QueryGroups(query.expand(-1, k).flatten(), groups.gather(1, columns).flatten())
 
-    def left(self, limit: Tensor, but: Pairs) -> tuple[Pairs, Tensor]:
+    def left(self, limit: Tensor, but: QueryGroups) -> tuple[QueryGroups, Tensor]:
         """The groups that may hold a score of ``limit [R]`` or more, ordered by query, without those in ``but``.
 
-        And for which queries ``[R]`` that helped; no groups are given for the others.
+        Also returns for which queries ``[R]`` the sieve helped; for the others no groups are named.
         """
+        # The limit is a true score, so only the product of codes is in doubt. Were the limit a product of codes too,
+        # the doubts would add, and three times as many groups of a model's keys would be left.
         self._scores[but.group, but.query] = -torch.inf
         limit = ((limit - self._apart) / self._queries.scales - self._rounding).float()
         lost, longest = (each.view(-1, NEIGHBOURS) for each in (self._lost, self._longest))
@@ -90,14 +266,14 @@ class Look:
         query, group = query[row], place[row] * NEIGHBOURS + column
         helped = torch.bincount(query, minlength=len(limit)) * LARGEST_SHARE <= len(self._scores)
         kept = helped[query]
-        return Pairs(query[kept], group[kept]), helped
+        return QueryGroups(query[kept], group[kept]), helped
 
     def _doubt(self, query: Tensor, lost: Tensor, longest: Tensor) -> Tensor:
         """How far products of groups with these lengths can be from the truth; all of shapes that broadcast."""
         return (self._queries.lengths[query] * lost + self._queries.lost[query] * longest) * 1.0001
 
 
-def _best_of_groups(parts: Sequence[Part], queries: Tensor, head: int, total: int) -> Tensor:
+def _best_of_groups(parts: Sequence[CodedGroups], queries: Tensor, head: int, total: int) -> Tensor:
     """Best product of each group with each of ``queries [R, D]`` int8: ``[n, R]`` float32, -inf where none counts."""
     scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries), dtype=torch.float32)
     scores[total:] = -torch.inf
@@ -116,8 +292,8 @@ def _best_of_groups(parts: Sequence[Part], queries: Tensor, head: int, total: in
 
 def _steps(whole: Tensor) -> list[slice]:
     """Pieces of the groups ``whole [groups]``: those in which some count."""
-    firsts = range(0, len(whole), STEP)
-    return [slice(first, first + STEP) for first in firsts if bool(whole[first : first + STEP].any())]
+    firsts = range(0, len(whole), PASSED_OVER)
+    return [slice(first, first + PASSED_OVER) for first in firsts if bool(whole[first : first + PASSED_OVER].any())]
 
 
 def _padded(values: Tensor) -> Tensor:

@@ -1,5 +1,9 @@
 """C where PyTorch has no operation that is as fast: compiled at the first use by the machine's own compiler.
 
+PyTorch has none that multiplies 8 bits and keeps the largest product, so it writes all products to memory and reads
+them again. Compiled wheels for every processor were one way to have one, Numba another (which has no AMX, and is a
+large dependency).
+
 Nobody needs it: whatever is written in C is there in PyTorch too, and is taken where there is no compiler, where the
 processor is another one, or where ``MEMSTORE_NATIVE=0`` forbids it. What was compiled is kept in the cache folder,
 under a name that tells what it was made from and what it holds, so that neither an old library nor a damaged one is

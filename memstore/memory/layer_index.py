@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.index import Found, VectorIndex
+from memstore.index import SearchResult, VectorIndex
 from memstore.memory.handle import Handle
 from memstore.memory.index_files import Source
 from memstore.memory.places import dropped, lacking
@@ -71,7 +71,7 @@ class LayerIndex:
         with self._lock:
             return 0 if self._index is None else self._index.nbytes
 
-    def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> Found:
+    def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> SearchResult:
         """Search all blocks that are complete and committed now."""
         with self._lock, own_types():
             index = self._synced()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.index.contract import Found, VectorIndex
+from memstore.index.contract import SearchResult, VectorIndex
 
 
-def brute_force(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> Found:
+def brute_force(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> SearchResult:
     """The definition of a search: sort all blocks by score, then by id. ``ids [n]``, ``keys [n, G, P, D]``."""
     heads, length, _ = queries.shape
     keys = keys.repeat_interleave(heads // keys.shape[1], 1).double()
@@ -25,7 +25,7 @@ def brute_force(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> Found:
     order = by_id[best[..., by_id].argsort(dim=-1, descending=True, stable=True)][..., :k]
     missing = k - order.shape[-1]
     pad = (heads, length, missing)
-    return Found(
+    return SearchResult(
         torch.cat([best.gather(-1, order).float(), torch.full(pad, -torch.inf)], -1),
         torch.cat([ids[order], torch.full(pad, -1)], -1),
         torch.cat([offsets.gather(-1, order), torch.full(pad, -1)], -1),
@@ -38,7 +38,7 @@ def small_integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-2, 3, shape, generator=generator).float()
 
 
-def assert_found(found: Found, expected: Found) -> None:
+def assert_found(found: SearchResult, expected: SearchResult) -> None:
     """Equal scores and ids; offsets only have to point at a key with the best score, so they are not compared."""
     torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=0)
     assert torch.equal(found.ids, expected.ids)

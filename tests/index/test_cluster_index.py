@@ -82,18 +82,6 @@ def test_what_was_asked_for_is_found_and_reported() -> None:
     assert recall(index, keys, queries[:, 400:]) == pytest.approx(facts["recall"], abs=0.06)
 
 
-def test_clusters_that_were_made_for_much_can_be_asked_for_less() -> None:
-    keys, queries = mismatched(4_000)
-    index, other = trained(keys, queries, "0.99"), trained(keys, queries, "0.8")
-    most = index.facts()["probes"]
-    index.aim(0.8)
-    assert index.facts() == other.facts()
-    assert index.facts()["probes"] < most
-    assert index.facts()["recall"] >= 0.8
-    index.aim(1)
-    assert index.facts()["probes"] == most, "more was not measured"
-
-
 def test_every_block_is_scored_in_clusters_and_in_the_tail() -> None:
     keys, queries = mismatched(4_000)
     index = trained(keys, queries)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from memstore import index as indexes
 from memstore.errors import InvalidArgument
-from memstore.index import ExactIndex, VectorIndex, exact, open_index
-from memstore.index.chunk import Chunk
-from memstore.kernels.search_blocks import native
+from memstore.index import ExactIndex, VectorIndex, chunks, exact, open_index
+from memstore.index.chunks import Chunk
 from memstore.testing.indexes import IndexTests, assert_found, brute_force, small_integers
 
 
@@ -36,8 +35,8 @@ class Fused(ExactIndex):
 class TestExactFused(IndexTests):
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(exact, "FIRST_CHUNK_KEYS", 8)
-        monkeypatch.setattr(exact, "LARGEST_CHUNK_KEYS", 64)
+        monkeypatch.setattr(chunks, "FIRST_CHUNK_KEYS", 8)
+        monkeypatch.setattr(chunks, "LARGEST_CHUNK_KEYS", 64)
 
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
         return Fused(key_heads, key_dim, keys_per_block)
@@ -54,11 +53,12 @@ class TestExactInManySmallPieces(IndexTests):
 
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(exact, "FIRST_CHUNK_KEYS", 8)
-        monkeypatch.setattr(exact, "LARGEST_CHUNK_KEYS", 64)
+        monkeypatch.setattr(chunks, "FIRST_CHUNK_KEYS", 8)
+        monkeypatch.setattr(chunks, "LARGEST_CHUNK_KEYS", 64)
         monkeypatch.setattr(exact, "TILE_KEYS", 12)
         monkeypatch.setattr(exact, "TILE_QUERIES", 3)
         monkeypatch.setattr(exact, "GATHERED_NUMBERS", 50)
+        monkeypatch.setattr(chunks, "GATHERED_NUMBERS", 50)
 
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
         return ExactIndex(key_heads, key_dim, keys_per_block)
@@ -127,10 +127,10 @@ def test_bfloat16_finds_nearly_all_and_scores_what_it_found_in_float32() -> None
 def test_growth_never_copies_old_keys() -> None:
     index = ExactIndex(1, 4, 1)
     index.add(torch.arange(10), small_integers(10, 1, 1, 4))
-    first = index._chunks[0].keys.data_ptr()
+    first = index._chunks.by_number[0].keys.data_ptr()
     index.add(torch.arange(10, 20_000), small_integers(19_990, 1, 1, 4))
-    assert index._chunks[0].keys.data_ptr() == first
-    assert 1 < len(index._chunks) < 6
+    assert index._chunks.by_number[0].keys.data_ptr() == first
+    assert 1 < len(index._chunks.by_number) < 6
 
 
 def test_appending_and_truncating_over_and_over_takes_no_more_room() -> None:
@@ -180,7 +180,7 @@ def test_few_keys_are_scored_without_a_look_at_codes(queries: int, monkeypatch: 
     asked = torch.randn(1, queries, 8)
     with_codes = index.search(asked, 4, allowed=range(3, 650))
     monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW" if queries == 1 else "CODED_KEYS", 1000)
-    monkeypatch.delattr(exact, "Look")
+    monkeypatch.delattr(exact, "Sieve")
     found = index.search(asked, 4, allowed=range(3, 650))
     assert torch.equal(found.ids, with_codes.ids)
     torch.testing.assert_close(found.scores, with_codes.scores)
@@ -190,7 +190,7 @@ def test_many_blocks_are_not_put_in_order_one_by_one(monkeypatch: pytest.MonkeyP
     keys, asked = torch.randn(700, 1, 1, 8), torch.randn(1, 2, 8)
     index = ExactIndex(1, 8, 1)
     index.add(torch.arange(700), keys)
-    monkeypatch.delattr(native, "search_parts")
+    monkeypatch.delattr(exact, "search_chunks")
     found = index.search(asked, 600)
     assert torch.equal(found.ids, brute_force(torch.arange(700), keys, asked, 600).ids)
 
@@ -204,3 +204,10 @@ def test_a_range_that_allows_every_block_is_none(monkeypatch: pytest.MonkeyPatch
     assert 299 not in index.search(asked, 294, allowed=range(5, 299)).ids
     monkeypatch.delattr(Chunk, "wanted")
     assert torch.equal(index.search(asked, 4, allowed=range(300)).ids, expected.ids)
+
+
+def test_a_chunk_around_tensors_lies_wholly_on_their_device() -> None:
+    ids, keys = torch.arange(4), torch.randn(1, 4, 1, 8)
+    with torch.device("meta"):  # where PyTorch makes what is not told where
+        chunk = Chunk.of(ids, keys, None)
+    assert chunk.live().tolist() == [0, 1, 2, 3]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from memstore.index import VectorIndex, auto, cluster_index, code_index, codes, exact, faiss, open_index, sieve
+from memstore.index import VectorIndex, auto, chunks, cluster_index, codes, exact, faiss, open_index, sieve
 from memstore.kernels.best_products import native, torch_int
 from memstore.kernels.search_blocks import native as passes
 from memstore.testing.indexes import assert_found, brute_force, small_integers
@@ -28,23 +28,24 @@ ALLOWED = st.none() | RANGES | st.lists(BLOCKS, max_size=20).map(lambda ids: tor
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, groups, tiles and bases of a few blocks: every seam is crossed."""
     for module, name, value in [
-        (exact, "FIRST_CHUNK_KEYS", 16),
-        (exact, "LARGEST_CHUNK_KEYS", 128),
+        (chunks, "FIRST_CHUNK_KEYS", 16),
+        (chunks, "LARGEST_CHUNK_KEYS", 128),
         (exact, "TILE_KEYS", 24),
         (exact, "TILE_KEYS_OF_FEW", 40),
         (exact, "FEW_QUERIES", 2),
         (exact, "TILE_QUERIES", 3),
         (exact, "GATHERED_NUMBERS", 50),
+        (chunks, "GATHERED_NUMBERS", 50),
         (exact, "FEWEST_GROUPS", 1),
-        (codes, "GROUP_KEYS", 4),
-        (sieve, "STEP", 2),
+        (sieve, "GROUP_KEYS", 4),
+        (sieve, "PASSED_OVER", 2),
         (sieve, "NEIGHBOURS", 4),
         (sieve, "LARGEST_SHARE", 1),
         (faiss, "FEWEST_KEYS", 16),
         (faiss, "FEWEST_WANTED", 1),
         (cluster_index, "SMALLEST", 24),
         (cluster_index, "ENOUGH", 2),
-        (code_index, "CHUNK_KEYS", 20),
+        (codes, "CHUNK_KEYS", 20),
         (torch_int, "TILE_PRODUCTS", 9),
         (auto, "LARGE", 64),
         (auto, "LARGEST_SHARE", 1),

@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memstore.index import ExactIndex, codes
-from memstore.index.frame import LARGEST_DIM, Frame
-from memstore.index.sieve import Look, Pairs
+from memstore.index import ExactIndex, sieve
+from memstore.index.sieve import LARGEST_TURNED_DIM, Frame, QueryGroups, Sieve
 from memstore.testing.indexes import brute_force
 
 
 @pytest.fixture(autouse=True)
 def codes_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys have codes also where comparing them is no faster, which is where 8-bit products are slow."""
-    monkeypatch.setattr(codes, "fastest", lambda _: "native")
+    monkeypatch.setattr(sieve, "fastest", lambda _: "native")
 
 
 def like_a_model(n: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -29,8 +28,9 @@ def like_a_model(n: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return keys.view(n, 1, 1, dim), queries
 
 
-def looked(index: ExactIndex, queries: Tensor, k: int) -> Look:
-    return Look([scan.part for scan in index._scans(None, k) if scan.part is not None], queries, 0)
+def looked(index: ExactIndex, queries: Tensor, k: int) -> Sieve:
+    scans = index._scans(None, k, coded=True)
+    return Sieve([scan.groups for scan in scans if scan.groups is not None], queries, 0)
 
 
 @pytest.mark.parametrize("shape", [(2, 500, 24), (1, 7, 8), (3, 50, 9)])
@@ -48,7 +48,7 @@ def test_a_frame_keeps_products_but_for_what_is_the_same_for_all_keys(shape: tup
 def test_equal_keys_and_very_long_ones_have_a_frame_too() -> None:
     frame = Frame.of(torch.ones(1, 40, 8))
     assert torch.equal(frame.keys(torch.ones(1, 3, 8)), torch.zeros(1, 3, 8))
-    long = torch.randn(1, 10, LARGEST_DIM + 1)
+    long = torch.randn(1, 10, LARGEST_TURNED_DIM + 1)
     frame = Frame.of(long)
     torch.testing.assert_close(frame.keys(long), long - long.mean(1))
     assert torch.equal(frame.queries(long[0], 0), long[0])
@@ -63,7 +63,7 @@ def test_keys_like_those_of_a_model_are_nearly_all_left_out_and_the_true_best_ar
     assert torch.equal(found.ids, truth.ids)
     torch.testing.assert_close(found.scores, truth.scores, rtol=1e-5, atol=1e-3)
     look = looked(index, queries[0], 8)
-    left, helped = look.left(truth.scores[0, :, -1], Pairs(torch.empty(0).long(), torch.empty(0).long()))
+    left, helped = look.left(truth.scores[0, :, -1], QueryGroups(torch.empty(0).long(), torch.empty(0).long()))
     assert bool(helped.all())
     assert len(left.group) / 40 < int(look.starts[-1]) / 40
 
@@ -81,7 +81,7 @@ def test_a_group_that_is_left_out_holds_nothing_of_the_limit_or_more(reach: floa
     best = scores.view(groups, per_group, -1).amax(1)  # [groups, R]
     limit = scores.mean(0) + reach * (scores.amax(0) - scores.mean(0)) / 3
     none = torch.empty(0, dtype=torch.int64)
-    left, helped = look.left(limit.float(), Pairs(none, none))
+    left, helped = look.left(limit.float(), QueryGroups(none, none))
     kept = torch.zeros_like(best, dtype=torch.bool)
     kept[left.group, left.query] = True
     assert bool((kept | (best < limit))[:, helped].all())

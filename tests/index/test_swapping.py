@@ -16,7 +16,7 @@ from torch import Tensor
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.index import ExactIndex, auto, cluster_index, code_index, faiss
+from memstore.index import ExactIndex, auto, cluster_index, codes, faiss
 from memstore.memory import Document, layer_index
 from memstore.models import drt, landmark, memorizing
 from tests.eval.drts import small_drt
@@ -238,15 +238,15 @@ def test_routing_codes_choose_the_same_blocks_for_an_attached_model(index: str, 
 def test_pruned_routing_reads_and_answers_where_blocks_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code_index, "CANDIDATES", 4)
-    monkeypatch.setattr(code_index, "SAMPLE", 8)
-    asked, route = [], code_index.CodeIndex.route
+    monkeypatch.setattr(codes, "CANDIDATES", 4)
+    monkeypatch.setattr(codes, "SAMPLE", 8)
+    asked, route = [], codes.CodeIndex.route
 
-    def counted(self: code_index.CodeIndex, queries: Tensor, k: int, *, allowed: Any = None) -> tuple[Tensor, Tensor]:
+    def counted(self: codes.CodeIndex, queries: Tensor, k: int, *, allowed: Any = None) -> tuple[Tensor, Tensor]:
         asked.append(len(queries))
         return route(self, queries, k, allowed=allowed)
 
-    monkeypatch.setattr(code_index.CodeIndex, "route", counted)
+    monkeypatch.setattr(codes.CodeIndex, "route", counted)
     answers = []
     for _ in range(2):
         with attached(tmp_path / "m", "codes:pruned") as session:

@@ -55,8 +55,8 @@ def test_c_searches_keys_in_several_parts_and_says_which_key_matched() -> None:
     keys, queries = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((90, 3, 8), (4, 8)))
     ids, wanted = torch.randperm(1000, generator=generator)[:90], torch.rand(90, generator=generator) < 0.7
     pieces = [slice(0, 50), slice(50, 51), slice(51, 51), slice(51, 90)]
-    parts = [native.Part(keys[piece], ids[piece], wanted[piece]) for piece in pieces]
-    scores, found, offsets = native.search_parts(parts, queries, 70)
+    parts = [native.KeyChunk(keys[piece], ids[piece], wanted[piece]) for piece in pieces]
+    scores, found, offsets = native.search_chunks(parts, queries, 70)
     products = torch.einsum("npd,rd->rnp", keys, queries)
     for row, best in enumerate(products.amax(2)):
         every = sorted((-float(best[n]), int(ids[n]), n) for n in range(90) if wanted[n])[:70]
@@ -108,7 +108,7 @@ def test_c_takes_what_it_says() -> None:
         ({"queries": torch.ones(3, 5, 16)}, "H must be a multiple of G"),
         ({"queries": torch.ones(2, 5, 17)}, "shapes do not fit"),
         ({"landmarks": torch.ones(2, 130, 0, 16)}, "at least one key"),
-        ({"landmarks": torch.ones(2, 130, 1, 16).long()}, "numbers with a point"),
+        ({"landmarks": torch.ones(2, 130, 1, 16).long()}, "must be floating-point"),
         ({"k": 0}, "k must be"),
         ({"wanted": torch.ones(129, dtype=torch.bool)}, r"wanted must be boolean \[130\]"),
         ({"wanted": torch.ones(130)}, "wanted must be boolean"),

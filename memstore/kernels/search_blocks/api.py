@@ -9,11 +9,27 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.kernels.search_blocks import native
+from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyLists, search_chunks
+
+__all__ = [
+    "LARGEST_K",
+    "KeyChunk",
+    "KeyLists",
+    "fastest",
+    "lists_problem",
+    "native_problem",
+    "search_blocks",
+    "search_chunks",
+    "triton_problem",
+]
 
 Backend = Literal["auto", "reference", "native", "triton"]
 _TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NATIVE_TYPES = (torch.float32, torch.bfloat16)
 _LARGEST_HEAD = 256
+_PASSED_PRODUCTS = 1 << 23
+"""Products up to which one pass over the keys in C is fastest."""
 
 
 def search_blocks(
@@ -27,8 +43,7 @@ def search_blocks(
         k: blocks wanted for each query, at least 1.
         wanted: ``[N]`` bool: the blocks that count; all if None.
         backend: ``"reference"``, ``"native"`` (in C, compiled at the first use, for a few queries on a CPU),
-            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: ``"triton"`` on a GPU where it can, else
-            ``"reference"``.
+            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: what ``fastest`` says.
 
     Returns:
         Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64; of
@@ -40,8 +55,9 @@ def search_blocks(
     """
     _check(queries, landmarks, k, wanted)
     if backend == "auto":
-        usable = queries.device.type == "cuda" and triton_problem(queries, landmarks) is None
-        backend = "triton" if usable else "reference"
+        backend = fastest(
+            queries, landmarks, k, queries.shape[0] // len(landmarks) * queries.shape[1] * landmarks.numel()
+        )
     elif backend == "triton" and (problem := triton_problem(queries, landmarks)):
         raise InvalidArgument(f"backend 'triton' {problem}")
     elif backend == "native" and (problem := native_problem(queries, landmarks)):
@@ -53,8 +69,6 @@ def search_blocks(
 
             return triton.search_blocks(queries, landmarks, k, wanted)
         case "native":
-            from memstore.kernels.search_blocks import native
-
             return native.search_blocks(queries, landmarks, k, wanted)
         case "reference" | "triton":
             from memstore.kernels.search_blocks import reference
@@ -62,6 +76,19 @@ def search_blocks(
             return reference.search_blocks(queries, landmarks, k, wanted)
         case _:
             raise InvalidArgument(f"backend must be 'auto', 'reference', 'native' or 'triton', got {backend!r}")
+
+
+def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backend:
+    """The back end that ``"auto"`` takes for so many products of a number of a query with one of a landmark.
+
+    ``queries [..., D]`` and ``landmarks [..., D]`` only show type, device and size. ``"triton"`` on a GPU where it can,
+    ``"native"`` on a CPU for a few queries, else ``"reference"``.
+    """
+    if queries.device.type == "cuda" and triton_problem(queries, landmarks) is None:
+        return "triton"
+    if products <= _PASSED_PRODUCTS and k <= LARGEST_K and native_problem(queries, landmarks) is None:
+        return "native"
+    return "reference"
 
 
 def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
@@ -93,8 +120,11 @@ def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
             f"takes queries in float32 and landmarks in float32 or bfloat16 on the CPU, got {queries.dtype} and "
             f"{landmarks.dtype} on {queries.device}; cast them, or use 'auto' or 'reference'"
         )
-    from memstore.kernels.search_blocks import native
+    return native.problem()
 
+
+def lists_problem() -> str | None:
+    """Why ``KeyLists`` cannot be searched, which is done in C alone; None if they can."""
     return native.problem()
 
 
@@ -109,7 +139,9 @@ def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) ->
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise InvalidArgument(f"k must be an integer of at least 1, got {k!r}")
     if not queries.is_floating_point() or not landmarks.is_floating_point():
-        raise InvalidArgument(f"queries and landmarks are numbers with a point, got {queries.dtype}, {landmarks.dtype}")
+        raise InvalidArgument(
+            f"queries and landmarks must be floating-point tensors, got {queries.dtype} and {landmarks.dtype}"
+        )
     if wanted is not None and (wanted.dtype != torch.bool or wanted.shape != landmarks.shape[1:2]):
         raise InvalidArgument(
             f"wanted must be boolean [{landmarks.shape[1]}], got {wanted.dtype} of {list(wanted.shape)}"

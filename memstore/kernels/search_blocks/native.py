@@ -11,25 +11,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.kernels import native
+from memstore.kernels.native import parallel, problem_of, vectors
 
 SOURCE = Path(__file__).with_suffix(".c")
 LARGEST_K = 256
-"""Blocks up to which this pays: those that were found are kept in order, one by one."""
+"""Blocks wanted up to which this pays: those that were found are kept in order, one by one."""
 
 
-class Part(NamedTuple):
+class KeyChunk(NamedTuple):
     """Keys of one key head, side by side in memory."""
 
     keys: Tensor
-    """``[n, P, D]`` float32 or bfloat16, all parts in one type"""
+    """``[n, P, D]`` float32 or bfloat16, all chunks in one type"""
     ids: Tensor | None
     """``[n]`` int64: of the blocks. None: their rows"""
     wanted: Tensor | None
     """``[n]`` bool: the blocks that count. None: all"""
 
 
-class _Part(ctypes.Structure):
+class _Keys(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "ids", "wanted")), ("blocks", ctypes.c_int64))
 
 
@@ -41,8 +41,8 @@ class _Best(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("scores", "ids", "offsets"))
 
 
-def search_parts(parts: Sequence[Part], queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best blocks of all ``parts`` for ``queries [R, D]``: scores, ids and the keys that matched, ``[R, k]`` each.
+def search_chunks(chunks: Sequence[KeyChunk], queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best blocks of all ``chunks`` for ``queries [R, D]``: scores, ids and the keys that matched, ``[R, k]`` each.
 
     Best first, of equal blocks the smaller id first; -inf, -1 and -1 where there are fewer. Scores are float32.
     Everything is on the CPU.
@@ -50,27 +50,27 @@ def search_parts(parts: Sequence[Part], queries: Tensor, k: int) -> tuple[Tensor
     rows, dim = queries.shape
     queries = queries.float().contiguous()
     scores, ids, offsets = results = _nothing(rows, k)
-    if parts:
-        keys = parts[0].keys
-        there = (_Part * len(parts))(*(_Part(*map(_pointer, part), len(part.keys)) for part in parts))
+    if chunks:
+        keys = chunks[0].keys
+        there = (_Keys * len(chunks))(*(_Keys(*map(_pointer, chunk), len(chunk.keys)) for chunk in chunks))
         sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16)
         best = _Best(*map(_pointer, results))
-        _library().memstore_search(there, len(parts), ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
+        _library().memstore_search(there, len(chunks), ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
     return scores, ids, offsets
 
 
-class Lists:
+class KeyLists:
     """Lists of keys that stay where they are, of which each query looks into some."""
 
     def __init__(self, lists: Sequence[tuple[int, int, int]], dim: int) -> None:
         """Addresses of the keys ``[m, dim]`` (float32) and ids ``[m]`` (int64) of each list, and how many it has."""
-        self._lists = (_Part * len(lists))(*(_Part(keys, ids, None, count) for keys, ids, count in lists))
+        self._lists = (_Keys * len(lists))(*(_Keys(keys, ids, None, count) for keys, ids, count in lists))
         self._dim = dim
 
     def search(self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and ids ``[R, k]`` of the best keys in ``lists [R, n]`` for ``queries [R, dim]``, as ``search_parts``.
+        """Scores and ids ``[R, k]`` of the best keys in ``lists [R, n]`` for ``queries [R, dim]``.
 
-        Only ids that are ``allowed``: a range whose step is 1, or bool for each id.
+        Ordered as by ``search_chunks``. Only ids that are ``allowed``: a range whose step is 1, or bool for each id.
         """
         rows, wanted = len(queries), allowed.contiguous() if isinstance(allowed, Tensor) else None
         queries, lists = queries.float().contiguous(), lists.contiguous()
@@ -88,7 +88,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     """``queries [H, T, D]``, ``landmarks [G, N, P, D]``, ``wanted [N]``: see the public function."""
     by_head = queries.reshape(len(landmarks), -1, queries.shape[2])
     found = [
-        search_parts([Part(keys.contiguous(), None, None if wanted is None else wanted.contiguous())], rows, k)
+        search_chunks([KeyChunk(keys.contiguous(), None, None if wanted is None else wanted.contiguous())], rows, k)
         for keys, rows in zip(landmarks, by_head, strict=True)
     ]
     scores, ids, _ = (torch.stack(each).view(*queries.shape[:2], k) for each in zip(*found, strict=True))
@@ -98,7 +98,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
 @cache
 def problem() -> str | None:
     """Why this cannot be; None if it can."""
-    return native.problem_of(_library)
+    return problem_of(_library)
 
 
 def _nothing(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +114,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = native.parallel(SOURCE, native.vectors())
+    library = parallel(SOURCE, vectors())
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.memstore_search.argtypes = (pointer, number, pointer, pointer, pointer)
     library.memstore_search.restype = None

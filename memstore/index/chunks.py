@@ -1,0 +1,320 @@
+"""The blocks of an exact index, in chunks that grow geometrically and are never copied again.
+
+The place of a block is the number of its chunk times ``PLACES``, plus its row there: it never changes, and grows with
+the order in which blocks were added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memstore.index.checks import allows
+from memstore.index.sieve import Codes, Frame, group_rows, usable
+
+PLACES = 1 << 32
+FIRST_CHUNK_KEYS = 4096
+LARGEST_CHUNK_KEYS = 1 << 18
+GATHERED_NUMBERS = 1 << 18
+"""Numbers of keys that are gathered at a time, to stay in the processor's cache."""
+
+
+class Tile(NamedTuple):
+    """Some blocks of a chunk, small enough that their scores stay in the processor's cache."""
+
+    keys: Tensor
+    """``[G, n, P, D]``"""
+    ids: Tensor
+    """``[n]`` int64"""
+    rows: Tensor
+    """``[n]`` int64: where the blocks lie in their chunk."""
+
+
+class Chunk:
+    """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, of which rows ``< used`` are filled.
+
+    With a ``frame``, complete groups of blocks are also kept as int8 codes in it.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        frame: Frame | None = None,
+    ) -> None:
+        heads, keys_per_block, dim = sizes
+        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+            self.keys = torch.empty(heads, capacity, keys_per_block, dim, dtype=dtype, device=device)
+            self.ids = torch.empty(capacity, dtype=torch.int64, device=device)
+            self.alive = torch.zeros(capacity, dtype=torch.bool, device=device)
+            self.codes = None if frame is None else Codes(capacity, sizes, frame)
+        self.used = 0
+        self.count = 0
+        """Blocks that are there."""
+        self.ascending = True
+        """Whether ids grow with the rows."""
+        self._sealed = False
+
+    @classmethod
+    def of(cls, ids: Tensor, keys: Tensor, codes: Codes | None) -> Chunk:
+        """A chunk around ``ids [n]``, ``keys [G, n, P, D]`` and their codes; nothing is copied, nor ever written to."""
+        heads, n, keys_per_block, dim = keys.shape
+        chunk = cls(0, (heads, keys_per_block, dim), keys.dtype, keys.device)
+        chunk.ids, chunk.keys, chunk.codes = ids, keys, codes
+        chunk.alive = torch.ones_like(ids, dtype=torch.bool)  # on the device of the keys
+        chunk.used = chunk.count = n
+        chunk._sealed = True
+        chunk.ascending = bool((ids[1:] > ids[:-1]).all())
+        return chunk
+
+    @property
+    def room(self) -> int:
+        """Blocks that can still be added."""
+        return 0 if self._sealed else self.ids.numel() - self.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, filled or not."""
+        return self.keys.nbytes + self.ids.nbytes + self.alive.nbytes + (self.codes.nbytes if self.codes else 0)
+
+    @property
+    def smallest_id(self) -> int:
+        """Of the blocks that are there, or of one that was removed."""
+        ids = self.ids[: self.used]
+        return int(ids[0] if self.ascending else ids.min())
+
+    @property
+    def largest_id(self) -> int:
+        """Of the blocks that are there."""
+        return int(self.ids[self.used - 1] if self.ascending else self.live().max())
+
+    def live(self) -> Tensor:
+        """Ids ``[n]`` of the blocks in this chunk, in the order they were added."""
+        return self.ids[: self.used][self.alive[: self.used]]
+
+    def live_keys(self) -> Tensor:
+        """Their keys ``[G, n, P, D]``."""
+        alive = self.alive[: self.used]
+        keys = self.keys[:, : self.used]
+        return keys if bool(alive.all()) else keys[:, alive]
+
+    def fill(self, ids: Tensor, keys: Tensor) -> None:
+        """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]`` to the next free rows."""
+        rows = slice(self.used, self.used + ids.numel())
+        self.ascending &= not self.used or int(ids[0]) > int(self.ids[self.used - 1])
+        self.keys[:, rows].copy_(keys.transpose(0, 1))
+        self.ids[rows] = ids
+        self.alive[rows] = True
+        self.used += ids.numel()
+        self.count += ids.numel()
+        if self.codes is not None:
+            self.codes.extend(self.keys, self.used)
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of the ascending ``ids [n]`` are here."""
+        return self._find(ids)[1]
+
+    def drop(self, ids: Tensor) -> None:
+        """Forget those of the ascending ``ids [n]`` that are here; rows at the end become free again."""
+        rows, here = self._find(ids)
+        self.alive[rows[here]] = False
+        self.count -= int(here.sum())
+        if not self.alive[self.used - 1 : self.used].any():
+            alive = self.alive[: self.used].nonzero()
+            self.used = int(alive[-1]) + 1 if alive.numel() else 0
+        self.ascending |= not self.used
+        if self.codes is not None:
+            self.codes.cut(self.used)
+
+    def tiles(self, rows_per_tile: int, rows: Tensor) -> Iterator[Tile]:
+        """The blocks at ascending ``rows [n]``, some at a time: views where they are adjacent, else copies."""
+        for start in range(0, rows.numel(), rows_per_tile):
+            piece = rows[start : start + rows_per_tile]
+            first, last = int(piece[0]), int(piece[-1])
+            if last - first + 1 == piece.numel():
+                yield Tile(self.keys[:, first : last + 1], self.ids[first : last + 1], piece)
+            else:
+                yield Tile(self.keys.index_select(1, piece), self.ids[piece], piece)
+
+    def wanted(self, allowed: range | Tensor | None) -> Tensor:
+        """Which rows ``[used]`` hold a block that is ``allowed``."""
+        ids = self.ids[: self.used]
+        alive = self.alive[: self.used]
+        return alive.clone() if allowed is None else alive & allows(allowed, ids)
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""
+        if not self.used or not ids.numel():
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        held, order = self.ids[: self.used], None
+        if not self.ascending:
+            held, order = held.sort(stable=True)
+        if int(ids[0]) > int(held[-1]) or int(ids[-1]) < int(held[0]):
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        # The last of equal ids: where one was removed and added again, the row before it is dead.
+        rows = (torch.searchsorted(held, ids, right=True) - 1).clamp(min=0)
+        same = held[rows] == ids
+        rows = rows if order is None else order[rows]
+        return rows, same & self.alive[rows]
+
+
+class Chunks:
+    """All chunks of an index, by their numbers.
+
+    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. ``coded``: whether codes are kept beside
+    the keys, where the processor is faster with them.
+    """
+
+    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, coded: bool) -> None:
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.coded = coded and usable(device, sizes[2])
+        self.by_number: dict[int, Chunk] = {}
+        self.next_number = 0
+        self.largest_id = -1
+        self._frame: Frame | None = None
+
+    def __len__(self) -> int:
+        return sum(chunk.count for chunk in self.by_number.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, codes and ids."""
+        return sum(chunk.nbytes for chunk in self.by_number.values())
+
+    @property
+    def ascending(self) -> bool:
+        """Whether ids grow with the rows in every chunk."""
+        return all(chunk.ascending for chunk in self.by_number.values())
+
+    @property
+    def end(self) -> int:
+        """The place behind the last block."""
+        if not self.by_number:
+            return 0
+        number = max(self.by_number)
+        return number * PLACES + self.by_number[number].used
+
+    def add(self, ids: Tensor, keys: Tensor) -> None:
+        """Add new blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]``."""
+        start = 0
+        while start < ids.numel():
+            chunk = self._with_room()
+            stop = min(start + chunk.room, ids.numel())
+            chunk.fill(ids[start:stop], keys[start:stop])
+            start = stop
+        if ids.numel():
+            self.largest_id = max(self.largest_id, int(ids[-1]))
+
+    def remove(self, ids: Tensor) -> None:
+        """Remove those of the ascending ``ids [n]`` that are here."""
+        for number, chunk in list(self.by_number.items()):
+            chunk.drop(ids)
+            if not chunk.used:
+                del self.by_number[number]
+        self.largest_id = max((chunk.largest_id for chunk in self.by_number.values()), default=-1)
+        self._frame = self._frame if self.by_number else None
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of the ascending ``ids [n]`` are here, ``[n]`` bool."""
+        held = torch.zeros_like(ids, dtype=torch.bool)
+        for chunk in self.by_number.values():
+            held |= chunk.holds(ids)
+        return held
+
+    def wanted(self, allowed: range | Tensor | None, first: int = 0) -> dict[int, Tensor | None]:
+        """Which rows ``[used]`` of each chunk from ``first`` on hold a block that is ``allowed``; None: all."""
+        everything = self._all_allowed(allowed)
+        return {
+            number: None if everything and chunk.count == chunk.used else chunk.wanted(allowed)
+            for number, chunk in self.by_number.items()
+            if number >= first
+        }
+
+    def _all_allowed(self, allowed: range | Tensor | None) -> bool:
+        if not isinstance(allowed, range) or allowed.step != 1 or not self.by_number:
+            return allowed is None
+        least = min(chunk.smallest_id for chunk in self.by_number.values())
+        return allowed.start <= least and self.largest_id < allowed.stop
+
+    def ids_at(self, places: Tensor) -> Tensor:
+        """Ids of the blocks at ``places [...]``; -1 for place -1."""
+        ids = torch.full_like(places, -1)
+        for number, chunk in self.by_number.items():
+            here = places.div(PLACES, rounding_mode="floor") == number
+            ids[here] = chunk.ids[places[here] % PLACES]
+        return ids
+
+    def places(self) -> Tensor:
+        """Places ``[n]`` of all blocks, ascending."""
+        places = [chunk.alive[: chunk.used].nonzero().squeeze(1) + n * PLACES for n, chunk in self.by_number.items()]
+        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+    def score(self, places: Tensor, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """Scores of the blocks at ``places [R, n]`` for ``queries [R, D]``, and which key matched, each ``[R, n]``.
+
+        Scores are float32, whatever the keys are; -inf and -1 for place -1.
+        """
+        _, keys_per_block, dim = self.sizes
+        scores = torch.full(places.shape, -torch.inf, device=self.device)
+        offsets = torch.full_like(places, -1)
+        per_step = max(1, GATHERED_NUMBERS // (keys_per_block * dim))
+        for number, chunk in self.by_number.items():
+            here = (places.div(PLACES, rounding_mode="floor") == number).nonzero()
+            for step in torch.split(here, per_step):
+                row, column = step.unbind(1)
+                keys = chunk.keys[head].flatten(1).index_select(0, places[row, column] % PLACES)
+                keys = keys.float().view(-1, keys_per_block, dim)
+                products = keys.bmm(queries[row].unsqueeze(2)).squeeze(2)
+                scores[row, column], offsets[row, column] = products.max(1)
+        return scores, offsets
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, on the CPU."""
+        heads, keys_per_block, dim = self.sizes
+        none = torch.empty(heads, 0, keys_per_block, dim, dtype=self.dtype)
+        chunks = self.by_number.values()
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *(chunk.live().cpu() for chunk in chunks)])
+        return ids, torch.cat([none, *(chunk.live_keys().cpu() for chunk in chunks)], 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All blocks in the order of their places, with their codes, on the CPU: what a file holds."""
+        ids, keys = self.content()
+        tensors = {"ids": ids, "keys": keys}
+        if self.coded and len(self) > group_rows(self.sizes[1]):
+            frame = Frame.of(tensors["keys"].flatten(1, 2)) if self._frame is None else self._frame
+            codes = Codes(len(self), self.sizes, frame)
+            codes.extend(tensors["keys"], len(self))
+            tensors |= {f"code_{name}": tensor for name, tensor in codes.tensors().items()}
+        return tensors
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold what ``tensors`` gave, in one chunk; nothing is copied."""
+        ids, keys = tensors["ids"], tensors["keys"]
+        coded = {name.removeprefix("code_"): tensor for name, tensor in tensors.items() if name.startswith("code_")}
+        self.by_number, self._frame = {}, None
+        if ids.numel():
+            codes = Codes.of(self.sizes[1], coded) if coded and self.coded else None
+            self._frame = None if codes is None else codes.frame
+            self.by_number[self.next_number] = Chunk.of(ids.to(self.device), keys.to(self.device), codes)
+            self.next_number += 1
+        self.largest_id = int(ids.max()) if ids.numel() else -1
+
+    def _with_room(self) -> Chunk:
+        last = self.by_number.get(self.next_number - 1)
+        if last is None or not last.room:
+            keys_per_block = self.sizes[1]
+            held = sum(chunk.ids.numel() for chunk in self.by_number.values()) * keys_per_block
+            keys = min(max(held, FIRST_CHUNK_KEYS), LARGEST_CHUNK_KEYS)
+            if last is not None and self._frame is None and self.coded:
+                # One frame for all: any is right, and the first chunk knows well enough what keys of this model are
+                # like. A better one would only leave less to score.
+                self._frame = Frame.of(last.keys[:, : last.used].flatten(1, 2))
+            last = Chunk(max(1, keys // keys_per_block), self.sizes, self.dtype, self.device, self._frame)
+            self.by_number[self.next_number] = last
+            self.next_number += 1
+        return last

@@ -1,0 +1,114 @@
+"""What indexes share that are made anew beside their use: a base that never changes, and a thread that makes the next.
+
+Approximate structures are slow to make and cannot be changed well. So such an index has a *base*: a structure over the
+blocks of one moment, of which some may have been removed since. Blocks added since form the *tail*, which is searched
+exactly. When the tail has become long, a thread makes the next base while searches go on with this one, and a later
+call adopts it, without the blocks that were removed meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from memstore.index.checks import allows
+
+T = TypeVar("T")
+
+
+class BaseBlocks:
+    """The blocks of a base: ``ids [n]`` int64, in any order."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+        self.alive = torch.ones(len(ids), dtype=torch.bool)
+        """``[n]``: those that have not been removed."""
+        self.removed = 0
+        """How many have been."""
+        self._by_id = ids.argsort()
+
+    def __len__(self) -> int:
+        return len(self.ids) - self.removed
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of ``ids [n]`` are here, ``[n]`` bool."""
+        rows, same = self._find(ids)
+        return same & self.alive[rows]
+
+    def drop(self, ids: Tensor) -> Tensor:
+        """Remove those of ``ids [n]`` (all different) that are here, and return their rows."""
+        rows, same = self._find(ids)
+        rows = rows[same]
+        rows = rows[self.alive[rows]]
+        self.alive[rows] = False
+        self.removed += len(rows)
+        return rows
+
+    def wanted(self, allowed: range | Tensor | None) -> Tensor:
+        """Which rows ``[n]`` may be found."""
+        return self.alive if allowed is None else self.alive & allows(allowed, self.ids)
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""
+        if not len(self.ids):
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        places = torch.searchsorted(self.ids, ids, sorter=self._by_id).clamp(max=len(self.ids) - 1)
+        rows = self._by_id[places]
+        return rows, self.ids[rows] == ids
+
+
+class NewBase(NamedTuple, Generic[T]):
+    """A base that a thread has made."""
+
+    base: T
+    removed: Tensor
+    """``[m]`` int64: ids of blocks that were removed since it was begun, also where they were added again."""
+
+
+class Rebuild(Generic[T]):
+    """Makes one base at a time, in a thread."""
+
+    def __init__(self) -> None:
+        self._coming: Future[T] | None = None
+        self._removed: list[Tensor] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a base is being made, or waits to be taken."""
+        return self._coming is not None
+
+    def begin(self, make: Callable[[], T]) -> None:
+        """Let a thread make the next base; ``running`` must be False."""
+        self._coming, self._removed = Future(), []
+        # A thread of its own each time, not a pool: nothing is left behind where an index is dropped, or forked.
+        threading.Thread(target=_fulfil, args=(self._coming, make), name="memstore-index").start()
+
+    def note_removed(self, ids: Tensor) -> None:
+        """Blocks ``ids [n]`` have been removed: the base that is being made will still hold them."""
+        if self._coming is not None:
+            self._removed.append(ids)
+
+    def take(self, *, wait: bool = False) -> NewBase[T] | None:
+        """The base, once; None where there is none yet. Raises what making it raised. ``wait``: until it is made."""
+        if self._coming is None or not (wait or self._coming.done()):
+            return None
+        coming, self._coming = self._coming, None
+        none = torch.empty(0, dtype=torch.int64)
+        return NewBase(coming.result(), torch.cat([none, *self._removed]).unique())
+
+    def wait(self) -> None:
+        """Until the thread is done."""
+        if self._coming is not None:
+            self._coming.exception()
+
+
+def _fulfil(coming: Future[T], make: Callable[[], T]) -> None:
+    try:
+        coming.set_result(make())
+    except BaseException as error:  # noqa: BLE001 - raised where the base is taken
+        coming.set_exception(error)
