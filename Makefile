@@ -39,7 +39,7 @@ test-slow: $(READY) ## Run the tests that `make test` leaves out (trainings, dem
 	$(BIN)/python -m pytest -m slow $(PYTEST)
 
 test-narrow: $(READY) ## Run the numerical tests as on a processor with AVX2 and no wider vectors, without compiled C
-	$(NARROW) $(BIN)/python -m pytest tests/kernels tests/index tests/models -m "not slow" -k "not milvus and not Milvus and not killed" $(PYTEST)
+	$(NARROW) $(BIN)/python -m pytest tests/kernels tests/index tests/models tests/memory/test_golden.py -m "not slow" -k "not milvus and not Milvus and not killed" $(PYTEST)
 
 lint: $(READY) ## Check format and style
 	$(BIN)/ruff format --check .
