@@ -21,7 +21,7 @@ from memstore.memory.history import chain
 from memstore.memory.layouts import token_layout
 from memstore.memory.places import Places
 from memstore.memory.shared import Shared
-from memstore.memory.sharing import release, used_by_others
+from memstore.memory.sharing import Deleting
 from memstore.memory.state import DocumentState
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, to_record
 from memstore.store.contract import Batch, Record
@@ -108,9 +108,9 @@ class Append:
     def compose(self, document: int, last_tokens: Tensor) -> Batch:
         """All changes. ``last_tokens [t] int32`` are those of the incomplete last block. Raises ``DamagedError``."""
         batch = Batch()
-        places = Places(document, self.before)
+        places = self._shared.places(document, self.before)
         tokens = torch.cat([last_tokens, self.tokens])
-        self._leave(batch, places, document)
+        self._leave(batch, document, places)
         self._put_tokens(batch, places, tokens)
         self._put_history(batch, places, tokens)
         for number, layer in sorted(self._layers.items()):
@@ -118,12 +118,10 @@ class Append:
         batch.put(places.entry, self.after.to_record())
         return batch
 
-    def _leave(self, batch: Batch, places: Places, document: int) -> None:
+    def _leave(self, batch: Batch, document: int, places: Places) -> None:
         """Delete the blocks for which there is no capacity any more."""
-        gone = range(self.before.first, min(self.after.first, self.before.blocks))
-        if gone:
-            kept = [*places.present(self.after.live()), *used_by_others(self._shared, document)]
-            release(batch, self._shared, places.pieces(gone), kept)
+        if range(self.before.first, min(self.after.first, self.before.blocks)):
+            Deleting(self._shared).change(batch, {document: (self.after, places.node)})
 
     def _put_tokens(self, batch: Batch, places: Places, tokens: Tensor) -> None:
         size = self._shared.spec.block_size

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
-from typing import NamedTuple
+from itertools import groupby, islice
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
 from memstore.memory.header import Header, read_header
 from memstore.memory.keeping import Keeping
 from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
-from memstore.memory.places import Places, common, lacking
-from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, LAST_ITEM, NEXT_DOCUMENT, DocumentState
+from memstore.memory.places import Home, Homes, Places, common, lacking, merged
+from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.usage import Usage, clipped, present
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
 
+_UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
 _MOST = 1000  # findings; a memory with more has one cause, and a list without end helps nobody
 
 
@@ -64,13 +66,6 @@ class _Seen:
         return [extra for seen in self.ranges for extra in lacking(seen, expected)]
 
 
-class _User(NamedTuple):
-    """A document that uses blocks of an owner."""
-
-    state: DocumentState
-    blocks: range
-
-
 class Audit:
     """One check of one store. Raises ``MemstoreError`` only where the header cannot be read."""
 
@@ -81,10 +76,16 @@ class Audit:
         """What the entries say that are sound, by the documents' numbers."""
         self.damaged_entries: set[int] = set()
         """Numbers of the documents whose entries are not."""
+        self.damaged_branches: set[int] = set()
+        """Homes of which something is stored that cannot be read."""
+        self.branches: dict[int, Any] = {}
+        """What is stored of homes, by their numbers."""
         self.numbers: set[int] = set()
         """Numbers under which any value lies."""
         self.unknown: list[tuple[Key, Key]] = []
         """First and last key of what nothing refers to. Means little while there are damaged entries."""
+        self._homes = Homes(store)
+        self._places: dict[int, Home] = {}
         self._seen: dict[tuple[Table, int, int], _Seen] = {}
         self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
         self._findings: list[Finding] = []
@@ -115,6 +116,7 @@ class Audit:
                 message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {owner})"
                 yield Finding(kind="unknown", message=message, layer=layer, block=seen.ranges[0].start)
                 self.unknown.append((Key(table, owner, layer), Key(table, owner, layer, LAST_ITEM)))
+        yield from self._branches()
         yield from self._next_document()
         yield from self._histories()
 
@@ -124,16 +126,41 @@ class Audit:
         return sorted({owner for table, owner, _ in self._seen if table == Table.TOKENS and owner not in self._owners})
 
     @cached_property
-    def _owners(self) -> dict[int, list[_User]]:
-        """Who uses the values of each number. The entries come before everything else, so all of them are known."""
-        owners: dict[int, list[_User]] = {}
+    def _usage(self) -> Usage:
+        """What documents use. The entries come before everything else, so all of them are known."""
+        usage = Usage()
         for number, state in self.documents.items():
-            places = Places(number, state)
-            for owner in (number, places.home):
-                owners.setdefault(owner, [])
-            for owner, blocks in places.present(state.live()):
-                owners.setdefault(owner, []).append(_User(state, blocks))
-        return owners
+            usage.put(number, self._home(number), present(state))
+        return usage
+
+    @cached_property
+    def _hashed(self) -> Usage:
+        """Blocks of which a document needs the hashes: complete ones, of those that have a digest."""
+        usage, size = Usage(), self._header.spec.block_size
+        for number, state in self.documents.items():
+            whole = 0 if state.digest is None else state.tokens // size
+            usage.put(number, self._home(number), clipped(present(state), range(whole)))
+        return usage
+
+    def _home(self, number: int) -> Home:
+        """Where a document writes. One whose branch is damaged has lost the blocks that it shares."""
+        if number not in self._places:
+            state = self.documents[number]
+            try:
+                self._places[number] = self._homes.of(number, state)
+            except _UNREADABLE:
+                self._places[number] = Home(number if state.home is None else state.home)
+        return self._places[number]
+
+    @cached_property
+    def _owners(self) -> dict[int, list[range]]:
+        """The blocks that are in use under each number."""
+        usage = self._usage
+        return {owner: usage.used(owner) for owner in {*self.documents, *usage.owners()}}
+
+    @cached_property
+    def _hashes_of(self) -> dict[int, list[range]]:
+        return {owner: self._hashed.used(owner) for owner in self._hashed.owners()}
 
     def _value(self, scanned: Scanned) -> Iterator[Finding]:
         key = scanned.key
@@ -152,12 +179,14 @@ class Audit:
         if problem is not None:
             if key.table == Table.DOCUMENTS:
                 self.damaged_entries.add(key.document)
+            if key.document and key == Address(key.document).branch:
+                self.damaged_branches.add(key.document)
             yield from self._named(kind, key, problem)
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         """What is wrong with a whole value, by itself and by the entry of its document."""
         layouts = [record.layout for record in records]
-        if key.table not in (Table.META, Table.DOCUMENTS) and not self._users(key):
+        if key.table not in (Table.META, Table.DOCUMENTS) and not self._used(key):
             return None  # that nobody uses it is a finding of its own
         match key.table:
             case Table.META:
@@ -186,6 +215,10 @@ class Audit:
         if key == KEEPING:
             Keeping.from_json(head)
             return None
+        if 0 < key.document <= MAX_DOCUMENT and key == Address(key.document).branch:
+            self.branches[key.document] = head
+            whole = isinstance(head["document"], int) and ("spans" in head or {"parent", "stop"} < head.keys())
+            return None if whole else "it does not say what this home is a branch of"
         if key.item < FIRST_NAMED.item or key.document or key.layer:
             return "nothing of a memory belongs here"
         expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1
@@ -199,24 +232,19 @@ class Audit:
         return self._complete if complete else self._incomplete
 
     def _tokens_of(self, key: Key) -> int:
-        size = self._header.spec.block_size
-        return max(max(0, min(size, user.state.tokens - key.item * size)) for user in self._users(key))
+        size, writer = self._header.spec.block_size, self._usage.own(key.document)
+        # Whoever shares a block shares it whole: only the last block of the document that writes here is not.
+        return size if writer is None else max(0, min(size, self.documents[writer].tokens - key.item * size)) or size
 
     def _rows_of(self, key: Key, table: Table | None = None) -> int:
         """Rows of a run: up to the last block in use. 0 for hashes of which none has to be there.
 
         ``table`` counts as if the run were one of it.
         """
-        start, stop = self._blocks_of(key, 1).start, self._blocks_of(key, 1).stop
-        used = [self._in_runs(user, table or key.table) for user in self._users(key)]
-        return max((min(blocks.stop, stop) - start for blocks in used if common(blocks, range(start, stop))), default=0)
-
-    def _in_runs(self, user: _User, table: Table) -> range:
-        """The blocks of a user that have rows in a table of runs: hashes are those of complete blocks."""
-        if table == Table.LANDMARKS:
-            return user.blocks
-        whole = 0 if user.state.digest is None else user.state.tokens // self._header.spec.block_size
-        return common(user.blocks, range(whole))
+        run = self._blocks_of(key, 1)
+        used = (self._hashes_of if (table or key.table) == Table.HISTORY else self._owners).get(key.document, [])
+        start = max(run.start, self._usage.base(key.document))
+        return max((blocks.stop - start for blocks in clipped(used, run)), default=0)
 
     def _length(self, table: Table) -> int:
         """Blocks in one item of a table."""
@@ -226,10 +254,10 @@ class Audit:
         length = self._length(key.table)
         return range(key.item * length, (key.item + items) * length)
 
-    def _users(self, key: Key, items: int = 1) -> list[_User]:
-        """The documents that use any of ``items`` values from ``key`` on."""
-        blocks = self._blocks_of(key, items)
-        return [user for user in self._owners.get(key.document, []) if common(user.blocks, blocks)]
+    def _used(self, key: Key) -> bool:
+        """Whether any document uses a value."""
+        blocks = self._blocks_of(key, 1)
+        return any(common(part, blocks) for part in self._owners.get(key.document, []))
 
     def _entry(self, state: DocumentState) -> Iterator[Finding]:
         spec = self._header.spec
@@ -240,22 +268,42 @@ class Audit:
         if [start for _, start, _ in state.spans] != ends[:-1] or ends[-1] > state.tokens // spec.block_size:
             message = f"the spans {list(state.spans)} do not follow each other from block 0 to a complete block"
             yield Finding(kind="mismatch", message=message, document=state.name)
+        if state.branch is not None and not 0 < state.branch[1] <= state.tokens // spec.block_size:
+            message = f"it is said to share {state.branch[1]} blocks, and has not so many complete ones"
+            yield Finding(kind="mismatch", message=message, document=state.name)
         edges = [0, *(edge for part in state.dropped for edge in part)]
         if edges != sorted(edges) or edges[-1] > state.tokens // spec.block_size or (state.dropped and state.digest):
             message = f"the blocks that are said to be dropped, {list(state.dropped)}, are not blocks of the document"
             yield Finding(kind="mismatch", message=message, document=state.name)
 
+    def _branches(self) -> Iterator[Finding]:
+        """What is stored of homes, which is what entries say of them too."""
+        for number, expected in self.lost_branches().items():
+            message = f"expected {json.dumps(expected)} of home {expected['document']}, found another value or none"
+            yield Finding(kind="mismatch", message=message, document=self.documents[number].name)
+        for home in self.branches.keys() - set(self._usage.owners()):
+            yield Finding(kind="unknown", message=f"no document has blocks at home {home}, of which a branch is told")
+            self.unknown.append((Address(home).branch, Address(home).branch))
+
+    def lost_branches(self) -> dict[int, dict[str, int]]:
+        """Number of a document -> what should be stored of its home and is not."""
+        lost = {}
+        for number, state in self.documents.items():
+            if state.branch is not None:
+                expected = {"document": number, "parent": state.branch[0], "stop": state.branch[1]}
+                if self.branches.get(number if state.home is None else state.home) != expected:
+                    lost[number] = expected
+        return lost
+
     def _owned(self, owner: int) -> Iterator[Finding]:
         """What lies under one number, and what should."""
-        spec, users = self._header.spec, self._owners[owner]
-        blocks = [user.blocks for user in users]
+        spec, blocks = self._header.spec, self._owners[owner]
         yield from self._compare(Table.TOKENS, owner, 0, blocks)
         for layer in range(spec.layers):
             yield from self._compare(Table.BLOCKS, owner, layer, blocks)
         for layer in spec.index_layers:
             yield from self._compare(Table.LANDMARKS, owner, layer, blocks)
-        hashed = [self._in_runs(user, Table.HISTORY) for user in users]
-        yield from self._compare(Table.HISTORY, owner, 0, hashed, allowed=blocks)
+        yield from self._compare(Table.HISTORY, owner, 0, self._hashes_of.get(owner, []), allowed=blocks)
         for table, known in ((Table.BLOCKS, range(spec.layers)), (Table.LANDMARKS, spec.index_layers)):
             there = {seen[2] for seen in self._seen if seen[:2] == (table, owner)}
             for layer in sorted(there - set(known)):
@@ -299,9 +347,9 @@ class Audit:
             yield Finding(kind=kind, message=message)
         elif key.table in (Table.META, Table.DOCUMENTS):
             yield Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
-        elif users := self._users(key, items):
-            for user in users:
-                yield self._finding(kind, key, message, common(blocks, user.blocks), user.state)
+        elif users := list(islice(self._usage.documents(key.document, blocks), _MOST)):
+            for number, part in users:
+                yield self._finding(kind, key, message, part, self.documents[number])
         else:
             yield self._finding(kind, key, message, blocks, self.documents.get(key.document))
 
@@ -325,12 +373,18 @@ class Audit:
         for number, state in self.documents.items():
             if state.digest is None:
                 continue
-            places, complete = Places(number, state), state.complete(self._header.spec.block_size)
-            for owner, blocks in places.pieces(complete):
-                for gap in lacking(blocks, checked.get(owner, [])):
-                    for start in range(gap.start, gap.stop, HASHES_PER_RUN):
-                        yield from self._history(state, places, range(start, min(start + HASHES_PER_RUN, gap.stop)))
-                checked.setdefault(owner, []).append(blocks)
+            places = Places(number, state, self._home(number))
+            complete, gaps = state.complete(self._header.spec.block_size), list[range]()
+            for owner, blocks in places.node.pieces(complete):
+                new = lacking(blocks, checked.get(owner, []))
+                if not new and not state.first:
+                    break  # whoever had these checked, had those before them checked too
+                gaps += new
+                if not state.first:
+                    checked[owner] = merged([*checked.get(owner, []), blocks])
+            for gap in gaps[::-1]:
+                for start in range(gap.start, gap.stop, HASHES_PER_RUN):
+                    yield from self._history(state, places, range(start, min(start + HASHES_PER_RUN, gap.stop)))
             yield from self._digest(state, places, complete)
 
     def _history(self, state: DocumentState, places: Places, blocks: range) -> Iterator[Finding]:
@@ -372,7 +426,8 @@ class Audit:
             for run, together in groupby(part, lambda block: block // HASHES_PER_RUN):
                 records = self._store.get(Key(Table.HISTORY, owner, 0, run))
                 stored = records[0].payload.tobytes() if records else b""
-                for place in (block % HASHES_PER_RUN * HASH_BYTES for block in together):
+                start = max(run * HASHES_PER_RUN, places.node.at(part.start).base)
+                for place in ((block - start) * HASH_BYTES for block in together):
                     if len(stored) < place + HASH_BYTES:
                         raise DamagedError(f"the hashes of run {run} of number {owner} are not all there")
                     yield stored[place : place + HASH_BYTES]

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
+from memstore.memory.places import Homes
 from memstore.memory.state import LAST_DOCUMENT, Address, DocumentState
 from memstore.store.contract import BlockStore
 
@@ -35,6 +36,10 @@ class Catalog:
         with self._lock:
             self._names: dict[int, str] = {}
             self._numbers: dict[str, int] = {}
+            self.homes = Homes(self._store)
+            """Where documents have blocks that they share."""
+            self.listing: set[int] = set()
+            """Documents of which only their entry says where their blocks lie: see ``DocumentState.spans``."""
             self._next = 0
             """Documents below this number were looked at."""
 
@@ -81,6 +86,7 @@ class Catalog:
         with self._lock:
             for number in list(numbers):
                 name = self._names.pop(number, None)
+                self.listing.discard(number)
                 # Another document may have the name by now.
                 if name is not None and self._numbers.get(name) == number:
                     del self._numbers[name]
@@ -91,14 +97,20 @@ class Catalog:
             self._next = number + 1
 
     def _add(self, number: int) -> None:
-        name = self._name(number)
-        if name is not None:
-            self._names[number] = name
-            self._numbers[name] = number
+        state = self._state(number)
+        if state is not None:
+            self._names[number] = state.name
+            self._numbers[state.name] = number
+            if state.spans or (state.home is not None and state.branch is None):
+                self.listing.add(number)
 
     def _name(self, number: int) -> str | None:
+        state = self._state(number)
+        return None if state is None else state.name
+
+    def _state(self, number: int) -> DocumentState | None:
         records = self._store.get(Address(number).entry)
-        return None if records is None else DocumentState.from_record(records[0]).name
+        return None if records is None else DocumentState.from_record(records[0])
 
 
 def catalog_of(store: BlockStore, url: str) -> Catalog:

@@ -7,7 +7,8 @@ Between memories of one codec complete blocks go over as they are stored, so a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,9 +102,11 @@ def copy_memory(
             advance(tokens)
 
         with progress_bar(str(source), done, total, progress, verb="copying") as advance:
-            for at, document in enumerate(documents):
-                advance(_fork(document, documents[:at], new))
+            beginnings = Beginnings()
+            for document in documents:
+                advance(_fork(document, beginnings.find(document), new))
                 copy_document(document, new, document.name, count)
+                beginnings.add(document)
         new.take_rules(rules, made, [document.name for document in documents])
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
 
@@ -182,25 +185,39 @@ def _check_digests(source: Document, target: Document) -> None:
         )
 
 
-def _fork(document: Document, others: list[Document], memory: Memory) -> int:
-    """Let the copy of ``document`` begin as a fork, if it shares blocks with one copied before; tokens it has then."""
-    if memory.document(document.name).id is not None:
+def _fork(document: Document, found: tuple[int, str], memory: Memory) -> int:
+    """Let the copy of ``document`` begin as a fork of one copied before, as ``found``; tokens it has then."""
+    blocks, name = found
+    if not blocks or memory.document(document.name).id is not None:
         return 0
-    shared = [(shared_blocks(document, other), other.name) for other in others]
-    blocks, name = max(shared, default=(0, ""))
-    return len(memory.document(name).fork(document.name, blocks)) if blocks else 0
+    return len(memory.document(name).fork(document.name, blocks))
 
 
-def shared_blocks(one: Document, other: Document) -> int:
-    """How many first blocks two documents have in common, as values; 0 where their first live blocks differ."""
-    (state, places), (also, elsewhere) = one.located(), other.located()
-    if places is None or elsewhere is None or state.first != also.first or state.reading != also.reading:
-        return 0
-    stop = 0
-    for mine, theirs in zip(places.pieces(range(state.blocks)), elsewhere.pieces(range(also.blocks)), strict=False):
-        if mine.owner != theirs.owner:
-            break
-        stop = min(mine.blocks.stop, theirs.blocks.stop)
-        if mine.blocks != theirs.blocks:
-            break
-    return stop
+class Beginnings:
+    """Which of some documents shares most first blocks, as values, with another one."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int, str], tuple[int, str]] = {}
+        """First live block, number of a home and what documents were read with -> last block there, and whose."""
+
+    def find(self, document: Document) -> tuple[int, str]:
+        """How many blocks, and with which document: one of those that were added. 0 where there is none."""
+        for key, stop, _ in self._pieces(document):
+            if key in self._found:
+                there, name = self._found[key]
+                return min(stop, there), name
+        return 0, ""
+
+    def add(self, document: Document) -> None:
+        """Let others be compared with a document too."""
+        for key, stop, name in self._pieces(document):
+            if self._found.get(key, (0, ""))[0] >= stop:
+                return  # what has this has everything before it as well
+            self._found[key] = stop, name
+
+    def _pieces(self, document: Document) -> Iterator[tuple[tuple[int, int, str], int, str]]:
+        state, places = document.located()
+        if places is not None:
+            read = json.dumps(state.reading, sort_keys=True)
+            for owner, blocks in places.node.pieces(range(state.blocks)):
+                yield (state.first, owner, read), blocks.stop, state.name

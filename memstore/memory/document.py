@@ -20,7 +20,7 @@ from memstore.memory.layouts import token_layout
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.sharing import forking, truncation
-from memstore.memory.state import NEXT_DOCUMENT, DocumentState
+from memstore.memory.state import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.tensors import Rows, from_record
 from memstore.memory.view import LayerView
 from memstore.store.contract import Batch
@@ -209,8 +209,7 @@ class Document:
             if child.id is not None:
                 raise InvalidArgument(f"there is a document {name!r} already; choose another name, or forget it first.")
             number = self._shared.next_document()
-            parent = Places(number if self._handle.id is None else self._handle.id, state)
-            batch = forking(self._shared, parent, state, name, blocks, number)
+            batch = forking(self._shared, self._handle.id, state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.store.write(batch)
         return child
@@ -241,7 +240,7 @@ class Document:
             tokens = first * self._shared.spec.block_size
             state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)
             batch = Batch()
-            batch.put(Places(number, state).entry, state.to_record())
+            batch.put(Address(number).entry, state.to_record())
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.store.write(batch)
 
@@ -262,7 +261,7 @@ class Document:
     def located(self) -> tuple[DocumentState, Places | None]:
         """Its entry, and where its blocks lie; None before its first append."""
         state = self._handle.current()
-        return state, None if self._handle.id is None else Places(self._handle.id, state)
+        return state, None if self._handle.id is None else self._shared.places(self._handle.id, state)
 
     def reuse(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None, step: int = 1) -> int:
         """Let a new document begin with the blocks of ``tokens [t]`` that the memory holds already, under any name.
@@ -330,7 +329,7 @@ class Document:
         size = self._shared.spec.block_size
         full = range(blocks.start, min(blocks.stop, state.tokens // size))
         layout = token_layout(size)
-        places = Places(self._handle.id, state)
+        places = self._shared.places(self._handle.id, state)
         there = lacking(full, dropped(state))
         rows = Rows(sum(map(len, there)), [layout])
         keys = [key for part in there for key in places.all_tokens(part)]

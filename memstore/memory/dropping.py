@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from memstore.memory.audit import Finding
 from memstore.memory.hashes import HASHES_PER_RUN
 from memstore.memory.history import digest_at
-from memstore.memory.places import Piece, Places, common, dropped
-from memstore.memory.shared import Shared
-from memstore.memory.sharing import release, used_by_others
-from memstore.memory.state import LAST_ITEM, DocumentState
+from memstore.memory.places import Home, Places, common, dropped, merged
+from memstore.memory.shared import Shared, next_document_record
+from memstore.memory.sharing import Deleting, moved
+from memstore.memory.state import NEXT_DOCUMENT, DocumentState
 from memstore.store.contract import Batch, Key, Table
 
 
@@ -84,7 +84,7 @@ def without_hashes(shared: Shared, lost: Mapping[int, Loss]) -> Batch:
         state = shared.state(number)
         if state is None or not loss.hashes:
             continue
-        places = Places(number, state)
+        places = shared.places(number, state)
         for owner, part in (piece for blocks in loss.hashes for piece in places.pieces(blocks)):
             first, last = part.start // HASHES_PER_RUN, (part.stop - 1) // HASHES_PER_RUN
             batch.delete(Key(Table.HISTORY, owner, 0, first), Key(Table.HISTORY, owner, 0, last))
@@ -95,7 +95,11 @@ def without_hashes(shared: Shared, lost: Mapping[int, Loss]) -> Batch:
 def outcomes(shared: Shared, lost: Mapping[int, Loss]) -> dict[int, Dropped]:
     """What documents, by their numbers, are without the blocks that they have lost. Raises ``DamagedError``."""
     states = {number: shared.state(number) for number, loss in lost.items() if loss.blocks}
-    return {n: _dropping(shared, Places(n, state), state, lost[n]) for n, state in states.items() if state is not None}
+    return {
+        n: _dropping(shared, shared.places(n, state), state, lost[n])
+        for n, state in states.items()
+        if state is not None
+    }
 
 
 def without_blocks(shared: Shared, done: Mapping[int, Dropped]) -> Batch:
@@ -103,20 +107,24 @@ def without_blocks(shared: Shared, done: Mapping[int, Dropped]) -> Batch:
 
     It is one batch for all documents, for those that share a block lose it together.
     """
-    batch, freed, kept = Batch(), list[Piece](), used_by_others(shared, *done)
+    batch, fresh = Batch(), shared.next_document()
+    changes: dict[int, tuple[DocumentState, Home]] = {}
     for number, outcome in done.items():
-        places, after = Places(number, outcome.after), outcome.after
-        kept += places.present(after.live())
-        for gone in (*dropped(after), range(after.blocks, LAST_ITEM)):
-            freed += Places(number, outcome.before).pieces(gone)
-        batch.put(places.entry, after.to_record())
-    release(batch, shared, freed, kept)
+        after, places = outcome.after, shared.places(number, outcome.before)
+        changes[number] = after, places.node
+        if after.blocks < places.start:  # what it writes next does not lie where these blocks lay
+            changes[number] = moved(batch, number, places, after, fresh)
+            fresh += 1
+    if fresh > shared.next_document():
+        batch.put(NEXT_DOCUMENT, next_document_record(fresh))
+    Deleting(shared).change(batch, changes)
     return batch
 
 
 def _dropping(shared: Shared, places: Places, before: DocumentState, loss: Loss) -> Dropped:
     size, live = shared.spec.block_size, before.live()
-    gone, end = _merged([*dropped(before), *(common(part, live) for part in loss.blocks)]), before.blocks
+    parts = merged([*dropped(before), *(common(part, live) for part in loss.blocks)])
+    gone, end = tuple((part.start, part.stop) for part in parts), before.blocks
     if gone and gone[-1][1] == end:
         end, gone = max(gone[-1][0], before.first), gone[:-1]
     lost = bool(gone or loss.hashes)
@@ -130,14 +138,3 @@ def _present(state: DocumentState) -> int:
 
 def _dropped(state: DocumentState) -> int:
     return sum(len(common(part, state.live())) for part in dropped(state))
-
-
-def _merged(parts: Iterable[range]) -> tuple[tuple[int, int], ...]:
-    """Ranges in order, those that touch each other as one."""
-    merged: list[tuple[int, int]] = []
-    for part in sorted((part for part in parts if part), key=lambda part: part.start):
-        if merged and part.start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], part.stop)
-        else:
-            merged.append((part.start, part.stop))
-    return tuple(merged)

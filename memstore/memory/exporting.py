@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument, MemoryInUse, StoreFull
 from memstore.memory import landmarks
-from memstore.memory.copy import shared_blocks
+from memstore.memory.copy import Beginnings
 from memstore.memory.document import Document
 from memstore.memory.ingest import progress_bar
 from memstore.memory.layouts import block_layouts
@@ -65,14 +65,15 @@ def export_memory(
     with _made(Path(folder)) as place:
         writer = _Writer(place)
         with progress_bar(source.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance:
-            entries = tuple(
-                _Pieces(document, chosen[:at], writer, at + 1, advance).written() for at, document in enumerate(chosen)
-            )
+            beginnings, entries = Beginnings(), list[DocumentEntry]()
+            for number, document in enumerate(chosen, start=1):
+                entries.append(_Pieces(document, beginnings.find(document), writer, number, advance).written())
+                beginnings.add(document)
         info, arrays = source.facts()
         tensors = {f"arrays.{name}.{key}": value for name, each in arrays.items() for key, value in each.items()}
         manifest = Manifest(
             spec=source.spec,
-            documents=entries,
+            documents=tuple(entries),
             info=info,
             arrays={name: tuple(each) for name, each in arrays.items()},
             facts=writer.write(FACTS, tensors) if tensors else None,
@@ -163,12 +164,12 @@ class _Pieces:
     def __init__(
         self,
         document: Document,
-        others: Sequence[Document],
+        shared: tuple[int, str],
         writer: _Writer,
         number: int,
         advance: Callable[[int], None],
     ) -> None:
-        self._document, self._others, self._writer = document, others, writer
+        self._document, self._shared, self._writer = document, shared, writer
         self._number, self._advance = number, advance
         self._spec = document.memory.spec
         self._files: list[FileEntry] = []
@@ -177,8 +178,7 @@ class _Pieces:
         """Write it; its entry in the manifest."""
         state, size = self._document.located()[0], self._spec.block_size
         complete = state.complete(size)
-        shared = [(min(shared_blocks(self._document, other), complete.stop), other.name) for other in self._others]
-        blocks, name = max(shared, default=(0, ""))
+        blocks, name = min(self._shared[0], complete.stop), self._shared[1]
         start = max(complete.start, blocks)
         self._advance(start * size)
         layer = sum(layout.nbytes for layout in block_layouts(self._spec))

@@ -31,7 +31,7 @@ class Handle:
         """Where its values lie; only for a document that has some."""
         state = self.current()
         assert self.id is not None
-        return Places(self.id, state)
+        return self.shared.places(self.id, state)
 
     def current(self) -> DocumentState:
         """The state at the last commit of whoever; reads the store only if something was committed since.

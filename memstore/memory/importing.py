@@ -83,17 +83,18 @@ def _take_facts(folder: Path, manifest: Manifest, memory: Memory) -> None:
 
 
 def _import(folder: Path, entry: DocumentEntry, memory: Memory, count: Callable[[int], None]) -> None:
-    known, staged = {document.name: document for document in memory.documents()}, _staging_name(entry.name)
-    if entry.name in known:
-        if len(known[entry.name]) != entry.tokens or not _begins(folder, entry, known[entry.name]):
+    there, staged = memory.document(entry.name), _staging_name(entry.name)
+    begun = memory.document(staged)
+    if there.id is not None:
+        if len(there) != entry.tokens or not _begins(folder, entry, there):
             raise InvalidArgument(
                 f"memory {memory.url} has another document {entry.name!r} than the export {folder}: forget that one "
                 "first, or import into another memory."
             )
-        if staged in known:  # it was complete when the last run ended
+        if begun.id is not None:  # it was complete when the last run ended
             memory.forget(staged)
         return
-    if staged in known and not _begins(folder, entry, known[staged]):
+    if begun.id is not None and not _begins(folder, entry, begun):
         memory.forget(staged)
     document = memory.document(staged)
     if document.id is None:

@@ -22,14 +22,14 @@ _OVER = "its time to live was over"
 
 Changed = Mapping[int, DocumentState]
 """The document that is appended to, as it is then; empty where nothing is appended."""
-Forgetting = Callable[[Collection[int], Collection[int], Changed], Batch]
-"""What takes documents away, where others go before them and one has changed."""
+Forget = Callable[[Collection[int]], Batch]
+"""What takes documents away, once those that it was asked for before are gone."""
 
 
 class Keeper:
     """The rules of one open memory. Whoever calls what writes holds ``Shared.writing``."""
 
-    def __init__(self, store: BlockStore, url: str, forgetting: Forgetting) -> None:
+    def __init__(self, store: BlockStore, url: str, forgetting: Callable[[Changed], Forget]) -> None:
         self._store = store
         self._forgetting = forgetting
         self._url = url
@@ -100,8 +100,9 @@ class Keeper:
         there, document = self._catalog.known(), next(iter(changed), None)
         overdue = [number for number in overdue if number in there]
         names = self._names(overdue)
+        forget = self._forgetting(changed)
         if overdue:
-            _add(batch, self._forgetting(overdue, (), changed))
+            _add(batch, forget(overdue))
         rest = [number for number in there if number not in overdue]
         reads = self._taken() if rules.when_full == "evict-least-read" else {}
         if document is None or rules.expires or reads:
@@ -112,7 +113,7 @@ class Keeper:
                 self._store.write(batch)
             else:
                 victims = rules.read(reads).victims(rest, document)
-                self._write_within(rules.max_bytes, batch, victims, overdue, changed)
+                self._write_within(rules.max_bytes, batch, victims, forget)
         except BaseException:
             self._give_back(reads)
             raise
@@ -121,15 +122,13 @@ class Keeper:
         self._tell(names, _OVER)
         return names
 
-    def _write_within(
-        self, max_bytes: int, batch: Batch, victims: list[int], gone: list[int], changed: Changed
-    ) -> None:
+    def _write_within(self, max_bytes: int, batch: Batch, victims: list[int], forget: Forget) -> None:
         names: list[str] = []
 
         def evictions() -> Iterator[Batch]:
-            for place, number in enumerate(victims):
+            for number in victims:
                 names.extend(self._names([number]))
-                yield self._forgetting([number], [*gone, *victims[:place]], changed)
+                yield forget([number])
 
         evicted = self._store.write_within(batch, max_bytes, evictions())
         self._catalog.remove(victims[:evicted])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
-from memstore.memory.state import KEEPING
+from memstore.memory.state import KEEPING, Address
 from memstore.store.checks import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
 from memstore.store.contract import BlockStore, Key, Record, Table
 from memstore.store.records import Misplaced
@@ -147,7 +147,8 @@ def lost_keys(store: BlockStore) -> list[Key]:
     if store.get(KEEPING) is not None:
         return []
     keys = store.keys(Key(Table.META), Key(Table.META, MAX_DOCUMENT, MAX_LAYER, MAX_ITEM))
-    return [key for key in keys if _misplaced(store, key)]
+    others = [key for key in keys if not key.document or key != Address(key.document).branch]
+    return [key for key in others if _misplaced(store, key)]
 
 
 def _misplaced(store: BlockStore, key: Key) -> bool:

@@ -28,14 +28,14 @@ from memstore.memory.keeper import Keeper
 from memstore.memory.keeping import WhenFull
 from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
-from memstore.memory.places import Places, count
 from memstore.memory.repair import Repair, Repaired
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Shared, not_found
-from memstore.memory.sharing import forgetting
+from memstore.memory.sharing import Deleting
 from memstore.memory.spec import MemorySpec
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
+from memstore.memory.usage import Usage, present
 from memstore.store.contract import Compacted, Progress
 
 LONGEST_NAME = 511  # bytes
@@ -72,7 +72,7 @@ def open_memory(
     try:
         header = read_header(opened.store, str(url))
         blocks = BlockReader(opened.store, header.spec, host_bytes=host_bytes, device_bytes=device_bytes, device=device)
-        keeper = Keeper(opened.store, str(url), lambda *which: forgetting(shared, *which))
+        keeper = Keeper(opened.store, str(url), lambda changed: Deleting(shared, changed).forget)
         writable = mode != "r" and not opened.store.read_only
         files = IndexFiles(folder_of(folder(url)), header.spec, index, writable=writable)
         shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper, files)
@@ -168,7 +168,7 @@ class Memory:
             number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
-            self._shared.store.write(forgetting(self._shared, [number]))
+            self._shared.store.write(Deleting(self._shared).forget([number]))
             self._shared.catalog.remove([number])
             self._sweep()
         with self._lock:
@@ -192,7 +192,7 @@ class Memory:
         full = len(ids) // size
         hashes = chain(beginning(self.spec.fingerprint, reading), ids[: full * size].view(full, size))
         states = [(number, self._shared.state(number)) for number in self._shared.documents()]
-        candidates = [(state, Places(number, state)) for number, state in states if state is not None]
+        candidates = [(state, self._shared.places(number, state)) for number, state in states if state is not None]
         found = known_prefix(candidates, self._shared.history, hashes, size)
         return None if found is None else (self._document(found[0]), found[1])
 
@@ -343,12 +343,16 @@ class Memory:
         Blocks that documents share count for each of them, and once in ``bytes``.
         """
         states = [(number, self._shared.state(number)) for number in self._shared.documents()]
-        live = [(state, Places(number, state).present(state.live())) for number, state in states if state is not None]
-        blocks = sum(len(piece.blocks) for _, pieces in live for piece in pieces)
-        missing = sum(-state.tokens % self.spec.block_size for state, pieces in live if pieces)
+        live = [(state, present(state)) for _, state in states if state is not None]
+        usage = Usage()
+        for number, state in states:
+            if state is not None:
+                usage.put(number, self._shared.homes.of(number, state), present(state))
+        blocks = sum(len(part) for _, parts in live for part in parts)
+        missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
         tokens = blocks * self.spec.block_size - missing
-        stored = count(piece for _, pieces in live for piece in pieces)
-        incomplete = sum(1 for state, pieces in live if pieces and state.tokens % self.spec.block_size)
+        stored = sum(len(part) for owner in usage.owners() for part in usage.used(owner))
+        incomplete = sum(1 for state, parts in live if parts and state.tokens % self.spec.block_size)
         disk = self._shared.store.size_bytes()
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]

@@ -23,7 +23,7 @@ from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.state import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.urls import folder
 from memstore.store.checks import MAX_ITEM, MAX_LAYER
-from memstore.store.contract import Batch, Key
+from memstore.store.contract import Batch, Key, Record
 
 Cure = Callable[[list[Finding], bool], "Iterable[Step]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
@@ -86,9 +86,11 @@ class Repair:
         audit.run()
         batch = Batch()
         steps = [*self._numbers(batch, audit), *self._rules(batch), *self._entries(batch, audit)]
+        steps += self._branches(batch, audit)
         if steps:
             if not dry_run:
                 self._shared.store.write(batch)
+                self._shared.catalog.clear()
             return steps
         steps = list(self._unknown(batch, audit.unknown))
         if batch.deletes and not dry_run:
@@ -136,6 +138,22 @@ class Repair:
                 batch.put(entry, state.to_record())
                 message = f"document number {number} had lost its entry, and with it its name: it is {name!r} now"
                 yield Step(message=message, document=name)
+
+    def _branches(self, batch: Batch, audit: Audit) -> Iterator[Step]:
+        """What homes are branches of: the entry of the document that writes there says it too.
+
+        Where there is no such document any more, the blocks that others share through it cannot be found.
+        """
+        for number, facts in audit.lost_branches().items():
+            state = audit.documents[number]
+            home = number if state.home is None else state.home
+            batch.put(Address(home).branch, Record.from_json(facts))
+            yield Step(message=f"where document {state.name!r} has its shared blocks was lost; its entry tells it")
+        written = {key for key, _ in batch.puts}
+        for home in sorted(audit.damaged_branches):
+            if Address(home).branch not in written:
+                batch.delete(Address(home).branch)
+                yield Step(message=f"where the blocks before those of number {home} lie was damaged: they are lost")
 
     def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[Step]:
         """Values that nothing refers to."""

@@ -25,8 +25,9 @@ _PIECE_BYTES = 2 << 20
 class Runs:
     """Rows of one table and layer: run ``r`` of an owner holds blocks ``r * length`` up to the last one in use.
 
-    A run always starts at its first block, also where that block has left the memory or lies under another owner: a
-    row that was never written is zeros, and no live block ever reads it.
+    A run starts at its first block, also where that block has left the memory: a row that was never written is zeros,
+    and no live block ever reads it. Only the first run of a branch starts at the branch, ``Home.base``: of the blocks
+    before it there are many in a chain of forks, and each fork would store zeros for them.
     """
 
     def __init__(
@@ -43,9 +44,12 @@ class Runs:
         """Pieces of ``blocks`` with their rows ``[n, ...]``. Raises ``DamagedError``."""
         for owner, part in places.pieces(blocks):
             step = self._length * max(1, _PIECE_BYTES // self._layout(self._length).nbytes)
-            for start in range(part.start - part.start % self._length, part.stop, step):
-                piece = range(max(start, part.start), min(start + step, part.stop))
-                yield piece, self._rows(owner, start // self._length, piece.stop - start)[piece.start - start :]
+            base, start = places.node.at(part.start).base, part.start - part.start % self._length
+            while start < part.stop:
+                stop, first = (start + step, start) if base <= start else (start + self._length, base)
+                piece = range(max(start, part.start), min(stop, part.stop))
+                yield piece, self._rows(owner, start // self._length, piece.stop - first)[piece.start - first :]
+                start = stop
 
     def _rows(self, owner: int, run: int, rows: int) -> Tensor:
         """The first ``rows`` from the start of a run on: whole runs at once, and what is left of the last."""
@@ -68,24 +72,27 @@ class Runs:
 
         Runs whose blocks are all before ``first_live`` are left out. Raises ``DamagedError``.
         """
-        run, offset = divmod(first_block, self._length)
-        if offset:
-            head = self._head(self._key(places.home, run), offset, max(first_live, places.whole))
+        run = first_block // self._length
+        begin = max(run * self._length, places.node.base)
+        if first_block > begin:
+            head = self._head(self._key(places.home, run), begin, first_block - begin, max(first_live, places.whole))
             rows = torch.cat([head, rows])
-        for start in range(0, len(rows), self._length):
-            number = run + start // self._length
-            if (number + 1) * self._length > first_live:
-                batch.put(self._key(places.home, number), to_record(rows[start : start + self._length]))
+        end, start = begin + len(rows), begin
+        while start < end:
+            stop = (run + 1) * self._length
+            if stop > first_live:
+                batch.put(self._key(places.home, run), to_record(rows[start - begin : stop - begin]))
+            start, run = stop, run + 1
 
-    def release(self, batch: Batch, owner: int, gap: range, used: Sequence[range]) -> None:
+    def release(self, batch: Batch, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
         """Delete what nobody uses any more: rows of ``gap``, next to those that are ``used``. Raises ``DamagedError``.
 
-        A run that is used loses the rows behind the last one in use; those before it stay.
+        A run that is used loses the rows behind the last one in use; those before it stay. ``base`` is the owner's.
         """
         first, last = gap.start // self._length, (gap.stop - 1) // self._length
         if stop := self._stop(first, used):
             if stop <= gap.start:
-                self._shorten(batch, self._key(owner, first), stop - first * self._length)
+                self._shorten(batch, self._key(owner, first), stop - max(first * self._length, base))
             first += 1
         if last >= first and self._stop(last, used):
             last -= 1
@@ -102,9 +109,9 @@ class Runs:
         if records is not None and records[0].layout.shape[0] > rows:
             batch.put(key, to_record(self._stored(key, rows)))
 
-    def _head(self, key: Key, rows: int, first: int) -> Tensor:
-        """The first ``rows`` of a run as stored; zeros for those before block ``first`` that are not there."""
-        if key.item * self._length + rows > first:
+    def _head(self, key: Key, begin: int, rows: int, first: int) -> Tensor:
+        """The first ``rows`` of a run, block ``begin`` on; zeros for those before ``first`` that are not there."""
+        if begin + rows > first:
             return self._stored(key, rows)
         records = self._store.get(key)
         there = 0 if records is None else min(rows, records[0].layout.shape[0])

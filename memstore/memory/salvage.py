@@ -37,7 +37,7 @@ from memstore.memory.places import Places
 from memstore.memory.repair import told_by_tokens
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Shared
-from memstore.memory.sharing import forgetting
+from memstore.memory.sharing import Deleting
 from memstore.memory.state import Address, DocumentState
 from memstore.memory.tensors import Rows
 from memstore.memory.urls import open_unchecked
@@ -118,7 +118,7 @@ def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
     store = open_unchecked(source)
     header = read_header(store, source)
     blocks = BlockReader(store, header.spec, host_bytes=0)
-    keeper = Keeper(store, source, lambda *which: forgetting(old, *which))
+    keeper = Keeper(store, source, lambda changed: Deleting(old, changed).forget)
     files = IndexFiles(None, header.spec, "exact", writable=False)
     old = Shared(store, header.spec, source, "r", "exact", header.blocks_per_run, blocks, keeper, files)
     with open_memory(target, spec=header.spec, mode="a" if again else "x") as new:
@@ -178,8 +178,8 @@ class _Rescue:
         if state is None:
             message = f"document number {self._number} is lost: its entry, and with it its name, cannot be read"
             return {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}
-        target, places = self._target(state), Places(self._number, state)
-        for part in Places(self._number, state).present(range(target.n_blocks, state.blocks)):
+        target, places = self._target(state), self._old.places(self._number, state)
+        for part in places.present(range(target.n_blocks, state.blocks)):
             for block in part.blocks:
                 self._save(target, state, places, block)
         self._flush(target)

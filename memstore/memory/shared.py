@@ -16,6 +16,7 @@ from memstore.memory.index_files import IndexFiles
 from memstore.memory.keeper import Keeper
 from memstore.memory.landmarks import index_dtype
 from memstore.memory.layouts import block_layouts
+from memstore.memory.places import Homes, Places
 from memstore.memory.runs import LandmarkRuns, Runs
 from memstore.memory.spec import MemorySpec
 from memstore.memory.state import NEXT_DOCUMENT, Address, DocumentState
@@ -54,6 +55,15 @@ class Shared:
     def catalog(self) -> Catalog:
         """Names and numbers of the documents."""
         return catalog_of(self.store, self.url)
+
+    @property
+    def homes(self) -> Homes:
+        """Where documents have blocks that they share."""
+        return self.catalog.homes
+
+    def places(self, number: int, state: DocumentState) -> Places:
+        """Where the blocks of a document lie. Raises ``DamagedError``."""
+        return Places(number, state, self.catalog.homes.of(number, state))
 
     @property
     def block_layouts(self) -> list[Layout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -10,61 +10,107 @@ import torch
 
 from memstore.memory.history import digest_at
 from memstore.memory.layouts import plain_layouts, token_layout
-from memstore.memory.places import Piece, Places, by_owner, lacking
+from memstore.memory.places import Home, Places, put_home, told
 from memstore.memory.shared import Shared
-from memstore.memory.state import LAST_ITEM, Address, DocumentState
+from memstore.memory.state import Address, DocumentState
 from memstore.memory.tensors import Rows, to_record
+from memstore.memory.usage import Usage, present
 from memstore.store.contract import Batch, Record
 
 _AS_STORED: Mapping[int, DocumentState] = MappingProxyType({})
 
 
-def used_by_others(
-    shared: Shared, *documents: int | None, changed: Mapping[int, DocumentState] = _AS_STORED
-) -> list[Piece]:
-    """Where the live blocks of all other documents lie; ``changed`` are those whose entry is about to be another one.
+class Deleting:
+    """What is deleted when documents change, one after the other. Raises ``DamagedError`` where it cannot be known.
 
-    Raises ``DamagedError`` where an entry cannot be read.
+    Of documents ``changed``, what their new entry says is what they use.
     """
-    pieces: list[Piece] = []
-    for number in shared.documents():
-        if number not in documents and (state := changed.get(number) or shared.state(number)) is not None:
-            pieces += Places(number, state).present(state.live())
-    return pieces
+
+    def __init__(self, shared: Shared, changed: Mapping[int, DocumentState] = _AS_STORED) -> None:
+        self._shared = shared
+        self._changed = changed
+        self._usage = Usage()
+        self._homes: dict[int, Home] = {}
+        """Those of the documents that were read."""
+        self._roots: set[int] = set()
+        """Roots of the trees all of whose documents were read."""
+
+    def forget(self, numbers: Collection[int]) -> Batch:
+        """What takes documents away, and nothing that others use, once those forgotten before are gone."""
+        batch = Batch()
+        for number in numbers:
+            self._read(number)
+        self._usage.settle()
+        for number in numbers:
+            self._usage.remove(number, self._homes.pop(number))
+            batch.delete(Address(number).entry)
+        self._release(batch)
+        return batch
+
+    def change(self, batch: Batch, changes: Mapping[int, tuple[DocumentState, Home]]) -> None:
+        """Delete what documents do not use any more once they have these states and homes; entries are put too."""
+        for number in changes:
+            self._read(number)
+        self._usage.settle()
+        for number, (after, home) in changes.items():
+            before, self._homes[number] = self._homes[number], home
+            self._usage.put(number, home, present(after))
+            if home.number != before.number:
+                self._usage.remove(number, before)
+            batch.put(Address(number).entry, after.to_record())
+        self._release(batch)
+
+    def used_by_others(self, number: int) -> list[range]:
+        """The blocks under the home of a document that others use."""
+        self._read(number)
+        home, blocks = self._homes[number], present(self._shared.state(number) or DocumentState(name=""))
+        self._usage.put(number, home, [])
+        others = self._usage.used(home.number)
+        self._usage.put(number, home, blocks)
+        return others
+
+    def _read(self, number: int) -> None:
+        """Put a document, and all whose homes are of the same tree: no others can share blocks with it."""
+        state = self._shared.state(number) or DocumentState(name="")
+        home = self._shared.homes.of(number, state)
+        if home.root not in self._roots:
+            for each in self._related(home.root):
+                self._put(each)
+            self._roots.add(home.root)
+        if number not in self._homes:
+            self._homes[number] = home
+            self._usage.put(number, home, present(state))
+
+    def _related(self, root: int) -> Collection[int]:
+        catalog = self._shared.catalog
+        everything = catalog.known()
+        homes = self._shared.homes.documents()
+        if catalog.listing or any(home.below is not None and home.below.listed for home, _ in homes.values()):
+            return everything  # an entry with spans tells of no tree
+        return {root, *(document for home, document in homes.values() if home.root == root)}
+
+    def _put(self, number: int) -> None:
+        state = self._changed.get(number) or self._shared.state(number)
+        if state is not None and number not in self._homes:
+            self._homes[number] = self._shared.homes.of(number, state)
+            self._usage.put(number, self._homes[number], present(state))
+
+    def _release(self, batch: Batch) -> None:
+        for owner, gaps, used in self._usage.freed():
+            for gap in gaps:
+                release(batch, self._shared, owner, self._usage.base(owner), gap, used)
+        for home in self._usage.unused:
+            batch.delete(Address(home).branch)
 
 
-def release(batch: Batch, shared: Shared, freed: Iterable[Piece], kept: Iterable[Piece]) -> None:
-    """Delete everything of the blocks ``freed`` that is not among those ``kept``. Raises ``DamagedError``."""
-    used = by_owner(kept)
-    for owner, blocks in freed:
-        there, address = used.get(owner, []), Address(owner)
-        for gap in lacking(blocks, there):
-            first, last = gap.start, gap.stop - 1
-            batch.delete(address.tokens(first), address.tokens(last))
-            for layer in range(shared.spec.layers):
-                batch.delete(address.block(layer, first), address.block(layer, last))
-            for runs in (shared.history, *map(shared.runs, shared.spec.index_layers)):
-                runs.release(batch, owner, gap, there)
-
-
-def forgetting(
-    shared: Shared,
-    numbers: Collection[int],
-    gone: Collection[int] = (),
-    changed: Mapping[int, DocumentState] = _AS_STORED,
-) -> Batch:
-    """What takes documents away, and nothing that others use.
-
-    Documents that are ``gone`` go before them; those ``changed`` use by then what their new entry says. Raises
-    ``DamagedError`` where the entry of any document cannot be read: then what it uses cannot be known.
-    """
-    batch, freed = Batch(), list[Piece]()
-    for number in numbers:
-        places = Places(number, shared.state(number) or DocumentState(name=""))
-        batch.delete(places.entry)
-        freed += places.pieces(range(LAST_ITEM))
-    release(batch, shared, freed, used_by_others(shared, *numbers, *gone, changed=changed))
-    return batch
+def release(batch: Batch, shared: Shared, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
+    """Delete everything of the blocks ``gap`` under a number, next to those ``used``. Raises ``DamagedError``."""
+    address, first, last = Address(owner), gap.start, gap.stop - 1
+    batch.delete(address.tokens(first), address.tokens(last))
+    for layer in range(shared.spec.layers):
+        batch.delete(address.block(layer, first), address.block(layer, last))
+    for runs in (shared.history, *map(shared.runs, shared.spec.index_layers)):
+        runs.release(batch, owner, base, gap, used)
 
 
 def truncation(
@@ -72,38 +118,53 @@ def truncation(
 ) -> tuple[Batch, DocumentState]:
     """What cuts document ``number`` to ``blocks`` complete blocks, and its state then.
 
-    Where others use blocks that it would write again, it moves to the number ``fresh``; its state says so.
+    Where it would write again blocks that others use, or that lie before its home, it moves to the home ``fresh``; its
+    state says so.
     """
-    batch, places = Batch(), Places(number, before)
-    others = used_by_others(shared, number)
+    batch, places, deleting = Batch(), shared.places(number, before), Deleting(shared)
     digest = digest_at(shared.history, places, before, blocks, shared.spec)
-    after = replace(before.cut(blocks, shared.spec.block_size), digest=digest)
-    if any(owner == places.home and used.stop > blocks for owner, used in others):
-        after = replace(after, spans=places.below(blocks), home=fresh)
-    kept = [*Places(number, after).present(after.live()), *others]
-    release(batch, shared, places.pieces(range(blocks, LAST_ITEM)), kept)
-    batch.put(places.entry, after.to_record())
+    after, home = replace(before.cut(blocks, shared.spec.block_size), digest=digest), places.node
+    if blocks < places.start or any(used.stop > blocks for used in deleting.used_by_others(number)):
+        after, home = moved(batch, number, places, after, fresh)
+    deleting.change(batch, {number: (after, home)})
     return batch, after
 
 
-def forking(shared: Shared, parent: Places, state: DocumentState, name: str, blocks: int, number: int) -> Batch:
-    """What makes document ``number``, which begins with the first ``blocks`` blocks of another.
+def moved(batch: Batch, number: int, places: Places, after: DocumentState, fresh: int) -> tuple[DocumentState, Home]:
+    """State and home of a document that shares all its blocks with what it was, and goes on at the home ``fresh``."""
+    home = places.branch(fresh, after.blocks)
+    _put_homes(batch, home, number, places)
+    return replace(after, home=fresh, **told(home)), home
+
+
+def _put_homes(batch: Batch, home: Home, number: int, of: Places) -> None:
+    """Store a new home, and the one that it is a branch of where only an entry with spans says so yet."""
+    put_home(batch, home, number)
+    if home.below is of.node:
+        put_home(batch, of.node, of.number)
+
+
+def forking(shared: Shared, of: int | None, state: DocumentState, name: str, blocks: int, number: int) -> Batch:
+    """What makes document ``number``, which begins with the first ``blocks`` blocks of the document ``of``.
 
     Only the incomplete last block, if it is among them, is copied. Raises ``DamagedError`` and ``NotFound``.
     """
     size = shared.spec.block_size
     whole = min(blocks, state.tokens // size)
+    parent = shared.places(number if of is None else of, state)
+    home = parent.branch(number, whole)
     fork = DocumentState(
         name=name,
         tokens=min(state.tokens, blocks * size),
         blocks=blocks,
         first=min(state.first, blocks),
-        spans=parent.below(whole),
+        **told(home),
         digest=digest_at(shared.history, parent, state, whole, shared.spec),
         reading=state.reading,
         dropped=state.dropped_below(whole),
     )
-    batch, places = Batch(), Places(number, fork)
+    batch, places = Batch(), Places(number, fork, home)
+    _put_homes(batch, home, number, parent)
     if blocks > whole:
         _copy_block(batch, shared, parent, places, whole, fork.tokens - whole * size)
     batch.put(places.entry, fork.to_record())

@@ -38,10 +38,12 @@ class DocumentState:
     """Number of truncations and drops. While it stays the same, complete blocks never change."""
     state: str = "live"
     """Room for other states in later versions."""
+    branch: tuple[int, int] | None = None
+    """``(parent, stop)``: blocks below ``stop`` lie where the home ``parent`` has them, see ``places.py``."""
     spans: tuple[tuple[int, int, int], ...] = ()
-    """``(owner, start, stop)``: blocks that lie under the number of another document, ascending from block 0 on."""
+    """``(owner, start, stop)``, ascending from block 0 on: what earlier versions wrote in place of a branch."""
     home: int | None = None
-    """The number under which the blocks after the spans lie; None: the document's own."""
+    """The number under which the blocks after these lie; None: the document's own."""
     digest: str | None = None
     """Hash of the history of all complete blocks, see ``history.py``; None where it was never computed."""
     reading: dict[str, Any] | None = None
@@ -65,9 +67,8 @@ class DocumentState:
         return replace(self, tokens=total, blocks=blocks, first=first)
 
     def cut(self, blocks: int, block_size: int) -> DocumentState:
-        """After a truncation to ``blocks``."""
+        """After a truncation to ``blocks``. Where they lie may have to change too, see ``Usage.truncation``."""
         tokens = min(self.tokens, blocks * block_size)
-        spans = tuple((owner, start, min(stop, blocks)) for owner, start, stop in self.spans if start < blocks)
         first = min(self.first, blocks)
         return replace(
             self,
@@ -75,7 +76,6 @@ class DocumentState:
             blocks=blocks,
             first=first,
             edits=self.edits + 1,
-            spans=spans,
             dropped=self.dropped_below(blocks),
         )
 
@@ -104,7 +104,11 @@ class DocumentState:
             )
         spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
         dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))
-        return cls(**values, spans=spans, dropped=dropped)
+        branch = values.pop("branch", None)
+        if branch is not None:
+            parent, stop = map(int, branch)
+            branch = parent, stop
+        return cls(**values, branch=branch, spans=spans, dropped=dropped)
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ class Address:
     def entry(self) -> Key:
         """Of its DOCUMENTS entry."""
         return Key(Table.DOCUMENTS, self.id)
+
+    @property
+    def branch(self) -> Key:
+        """Of where the blocks before its own lie, if it is a home that shares some."""
+        return Key(Table.META, self.id)
 
     def tokens(self, block: int) -> Key:
         """Of the token ids of a block."""

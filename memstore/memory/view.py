@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.handle import Handle
 from memstore.memory.layer_index import LayerIndex
-from memstore.memory.places import Places, dropped, dropped_message, owners
+from memstore.memory.places import dropped, dropped_message, owners
 from memstore.memory.state import DocumentState
 from memstore.store.tiered import Changed, Wanted
 
@@ -117,7 +117,7 @@ class LayerView:
         ids = _as_ids(blocks)
 
         def read(state: DocumentState) -> list[tuple[int, ...]]:
-            places = Places(self._handle.id or 0, state)
+            places = self._shared.places(self._handle.id or 0, state)
             return self._shared.store.checksums([places.block(self._layer, block) for block in ids])
 
         return self._steadily(ids, read)
@@ -180,7 +180,8 @@ class LayerView:
 
     def _wanted(self, blocks: Sequence[int], state: DocumentState) -> Wanted:
         number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
-        return Wanted(number, state.edits, self._layer, blocks, owners(number, state, blocks), self._stop(state))
+        lying = owners(self._shared.places(number, state), blocks)
+        return Wanted(number, state.edits, self._layer, blocks, lying, self._stop(state))
 
     def _stop(self, state: DocumentState) -> int:
         """Blocks from here on are not complete."""

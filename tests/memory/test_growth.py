@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import memstore
 from memstore.errors import NotFound
 from memstore.memory import Memory
 from memstore.memory.exporting import export_memory
 from memstore.memory.importing import import_memory
+from memstore.memory.state import Address
+from memstore.store import Batch
+from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import S, append, check_content, make_spec, random_tokens
 
 TEXT = random_tokens(2 * S + 1)
+LONG = random_tokens(60 * S)
 
 
 class Reads:
@@ -89,3 +95,124 @@ def test_facts_are_put_and_imported_with_a_read_for_each(tmp_path: Path) -> None
     import_memory(tmp_path / "export", tmp_path / "n")
     with memstore.open(tmp_path / "n", mode="r") as memory:
         assert memory.facts()[0] == {f"fact {fact}": fact for fact in range(number)}
+
+
+def chain(memory: Memory, links: int) -> None:
+    """Documents "0", "1", ..., each a fork of the one before with a block more."""
+    append(memory.document("0"), LONG[:S])
+    for number in range(1, links):
+        append(memory.document(str(number - 1)).fork(str(number)), LONG[number * S : (number + 1) * S])
+
+
+def nbytes(memory: Memory) -> int:
+    values = (memory._shared.store.get(scanned.key) for scanned in memory._shared.store.scan())
+    return sum(record.payload.nbytes for records in values for record in records or ())
+
+
+def test_a_link_of_a_chain_of_forks_reads_and_stores_as_much_as_the_one_before(make_memory: MakeMemory) -> None:
+    found = []
+    for links in (10, 40):
+        memory = make_memory()
+        chain(memory, links)
+        with counted(memory) as counts:
+            before = nbytes(memory)
+            counts.count = 0
+            last = memory.document(str(links - 1)).fork("last")
+            append(last, LONG[links * S : (links + 1) * S])
+            reads = counts.count
+        found.append((reads, nbytes(memory) - before))
+    assert found[1][0] <= found[0][0]
+    assert found[1][1] <= found[0][1] + 16  # digits of numbers
+
+
+def test_the_end_of_a_chain_of_forks_is_read_once_in_a_new_process(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        chain(memory, 30)
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        document = memory.document("29")
+        with counted(memory) as counts:
+            check_content(document, LONG[: 30 * S])
+            first = counts.count
+            check_content(memory.document("28"), LONG[: 29 * S])
+        assert counts.count - first < first
+
+
+def test_forgetting_a_document_reads_those_that_can_share_its_blocks_alone(memory: Memory) -> None:
+    reads = []
+    for documents in (2, 40):
+        filled(memory, documents)
+        append(memory.document("parent"), TEXT)
+        memory.document("parent").fork("fork")
+        with counted(memory) as counts:
+            memory.forget("parent")
+        memory.forget("fork")
+        reads.append(counts.count)
+    assert reads[1] <= reads[0]
+    assert memory.verify() == []
+
+
+def test_many_documents_are_evicted_with_a_few_reads_for_each(make_memory: MakeMemory) -> None:
+    reads = []
+    for links in (20, 60):
+        memory = make_memory()
+        chain(memory, links)
+        memory.limit(memory.stats()["used_bytes"] // 2, "evict-oldest-document")
+        with counted(memory) as counts:
+            append(memory.document("new"), LONG[:S])
+        reads.append(counts.count)
+        assert len(memory.documents()) < links * 3 // 4
+        for document in memory.documents()[-5:]:
+            check_content(document, LONG[:S] if document.name == "new" else LONG[: (int(document.name) + 1) * S])
+        assert memory.verify() == []
+    assert reads[1] < 4 * reads[0]
+
+
+def test_forks_of_an_earlier_version_list_whose_blocks_they_share(memory: Memory) -> None:
+    append(memory.document("parent"), LONG[: 10 * S])
+    fork = memory.document("parent").fork("fork", 6)
+    state, number = fork._handle.current(), fork.id or 0
+    batch = Batch()
+    batch.delete(Address(number).branch)
+    earlier = replace(state, branch=None, spans=((memory.document("parent").id or 0, 0, 6),))
+    batch.put(Address(number).entry, earlier.to_record())
+    memory._shared.store.write(batch)
+    memory._shared.catalog.clear()
+    assert memory.verify() == []
+    append(fork, LONG[20:31])
+    texts = {"fork": torch.cat([LONG[: 6 * S], LONG[20:31]])}
+    for name, blocks in (("late", 8), ("early", 4)):
+        append(fork.fork(name, blocks), LONG[:5])
+        texts[name] = torch.cat([texts["fork"][: blocks * S], LONG[:5]])
+    append(memory.document("late").fork("later"), LONG[7:14])
+    texts["later"] = torch.cat([texts["late"], LONG[7:14]])
+    memory.document("late").truncate(7)
+    texts["late"] = texts["late"][: 7 * S]
+    memory.forget("parent")
+    for forgotten in ("", "fork", "late"):
+        if forgotten:
+            memory.forget(forgotten)
+            del texts[forgotten]
+        for name, text in texts.items():
+            check_content(memory.document(name), text)
+        assert memory.verify() == []
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_a_home_is_a_branch_of_is_found_again_in_the_entry_of_its_document(memory: Memory, kept: bool) -> None:
+    chain(memory, 6)
+    middle = memory.document("3").id or 0
+    if not kept:
+        memory.forget("3")
+    batch = Batch()
+    batch.delete(Address(middle).branch)
+    memory._shared.store.write(batch)
+    memory._shared.catalog.clear()
+    assert memory.verify() != []
+    repaired = memory.repair(drop_blocks=True)
+    assert repaired.left == []
+    for number in range(6):
+        if kept:
+            check_content(memory.document(str(number)), LONG[: (number + 1) * S])
+    if not kept:  # nothing tells any more where the first blocks of what came after lie
+        assert memory.document("5").dropped == [range(4)]  # also what lies with rows of theirs
+        assert memory.document("5").tokens(4).tolist() == LONG[4 * S : 5 * S].tolist()

@@ -1,0 +1,179 @@
+"""Which blocks documents use, and so what may be deleted when some of them change.
+
+Documents that share blocks have homes in one tree (``places.py``). What is used at a home follows from below: the
+blocks of the document that writes there, and what the trees of its branches use of the blocks before them. So a change
+is followed from a home to the ones it is a branch of, only as far as it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from memstore.memory.places import Home, Piece, common, dropped, lacking, merged
+from memstore.memory.state import LAST_ITEM, DocumentState
+
+
+@dataclass
+class _Node:
+    """A home that some document uses blocks of."""
+
+    home: Home
+    listed: list[Piece]
+    """What lies before it, where that is not a node of its own."""
+    document: int | None = None
+    """The document that writes here."""
+    own: list[range] = field(default_factory=list)
+    """The blocks of that document."""
+    used: list[range] = field(default_factory=list)
+    """The blocks that it and the documents of all branches use, wherever they lie."""
+    branches: dict[int, _Node] = field(default_factory=dict)
+
+    @property
+    def before(self) -> list[range]:
+        """Those of the blocks used that lie before this home."""
+        return clipped(self.used, range(self.home.start))
+
+    def gather(self) -> None:
+        """Find out ``used``."""
+        self.used = merged([*self.own, *(part for branch in self.branches.values() for part in branch.before)])
+
+
+class Usage:
+    """Which blocks lie in use under which number, of the documents that were put."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, _Node] = {}
+        self._listing: dict[int, list[_Node]] = {}
+        """Number -> homes that list it in their spans."""
+        self._earlier: dict[int, list[range]] = {}
+        """What was used of each number that has changed since ``settle``."""
+        self.unused: list[int] = []
+        """Homes that no document uses any more since ``settle``."""
+
+    def owners(self) -> list[int]:
+        """All numbers under which anything is used."""
+        return sorted({*self._nodes, *self._listing})
+
+    def used(self, owner: int) -> list[range]:
+        """The blocks in use that lie under a number."""
+        node = self._nodes.get(owner)
+        parts = [] if node is None else clipped(node.used, range(node.home.start, LAST_ITEM + 1))
+        for user in self._listing.get(owner, ()):
+            for piece in user.listed:
+                if piece.owner == owner:
+                    parts = merged([*parts, *clipped(user.used, piece.blocks)])
+        return parts
+
+    def put(self, document: int, home: Home, blocks: Sequence[range]) -> None:
+        """Let a document use ``blocks`` from ``home`` on; without any, it still has its home there."""
+        node = self._node(home)
+        node.document = document
+        self._set(node, list(blocks))
+
+    def remove(self, document: int, home: Home) -> None:
+        """A document that was put is gone, or moves to another home."""
+        node: _Node | None = self._nodes.get(home.number)
+        if node is None or node.document != document:
+            return
+        node.document = None
+        self._set(node, [])
+        while node is not None and node.document is None and not node.branches:
+            number = node.home.number
+            self.unused.append(number)
+            del self._nodes[number]
+            for piece in node.listed:
+                self._listing[piece.owner].remove(node)
+            node = self._parent(node)
+            if node is not None:
+                del node.branches[number]
+
+    def settle(self) -> None:
+        """What is used now is what there is."""
+        self._earlier, self.unused = {}, []
+
+    def freed(self) -> Iterator[tuple[int, list[range], list[range]]]:
+        """Number, blocks that are not used any more since ``settle``, and those that still are.
+
+        Whatever may lie behind the last block that was in use is freed with it.
+        """
+        for owner, earlier in self._earlier.items():
+            now = self.used(owner)
+            gaps = [gap for part in earlier for gap in lacking(part, now)]
+            if gaps and gaps[-1].stop == earlier[-1].stop and (not now or now[-1].stop <= gaps[-1].start):
+                gaps[-1] = range(gaps[-1].start, LAST_ITEM + 1)
+            if gaps:
+                yield owner, gaps, now
+
+    def documents(self, owner: int, blocks: range) -> Iterator[tuple[int, range]]:
+        """The documents that use any of ``blocks`` under a number, and the first to the last of these."""
+        node = self._nodes.get(owner)
+        waiting = [] if node is None else [(node, common(blocks, range(node.home.start, LAST_ITEM + 1)))]
+        for user in self._listing.get(owner, ()):
+            waiting += [(user, common(blocks, piece.blocks)) for piece in user.listed if piece.owner == owner]
+        while waiting:
+            node, wanted = waiting.pop()
+            for part in clipped(node.own, wanted):
+                if node.document is not None:
+                    yield node.document, part
+            waiting += [
+                (branch, common(wanted, range(branch.home.start)))
+                for branch in reversed(node.branches.values())
+                if clipped(branch.before, wanted)
+            ]
+
+    def base(self, owner: int) -> int:
+        """The block that the first run of rows of a number begins with."""
+        node = self._nodes.get(owner)
+        return 0 if node is None else node.home.base
+
+    def own(self, owner: int) -> int | None:
+        """The document that writes under a number."""
+        node = self._nodes.get(owner)
+        return None if node is None else node.document
+
+    def _node(self, home: Home) -> _Node:
+        """The node of a home; the nodes before it are made too."""
+        new: list[_Node] = []
+        at: Home | None = home
+        while at is not None and at.number not in self._nodes:
+            below, pieces = at.below, list[Piece]()
+            while below is not None and below.listed:
+                pieces.append(Piece(below.number, range(below.start, pieces[-1].blocks.start if pieces else at.start)))
+                below = below.below
+            node = self._nodes[at.number] = _Node(at, pieces)
+            for piece in pieces:
+                self._listing.setdefault(piece.owner, []).append(node)
+            new.append(node)
+            at = below
+        for node in new:
+            if (parent := self._parent(node)) is not None:
+                parent.branches[node.home.number] = node
+        return self._nodes[home.number]
+
+    def _parent(self, node: _Node) -> _Node | None:
+        below = node.home.below
+        return None if below is None or below.listed else self._nodes[below.number]
+
+    def _set(self, node: _Node, own: list[range]) -> None:
+        node.own = own
+        at: _Node | None = node
+        while at is not None:
+            for owner in (at.home.number, *(piece.owner for piece in at.listed)):
+                if owner not in self._earlier:
+                    self._earlier[owner] = self.used(owner)
+            before = at.before
+            at.gather()
+            if at.before == before:
+                return
+            at = self._parent(at)
+
+
+def present(state: DocumentState) -> list[range]:
+    """The live blocks of a document that were not dropped."""
+    return lacking(state.live(), dropped(state))
+
+
+def clipped(parts: Sequence[range], to: range) -> list[range]:
+    """Those of ``parts`` that lie within ``to``."""
+    return [part for each in parts if (part := common(each, to))]
