@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class Choice(ABC):
         """For a trace: what the last tokens of ``rows`` attend to."""
 
 
-class Observer(Protocol):
+class Observer:
     """What is told of the retrievals of a model. It must change nothing."""
 
     def begin(self, ids: Tensor | None, *, fresh: bool) -> None:
@@ -78,17 +78,15 @@ class Observer(Protocol):
 
     def choice(self, choice: Choice) -> None:
         """A layer attends to what it has retrieved."""
+        raise NotImplementedError
 
 
-class Choices(list[T]):
+class Choices(list[T], Observer):
     """An observer that keeps what ``take`` makes of each choice of one kind, as it is told."""
 
     def __init__(self, kind: type[C], take: Callable[[C], T]) -> None:
         super().__init__()
         self._kind, self._take = kind, take
-
-    def begin(self, ids: Tensor | None, *, fresh: bool) -> None:
-        """Nothing to do."""
 
     def choice(self, choice: Choice) -> None:
         """See ``Observer``."""
@@ -96,7 +94,7 @@ class Choices(list[T]):
             self.append(self._take(choice))
 
 
-class Recording:
+class Recording(Observer):
     """An observer that writes a trace: each forward pass is a step of ``recorder``.
 
     Weights are computed when the recorder writes, about once a second, for many steps at once: one by one they would

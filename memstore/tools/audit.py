@@ -19,8 +19,8 @@ from memstore.tools.output import Page, Report
 from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
-    from memstore.eval.audit import Audit, LayerAudit
     from memstore.memory import Memory
+    from memstore.readers.audit import Audit, LayerAudit
 
 STEPS = 8
 """Tokens that are generated, unless the user says otherwise."""
@@ -82,7 +82,7 @@ def audit(
     A Memorizing Transformer retrieves single tokens: shares and recall are of tokens there, and what was missed is
     told by the blocks that they lie in.
 
-    In Python: memstore.eval.audit_attached, audit_landmark, audit_drt and audit_memorizing.
+    In Python: audit_attached, audit_landmark, audit_drt and audit_memorizing, in the file audit.py beside each reader.
     """
     use_threads(threads)
     asked = Asked(
@@ -119,7 +119,7 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
 def _audit_attached(
     opened: Memory, loaded: Loaded, name: str, ids: list[int], asked: Asked, *, progress: bool
 ) -> Audit:
-    from memstore.eval.audit_attached import audit_attached
+    from memstore.readers.stock.audit import audit_attached
 
     attach = memstore.attach(
         loaded.model,
@@ -136,19 +136,19 @@ def _audit_attached(
 def _audit_own(opened: Memory, own: OwnModel, name: str, asked: Asked) -> Audit:
     ids, model = encode(own.tokenizer, asked.question), own.model
     if own.kind is DRT:
-        from memstore.eval.audit_drt import audit_drt
+        from memstore.models.drt.audit import audit_drt
 
         model.config.retrieval_top_k = asked.top_k or model.config.retrieval_top_k
         drt: Any
         with own.reader(opened, name) as drt:
             return audit_drt(drt, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
     if own.kind is MEMORIZING:
-        from memstore.eval.audit_memorizing import audit_memorizing
+        from memstore.models.memorizing.audit import audit_memorizing
 
         memorizing: Any
         with own.reader(opened, name) as memorizing:
             return audit_memorizing(memorizing, ids, tokens=asked.max_tokens or STEPS, top_k=asked.top_k)
-    from memstore.eval.audit_landmark import audit_landmark
+    from memstore.models.landmark.audit import audit_landmark
 
     landmark: Any
     with own.reader(opened, name) as landmark:

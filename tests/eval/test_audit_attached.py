@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.eval.audit_attached import audit_attached
 from memstore.memory.retrieval import Retrieval
 from memstore.readers.stock.attached import Attached
+from memstore.readers.stock.audit import audit_attached
 from tests.readers.models import tiny, tokens
 
 BLOCK, SINK, WINDOW = 16, 16, 32

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.eval import audit_memorizing as module
-from memstore.eval.audit_memorizing import audit_memorizing
 from memstore.eval.pictures import audit_picture
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, Reader, RecentTokens
+from memstore.models.memorizing import audit as module
+from memstore.models.memorizing.audit import audit_memorizing
 from tests.eval.memorizing import small_memorizing
 from tests.pairs import pairs
 
@@ -144,7 +144,8 @@ def test_what_cannot_be_audited_is_refused() -> None:
     with reader_of(model_of(), TEXT[:0]) as empty:
         with pytest.raises(InvalidArgument, match="nothing is in memory"):
             audit_memorizing(empty, QUESTION[:2])
-        for ids, options in (([], {}), ([1], {"tokens": 0}), ([1], {"top_k": 0})):
+        refused: list[tuple[list[int], dict[str, Any]]] = [([], {}), ([1], {"tokens": 0}), ([1], {"top_k": 0})]
+        for ids, options in refused:
             with pytest.raises(InvalidArgument, match="at least one token"):
                 audit_memorizing(empty, ids, **options)
 

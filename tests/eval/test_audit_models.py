@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.eval.audit_drt import audit_drt
-from memstore.eval.audit_landmark import audit_landmark
 from memstore.memory.retrieval import Retrieval
 from memstore.models.drt import Reader as DRTReader
+from memstore.models.drt.audit import audit_drt
 from memstore.models.landmark import Reader as LandmarkReader
+from memstore.models.landmark.audit import audit_landmark
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.readers.observer import Choices
 from tests.eval.drts import small_drt

@@ -13,7 +13,6 @@ from PIL import Image
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.eval.audit import Audit, LayerAudit
 from memstore.eval.pictures import (
     audit_picture,
     document_margins,
@@ -26,6 +25,7 @@ from memstore.eval.pictures import (
 from memstore.eval.pictures.canvas import bins, drawable
 from memstore.memory import Document, Memory
 from memstore.memory.traces import Look, Trace
+from memstore.readers.audit import Audit, LayerAudit
 from tests.tools.conftest import BLOCK, HEADS, LAYERS, SIZE, tiny_spec
 
 HOSTILE = "$x$ <script>\x1b[31m\n日本 \\ $"

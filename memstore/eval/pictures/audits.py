@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.eval.audit import Audit
 from memstore.eval.pictures.canvas import Numbers, new_figure
+from memstore.readers.audit import Audit
 
 WRITTEN = 64
 """Cells up to which their number is written into them."""

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.eval.audit import pieces
 from memstore.eval.pictures.canvas import Numbers, bins, count_axis, drawable, new_figure
 from memstore.memory import Document
+from memstore.readers.audit import pieces
 
 CELLS = 160
 """Cells on a side, at most: more blocks are put together."""

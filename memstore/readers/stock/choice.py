@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory.look import TIERS, Array, Look
-from memstore.readers.observer import Choice, Draft
+from memstore.readers.observer import Choice, Draft, Observer
 
 if TYPE_CHECKING:
     from memstore.memory import Document
@@ -117,14 +117,11 @@ class BlockList(NamedTuple):
     """Which of the layer's lists this is; 0 where all heads share one."""
 
 
-class BlockLists(deque[BlockList]):
+class BlockLists(deque[BlockList], Observer):
     """An observer that remembers the last few thousand lists that were searched for, oldest first."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT)
-
-    def begin(self, ids: Tensor | None, *, fresh: bool) -> None:
-        """Nothing to do."""
 
     def choice(self, choice: Choice) -> None:
         """See ``Observer``."""

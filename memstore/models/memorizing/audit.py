@@ -11,19 +11,19 @@ Recall is of single tokens; what was missed is told by blocks, which add up what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memstore.attention.knn import KNNAttention
-from memstore.errors import InvalidArgument
-from memstore.eval.audit import Audit, Tally, index_recall, pieces
 from memstore.memory import Document
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, Reader
-from memstore.readers.observer import Choices
+from memstore.readers.audit import Audit, Auditor, index_recall, pieces
+from memstore.readers.observer import Choice
 
 READ = 64
 """Blocks whose keys are read at once: each of their tokens has one."""
@@ -34,103 +34,79 @@ JOINT = (
 )
 
 
-class _Seen(NamedTuple):
-    """What the layer did last."""
-
-    query: Tensor
-    """``[H, D]``, of length 1: of the last token."""
-    found: Tensor
-    """``[H, K]``: places in the text, -1 for nothing."""
-
-
-@torch.no_grad()
 def audit_memorizing(
-    reader: Reader, token_ids: Sequence[int] | Tensor, *, tokens: int = 8, top_k: int | None = None
+    reader: Reader,
+    token_ids: Sequence[int] | Tensor,
+    *,
+    tokens: int | None = None,
+    top_k: int | None = None,
+    progress: bool = False,
 ) -> Audit:
     """Let the model of ``reader`` read ``token_ids [n]`` with the document in memory, and generate; audit each step.
 
     Args:
         reader: of the document.
         token_ids: the question.
-        tokens: steps: the question's last token chooses the first one, and so on.
+        tokens: steps, 8 if None: the question's last token chooses the first one, and so on.
         top_k: tokens that each query of each head looks up here; as many as the model was trained with if None.
+        progress: nothing here takes long.
 
     Raises:
         InvalidArgument: no question, or nothing in memory.
         DamagedError: a block cannot be read.
     """
-    ids = torch.as_tensor(token_ids).flatten().to(reader.model.device)
-    if not len(ids) or tokens < 1 or (top_k is not None and top_k < 1):
-        raise InvalidArgument("an audit needs a question of at least one token, at least one step, and a top_k from 1")
-    number = reader.model.config.memory_layer or 0  # a Reader refuses models without one
-    layer: KNNAttention = reader.model.model.layers[number].attention
-    trained, layer.top_k = layer.top_k, top_k or layer.top_k
-    try:
-        return _Auditor(reader, layer, number).run(ids, tokens)
-    finally:
-        layer.top_k = trained
+    return KNNAuditor(reader, top_k).audit(token_ids, tokens, progress=progress)
 
 
-class _Auditor:
-    """One audit."""
+class KNNAuditor(Auditor):
+    """See ``audit_memorizing``."""
 
-    def __init__(self, reader: Reader, layer: KNNAttention, number: int) -> None:
-        self._model, self._document = reader.model, reader.document
-        self._number, self._layer = number, layer
-        self._cache = reader.cache()
+    mechanism = "knn"
+
+    def __init__(self, reader: Reader, top_k: int | None) -> None:
+        super().__init__(reader.model)
+        layer: KNNAttention = reader.model.model.layers[reader.model.config.memory_layer or 0].attention
+        self._layer, self._document, self._cache = layer, reader.document, reader.cache()
         assert isinstance(self._cache.memory, DocumentTokens)
         self._memory = self._cache.memory
-        # Of several segments of a call the last one counts.
-        self._seen = Choices(
-            KNNChoice, lambda each: _Seen(each.queries[0, :, -1].float().cpu(), each.places()[0, :, -1].contiguous())
-        )
-        self._cache.observers.append(self._seen)
-        self._tally = Tally()
+        self.documents = [reader.document.name]
+        self.top_k: int = layer.top_k if top_k is None else top_k
+        self.shares = layer.gate is not None
+        self.positions = GATED if self.shares else JOINT
 
-    def run(self, ids: Tensor, tokens: int) -> Audit:
-        """``tokens`` steps after a question."""
-        generated: list[int] = []
-        places = torch.empty(0)
-        while len(generated) < tokens:
-            logits = self._model(ids[None], past_key_values=self._cache, logits_to_keep=1).logits
-            places = self._add()
-            ids = logits[0, -1:].argmax(-1)
-            generated.append(int(ids))
-        joint = self._layer.gate is None
-        size = self._memory.stored.spec.block_size
-        return Audit(
-            mechanism="knn",
-            positions=JOINT if joint else GATED,
-            documents=[self._document.name],
-            blocks=len((places // size).unique()),
-            stored_tokens=len(places),
-            top_k=min(len(places), self._layer.top_k),
-            steps=len(generated),
-            tokens=generated,
-            layers=self._tally.layers(memory=not joint),
-            missed=self._tally.missed(lambda block: (self._document, block)),
-        )
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """See ``Auditor``."""
+        self._cache.observers.append(self)
+        trained, self._layer.top_k = self._layer.top_k, self.top_k
+        try:
+            yield {"past_key_values": self._cache}
+        finally:
+            self._layer.top_k = trained
 
-    def _add(self) -> Tensor:
-        """Add the last token of a call; the places ``[N]`` in the text of all tokens in memory."""
-        query, found = self._seen[-1]
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``: what the layer found for the last token of a call."""
+        assert isinstance(choice, KNNChoice)
+        if not choice.rows:
+            return
+        query, found = choice.queries[0, :, -1].float().cpu(), choice.places()[0, :, -1].contiguous()
         products, places = _products(self._document, query), _places(self._document)
         own, after = self._own(query)
         products, places = torch.cat([products, own], -1), torch.cat([places, after])
         if not len(places):
-            raise InvalidArgument("nothing is in memory yet: read a text first, of at least one token")
+            return
         scores = self._layer.scale.exp().float().cpu()[:, None] * products  # [H, N]
         weights = scores.softmax(-1)
         if self._layer.gate is not None:
             weights = weights * self._layer.gate.sigmoid().float().cpu()[:, None]
         columns = torch.where(found >= 0, torch.searchsorted(places, found), len(places))
         chosen = torch.zeros(len(scores), len(places) + 1, dtype=torch.bool).scatter_(1, columns, value=True)[:, :-1]
+        # A token alone says nothing to a reader, and its neighbours are missed with it: so what is missed are blocks.
         blocks = places // self._memory.stored.spec.block_size
-        self._tally.add(self._number, weights, chosen, scores, blocks=blocks)
+        self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
         parts = self._document.present(self._document.complete_blocks)
         recall = index_recall(self._document.layer(0), query[:, None], self._layer.top_k, parts, piece=READ)
-        self._tally.add_index_recall(self._number, recall)
-        return places
+        self.tally.add_index_recall(choice.layer, recall)
 
     def _own(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Products ``[H, n]`` with tokens that have left the window since the document ended, and their places."""
@@ -138,6 +114,14 @@ class _Auditor:
         numbers = torch.arange(own.numbers(0).start, own.numbers(0).stop)
         keys = own.keys[0][:, (numbers % own.capacity).to(own.keys.device)].float().cpu()
         return _with_keys(query, keys), len(self._document) + numbers
+
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+        """See ``Auditor``."""
+        return "nothing is in memory yet: read a text first, of at least one token"
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """See ``Auditor``."""
+        return self._document, number
 
 
 def _products(document: Document, query: Tensor) -> Tensor:

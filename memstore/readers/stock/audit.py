@@ -4,14 +4,18 @@ The keys come from the store and are exact. A block that was retrieved stands wh
 is placed where it would have been: with true and clamped positions in its own place; with stingy positions in any of
 the slots, so it gets the mean of what it would get in each. (Attention falls with the distance: one slot for all would
 count for or against what was missed, whatever is in it. As it is, lists chosen at random capture ``K / N``.)
-Queries are those of the model as it ran, with what was retrieved. So with everything retrieved the audit is of the
+Queries are those of the model as it ran, with what was retrieved: so an audit says what a layer missed given what the
+layers below had retrieved. (A second pass with everything retrieved would answer another question, and cost a full
+forward pass.) So with everything retrieved the audit is of the
 model's own attention, and with true positions the first layer's is full attention.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +23,10 @@ from torch import Tensor
 
 from memstore.attention import place
 from memstore.errors import InvalidArgument
-from memstore.eval.audit import Audit, Tally, index_recall, pieces
+from memstore.memory import Document
 from memstore.memory.ingest import progress_bar
-from memstore.readers.observer import Choices
+from memstore.readers.audit import Audit, Auditor, index_recall, pieces
+from memstore.readers.observer import Choice
 from memstore.readers.stock.attached import Attached
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.choice import StockChoice
@@ -57,47 +62,98 @@ class _Seen(NamedTuple):
     """What an index of its own was asked by: position-free queries ``[H, t, D]``."""
 
 
-@torch.no_grad()
 def audit_attached(
-    attached: Attached, token_ids: Sequence[int] | Tensor, *, tokens: int = 8, progress: bool = False
+    attached: Attached,
+    token_ids: Sequence[int] | Tensor,
+    *,
+    tokens: int | None = None,
+    top_k: int | None = None,
+    progress: bool = False,
 ) -> Audit:
     """Let the attached model read ``token_ids [n]``, a question, and generate; audit each step.
 
     Args:
         attached: inside its ``with`` block.
         token_ids: the question.
-        tokens: steps, at most: the question's last token chooses the first one, and so on.
+        tokens: steps, at most, 8 if None: the question's last token chooses the first one, and so on.
+        top_k: blocks of a list; as many as it was attached with if None.
         progress: show a progress bar.
 
     Raises:
         InvalidArgument: no question, nothing stored that could be retrieved, or ``on_error="miss"``.
         DamagedError: a block cannot be read.
     """
-    ids = torch.as_tensor(token_ids).flatten()
-    if not len(ids) or tokens < 1:
-        raise InvalidArgument("an audit needs a question of at least one token, and at least one step")
-    if attached.retrieval.on_error == "miss":
-        raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
-    seen = Choices(StockChoice, _seen)
-    attached.observers.append(seen)
-    try:
-        out = attached.model.generate(  # type: ignore[operator]  # every causal LM has it, their base class has not
-            ids[None].to(attached.model.device), max_new_tokens=tokens, do_sample=False
+    return StockAuditor(attached, top_k).audit(token_ids, tokens, progress=progress)
+
+
+class StockAuditor(Auditor):
+    """See ``audit_attached``."""
+
+    mechanism = "attach"
+
+    def __init__(self, attached: Attached, top_k: int | None) -> None:
+        super().__init__(attached.model)
+        self._attached, retrieval = attached, attached.retrieval
+        if retrieval.on_error == "miss":
+            raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
+        self.positions = POSITIONS[retrieval.positions]
+        self.top_k = retrieval.top_k if top_k is None else top_k
+        self._seen: dict[int, list[_Seen]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """See ``Auditor``."""
+        selection, observers = self._attached.selection, self._attached.observers
+        usual, selection.retrieval = selection.retrieval, replace(selection.retrieval, top_k=self.top_k)
+        observers.append(self)
+        try:
+            yield {}
+        finally:
+            observers.remove(self)
+            selection.retrieval = usual
+
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``."""
+        assert isinstance(choice, StockChoice)
+        self._seen.setdefault(choice.layer, []).append(_seen(choice))
+
+    def finish(self, *, progress: bool) -> None:
+        """See ``Auditor``: every block is read once, for all steps of a layer."""
+        if not self._seen:
+            return
+        call = self._call
+        whole = len(self._seen) * len(call.candidates) * self._attached.block_size
+        with progress_bar("every block", 0, whole, progress, "auditing") as advance:
+            for layer, seen in self._seen.items():
+                missed = _block_scores(call, seen, advance)  # [H, T, N]
+                for step, each in enumerate(seen):
+                    scores = missed[:, step].scatter(1, each.numbers, each.chosen)
+                    whole_sum = torch.logaddexp(scores.logsumexp(-1), each.rest)
+                    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, each.numbers, value=True)
+                    self.tally.add(layer, (scores - whole_sum[:, None]).exp(), chosen, scores)
+                recall = _index_recall(self._attached, call, layer, seen[0])
+                self.tally.add_index_recall(layer, recall)
+
+    @property
+    def _call(self) -> Call:
+        return next(iter(self._seen.values()))[0].states.call
+
+    @property
+    def documents(self) -> list[str]:  # type: ignore[override]  # known once something was retrieved
+        """See ``Auditor``."""
+        return list(dict.fromkeys(source.document.name for source, _ in self._call.candidates.parts))
+
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+        """See ``Auditor``."""
+        sink, window = self._attached.sink, self._attached.window
+        return (
+            f"nothing could be retrieved: what is stored fits into sink and window ({sink} and {window} tokens), or no "
+            "layer looks further; read a longer text"
         )
-    finally:
-        attached.observers.remove(seen)
-    steps: dict[int, list[_Seen]] = {}
-    for each in seen:
-        steps.setdefault(each.states.plan.index, []).append(each)
-    if not steps:
-        raise InvalidArgument(
-            f"nothing could be retrieved: what is stored fits into sink and window ({attached.sink} and "
-            f"{attached.window} tokens), or no layer looks further; read a longer text"
-        )
-    call = next(iter(steps.values()))[0].states.call
-    whole = len(steps) * len(call.candidates) * attached.block_size
-    with progress_bar("every block", 0, whole, progress, "auditing") as advance:
-        return _audited(attached, call, steps, out[0, len(ids) :].tolist(), advance)
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """See ``Auditor``."""
+        return self._call.candidates.locate(number)
 
 
 def _seen(choice: StockChoice) -> _Seen:
@@ -140,35 +196,6 @@ def _scores(queries: Tensor, keys: Tensor, options: dict[str, Any]) -> Tensor:
     return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
-def _audited(
-    attached: Attached,
-    call: Call,
-    steps: dict[int, list[_Seen]],
-    generated: list[int],
-    advance: Callable[[int], None],
-) -> Audit:
-    tally, candidates = Tally(), call.candidates
-    for layer, seen in steps.items():
-        missed = _block_scores(call, seen, advance)  # [H, T, N]
-        for step, each in enumerate(seen):
-            scores = missed[:, step].scatter(1, each.numbers, each.chosen)
-            whole = torch.logaddexp(scores.logsumexp(-1), each.rest)
-            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, each.numbers, value=True)
-            tally.add(layer, (scores - whole[:, None]).exp(), chosen, scores)
-        tally.add_index_recall(layer, _index_recall(attached, call, layer, seen[0]))
-    return Audit(
-        mechanism="attach",
-        positions=POSITIONS[attached.retrieval.positions],
-        documents=list(dict.fromkeys(source.document.name for source, _ in candidates.parts)),
-        blocks=len(candidates),
-        top_k=call.slots,
-        steps=max(map(len, steps.values())),
-        tokens=generated,
-        layers=tally.layers(),
-        missed=tally.missed(candidates.locate),
-    )
-
-
 def _block_scores(call: Call, seen: list[_Seen], advance: Callable[[int], None]) -> Tensor:
     """Log-sum-exp ``[H, T, N]`` of the scores of each candidate's tokens, where it would stand, for the T steps."""
     plan, options, candidates = seen[0].states.plan, seen[0].options, call.candidates
@@ -182,6 +209,7 @@ def _block_scores(call: Call, seen: list[_Seen], advance: Callable[[int], None])
         if plan.sliding is not None:
             scores = scores.masked_fill(now[:, None] - places >= plan.sliding, -torch.inf)
         by_slot = scores.unflatten(-1, (len(piece), -1)).logsumexp(-1).unflatten(1, (len(seen), -1))
+        # In the first slot alone, lists captured up to three times as much as in the mean of all slots.
         found.append((by_slot.logsumexp(2) - math.log(by_slot.shape[2])).cpu())
         advance(len(places))
     return torch.cat(found, -1)

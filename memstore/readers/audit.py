@@ -1,4 +1,4 @@
-"""What should have been retrieved, against what was: the outcome of an audit, and what all kinds of audits share.
+"""What should have been retrieved, against what was: an audit, and the half of it that all kinds of models share.
 
 For each step (the last token of a question, and the tokens generated after it), layer and query head, the attention
 that *every* block would get is computed exactly, a run of blocks at a time, from what the store has. Then
@@ -9,16 +9,24 @@ that *every* block would get is computed exactly, a run of blocks at a time, fro
 
 A mechanism may choose well and still miss: one list for many heads serves all of them a little. So an approximate index
 has a number of its own, ``index_recall``, against exact search for the very same queries.
+
+The other half is the ``Auditor`` of a mechanism, in the file ``audit.py`` beside its reader: an observer that works out
+what every block would have got.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.readers.observer import Choice, Observer
 
 if TYPE_CHECKING:
     from memstore.memory import Document, LayerView
@@ -137,10 +145,85 @@ class Audit:
         }
 
 
+class Auditor(Observer, ABC):
+    """The half of an audit that a mechanism has: ``choice`` compares, or notes what ``finish`` compares."""
+
+    mechanism: str
+    positions: str
+    """Where blocks stand that were not retrieved; a sentence."""
+    shares = True
+    """Whether weights are shares of all attention."""
+    documents: list[str]
+    top_k: int | Literal["all"]
+    """Blocks of a list, or tokens where single ones are retrieved."""
+    tokens = 8
+    """To generate, unless the user says otherwise; the question's last token is the first step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.tally = Tally()
+
+    @abstractmethod
+    def watching(self) -> AbstractContextManager[dict[str, Any]]:
+        """Be told of what is generated within the block; it gives options for ``model.generate``."""
+
+    @abstractmethod
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``."""
+
+    def finish(self, *, progress: bool) -> None:
+        """Compare what was noted, where that is cheaper for all steps at once; ``progress`` shows a bar."""
+
+    @abstractmethod
+    def nothing(self, tokens: int) -> str:
+        """Why nothing was retrieved for a question and ``tokens`` after it, and what to do."""
+
+    @abstractmethod
+    def locate(self, number: int) -> tuple[Document, int]:
+        """The document and the block of a number that the tally counts by."""
+
+    @torch.no_grad()
+    def audit(self, token_ids: Sequence[int] | Tensor, tokens: int | None = None, *, progress: bool = False) -> Audit:
+        """Let the model read ``token_ids [n]``, a question, and generate ``tokens``; audit each step.
+
+        Raises ``InvalidArgument`` for no question, or where nothing is retrieved, and ``DamagedError``.
+        """
+        ids, tokens = torch.as_tensor(token_ids).flatten(), self.tokens if tokens is None else tokens
+        if not len(ids) or tokens < 1 or (self.top_k != "all" and self.top_k < 1):
+            raise InvalidArgument(
+                "an audit needs a question of at least one token, at least one step, and a top_k of at least 1"
+            )
+        with self.watching() as options:
+            out = self.model.generate(
+                ids[None].to(self.model.device), max_new_tokens=tokens, do_sample=False, **options
+            )
+        self.finish(progress=progress)
+        if not self.tally.steps:
+            raise InvalidArgument(self.nothing(tokens))
+        blocks, stored_tokens = self.tally.blocks, self.tally.stored_tokens
+        most = blocks if stored_tokens is None else stored_tokens
+        return Audit(
+            mechanism=self.mechanism,
+            positions=self.positions,
+            documents=self.documents,
+            blocks=blocks,
+            stored_tokens=stored_tokens,
+            top_k=most if self.top_k == "all" else min(most, self.top_k),
+            steps=self.tally.steps,
+            tokens=out[0, len(ids) :].tolist(),
+            layers=self.tally.layers(memory=self.shares),
+            missed=self.tally.missed(self.locate),
+        )
+
+
 class Tally:
     """Adds up what the steps of one audit say, layer by layer."""
 
     def __init__(self) -> None:
+        self.blocks = 0
+        """Blocks that could be retrieved at the last step."""
+        self.stored_tokens: int | None = None
+        """Tokens that could be, where single ones are."""
         self._layers: dict[int, list[_StepFigures]] = {}
         self._index: dict[int, list[float]] = {}
         self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
@@ -162,6 +245,9 @@ class Tally:
         ``scores [H, N]`` are what the margin is of; by default the logarithms of the weights. Where single tokens are
         retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks that they lie in.
         """
+        self.blocks = weights.shape[1]
+        if blocks is not None:
+            self.stored_tokens, self.blocks = self.blocks, len(blocks.unique())
         held = (weights * chosen).sum(-1)
         scores = weights.log() if scores is None else scores
         best, taken = scores.masked_fill(chosen, -torch.inf), scores.masked_fill(~chosen, torch.inf)
@@ -172,6 +258,11 @@ class Tally:
         if blocks is not None:
             lost = lost.new_zeros(len(lost), int(blocks.max()) + 1).index_add_(1, blocks, lost)
         self._note_missed(layer, lost)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the layer that has most."""
+        return max(map(len, self._layers.values()), default=0)
 
     def add_index_recall(self, layer: int, recall: float | None) -> None:
         """What was measured of the layer's index for one step; None is nothing."""
