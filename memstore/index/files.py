@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from memstore.errors import DamagedError, NotFound
+from memstore.stored import anything, fit, members, parse, row, text
 
 KIND = "memstore index 2"
 
@@ -70,7 +71,8 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
                 found = metadata.get("kind")
                 raise DamagedError(f"{path} is no index of this version (its kind is {found!r}). Rebuild the index.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        there, sums = json.loads(metadata["facts"]), json.loads(metadata["checksums"])
+        there, sums = (parse(metadata[each].encode(), str(path)) for each in ("facts", "checksums"))
+        fit([there, sums], row(members(anything, 1000), members(text(1000), 1000)), str(path))
         found_sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
         found_sums[""] = _digest(metadata["facts"].encode())
     except DamagedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,12 +16,24 @@ from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
 from memstore.memory.header import Header, read_header
 from memstore.memory.keeping import Keeping
-from memstore.memory.layouts import block_layouts, plain_layouts, run_layout, token_layout
+from memstore.memory.layouts import block_layouts, fits_in, plain_layouts, run_layout, token_layout
 from memstore.memory.places import Home, Homes, Places, common, lacking, merged
-from memstore.memory.state import FIRST_NAMED, HEADER, KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.state import (
+    BRANCH,
+    FIRST_NAMED,
+    HEADER,
+    KEEPING,
+    LAST_ITEM,
+    NAMED_VALUE,
+    NEXT_DOCUMENT,
+    NEXT_DOCUMENT_VALUE,
+    Address,
+    DocumentState,
+)
 from memstore.memory.usage import Usage, clipped, present
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
+from memstore.stored import fit
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
 _MOST = 1000  # findings; a memory with more has one cause, and a list without end helps nobody
@@ -192,7 +205,10 @@ class Audit:
             case Table.META:
                 return self._meta_problem(key, records)
             case Table.DOCUMENTS:
-                self.documents[key.document] = DocumentState.from_record(records[0])
+                state = DocumentState.from_record(records[0])
+                if not fits_in(self._store, self._header.spec, state):
+                    return f"{state.tokens:,} tokens in {state.blocks:,} blocks are more than the whole memory holds"
+                self.documents[key.document] = state
                 return None
             case Table.TOKENS:
                 return _differs(layouts, [token_layout(self._tokens_of(key))])
@@ -211,16 +227,19 @@ class Audit:
         if key == HEADER:
             return None
         if key == NEXT_DOCUMENT:
-            return None if isinstance(head["next_document"], int) else "the number of the next document is not a number"
+            fit(head, NEXT_DOCUMENT_VALUE, "the number of the next document")
+            return None
         if key == KEEPING:
             Keeping.from_json(head)
             return None
         if 0 < key.document <= MAX_DOCUMENT and key == Address(key.document).branch:
             self.branches[key.document] = head
-            whole = isinstance(head["document"], int) and ("spans" in head or {"parent", "stop"} < head.keys())
+            fit(head, BRANCH, "what is stored of a home")
+            whole = "spans" in head or {"parent", "stop"} < head.keys()
             return None if whole else "it does not say what this home is a branch of"
         if key.item < FIRST_NAMED.item or key.document or key.layer:
             return "nothing of a memory belongs here"
+        fit(head, NAMED_VALUE, "a named value")
         expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1
         return None if len(records) == expected else f"{head['name']!r} has {len(records)} records, not {expected}"
 
@@ -266,14 +285,17 @@ class Audit:
             yield Finding(kind="mismatch", message=message, document=state.name)
         ends = [0, *(stop for _, _, stop in state.spans)]
         if [start for _, start, _ in state.spans] != ends[:-1] or ends[-1] > state.tokens // spec.block_size:
-            message = f"the spans {list(state.spans)} do not follow each other from block 0 to a complete block"
+            message = (
+                f"the spans {reprlib.repr(list(state.spans))} do not follow each other from block 0 to a complete block"
+            )
             yield Finding(kind="mismatch", message=message, document=state.name)
         if state.branch is not None and not 0 < state.branch[1] <= state.tokens // spec.block_size:
             message = f"it is said to share {state.branch[1]} blocks, and has not so many complete ones"
             yield Finding(kind="mismatch", message=message, document=state.name)
         edges = [0, *(edge for part in state.dropped for edge in part)]
         if edges != sorted(edges) or edges[-1] > state.tokens // spec.block_size or (state.dropped and state.digest):
-            message = f"the blocks that are said to be dropped, {list(state.dropped)}, are not blocks of the document"
+            told = reprlib.repr(list(state.dropped))
+            message = f"the blocks that are said to be dropped, {told}, are not blocks of the document"
             yield Finding(kind="mismatch", message=message, document=state.name)
 
     def _branches(self) -> Iterator[Finding]:
@@ -379,7 +401,9 @@ class Audit:
                 new = lacking(blocks, checked.get(owner, []))
                 if not new and not state.first:
                     break  # whoever had these checked, had those before them checked too
-                gaps += new
+                # Where there are no tokens that was found already; there may be no end of such blocks.
+                there = self._seen.get((Table.TOKENS, owner, 0), _Seen()).ranges
+                gaps += [part for gap in new for seen in there if (part := common(gap, seen))]
                 if not state.first:
                     checked[owner] = merged([*checked.get(owner, []), blocks])
             for gap in gaps[::-1]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from memstore.errors import ForeignMemory
+from memstore.stored import fit, maybe, table, text, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,17 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """The inverse of ``to_dict``. Raises ``ForeignMemory`` for what this version does not know."""
+        """The inverse of ``to_dict``. Raises what ``MemorySpec.from_dict`` does."""
         check_names("fingerprint", values, {field.name for field in fields(cls)})
+        fit(values, FINGERPRINT, "the fingerprint of a memory")
         return cls(**values)
+
+
+FINGERPRINT = table(
+    **dict.fromkeys(("architecture", "weights", "positions", "layout", "dtype"), text(10_000)),
+    tokenizer=maybe(text(10_000)),
+    block_size=whole(1, 2**31),
+)
 
 
 def check_names(what: str, values: Mapping[str, Any], known: set[str]) -> None:

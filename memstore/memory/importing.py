@@ -20,7 +20,8 @@ from memstore.memory.exporting import stored_names
 from memstore.memory.ingest import progress_bar
 from memstore.memory.layouts import block_layouts
 from memstore.memory.manifest import DocumentEntry, FileEntry, Manifest, damaged, read_file, read_manifest
-from memstore.memory.memory import LONGEST_NAME, Memory, open_memory
+from memstore.memory.memory import Memory, open_memory
+from memstore.memory.state import LONGEST_NAME
 
 _UNFINISHED = " (unfinished import)"
 

@@ -23,9 +23,10 @@ from memstore.index import BUILT_IN, VectorIndex, files
 from memstore.memory.places import Places
 from memstore.memory.runs import Runs
 from memstore.memory.spec import MemorySpec
-from memstore.memory.state import DocumentState
+from memstore.memory.state import LAST_BLOCK, LAST_DOCUMENT, LONGEST_NAME, DocumentState
 from memstore.memory.tensors import byte_rows
 from memstore.store import paths
+from memstore.stored import anything, fit, members, parse, table, text, whole
 
 FORMAT = 1
 SAMPLES = 16
@@ -39,6 +40,23 @@ _INDEX = re.compile(rf"({_STEM})\.index")
 _UNFINISHED = re.compile(rf"{_STEM}(\.index\.\d+)?\.partial|\.{_STEM}\.json\.part|\.tmp[0-9A-Za-z]{{6}}")
 
 _log = logging.getLogger("memstore.index")
+
+
+MOST_BYTES = 1024 * 1024
+_BLOCK = whole(0, LAST_BLOCK)
+ABOUT = table(
+    {"landmarks": members(text(100), 1000)},
+    format=whole(),
+    memory=text(100),
+    index=text(1000),
+    document=whole(0, LAST_DOCUMENT),
+    name=text(LONGEST_NAME),
+    layer=whole(0, 2**31),
+    edits=whole(),
+    first=_BLOCK,
+    stop=_BLOCK,
+    facts=members(anything, 100),
+)
 
 
 class Source(NamedTuple):
@@ -209,7 +227,8 @@ def _digest(value: Any) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """What a file says of itself, if it can be read and its name is that of what it says."""
     try:
-        about = json.loads(paths.read(path.parent.parent, f"{FOLDER}/{path.name}"))
+        raw = paths.read(path.parent.parent, f"{FOLDER}/{path.name}", MOST_BYTES)
+        about = fit(parse(raw, str(path), MOST_BYTES), ABOUT, str(path))
     except (OSError, ValueError):  # NotAMemory, for a link, is one
         return None
-    return about if isinstance(about, dict) and path.stem.endswith(_digest(about)) else None
+    return about if path.stem.endswith(_digest(about)) else None

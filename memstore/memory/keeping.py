@@ -16,6 +16,7 @@ from memstore.memory.state import KEEPING, Address
 from memstore.store.checks import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
 from memstore.store.contract import BlockStore, Key, Record, Table
 from memstore.store.records import Misplaced
+from memstore.stored import array, fit, maybe, number, row, table, text, whole
 
 WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
 """What an append does that the limit has no room for: fail, or forget other documents, oldest or least read first."""
@@ -23,6 +24,8 @@ WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
 DAY = 24 * 3600.0
 LONGEST = 1000 * 366 * DAY
 """Seconds that a time to live may be at most: what a calendar can tell, and long enough."""
+LATEST = 9999 * 365 * DAY
+"""Seconds of UTC since 1970 that a calendar can tell."""
 BELIEVED = 30 * DAY
 """Seconds between two writes that a clock is believed without being asked; see ``Keeping.believes``."""
 
@@ -115,7 +118,11 @@ class Keeping:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of ``to_record``. Raises ``ForeignMemory`` for rules that this version does not know."""
+        """The inverse of ``to_record``.
+
+        Raises ``ForeignMemory`` for rules that this version does not know, and ``DamagedError``.
+        """
+        fit(values, KEEPING_VALUE, "the value with the rules of a memory")
         if unknown := set(values) - set(cls.__dataclass_fields__):
             raise ForeignMemory(f"a newer memstore wrote this memory: its rules have {', '.join(unknown)}; upgrade")
         if values["when_full"] not in get_args(WhenFull):
@@ -130,6 +137,18 @@ class Keeping:
                 "reads": dict(values["reads"]),
             }
         )
+
+
+_NUMBER = whole(0, MAX_DOCUMENT)
+_MOST = 10_000_000
+KEEPING_VALUE = table(
+    max_bytes=maybe(whole(1)),
+    when_full=text(64),
+    pinned=array(_NUMBER, _MOST),
+    expires=array(row(_NUMBER, number(LATEST)), _MOST),
+    reads=array(row(_NUMBER, whole()), _MOST),
+    clock=number(LATEST),
+)
 
 
 def read_keeping(store: BlockStore) -> Keeping:

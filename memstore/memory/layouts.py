@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from memstore.memory.spec import MemorySpec
-from memstore.store.contract import Layout
+from memstore.memory.state import DocumentState
+from memstore.store.contract import BlockStore, Layout
 
+BELIEVED_BYTES = 1024 * 1024
+"""What a document may say that it takes before that is compared with the size of the store."""
 RUN_BYTES = 64 * 1024
 """Landmarks are stored in runs of consecutive blocks of about this size, so that opening a memory reads few values."""
 
@@ -34,6 +37,21 @@ def run_layout(spec: MemorySpec, blocks: int) -> Layout:
     bits = spec.key_dtype == "bit"
     numbers = spec.key_dim // 8 if bits else spec.key_dim
     return Layout("uint8" if bits else spec.key_dtype, (blocks, spec.key_heads, spec.keys_per_block, numbers))
+
+
+def fits_in(store: BlockStore, spec: MemorySpec, state: DocumentState) -> bool:
+    """Whether a store is large enough for what an entry says that a document has, each block of which lies in it once.
+
+    Otherwise whoever counts to the entry's numbers, or makes room for its blocks, could be kept busy for ever. Raises
+    ``DamagedError`` for an entry that contradicts itself.
+    """
+    if not store.capabilities.durable:  # then this very process wrote it
+        return True
+    state.check()
+    complete = len(state.complete(spec.block_size)) - sum(stop - start for start, stop in state.dropped)
+    blocks = max(complete, len(state.live()) - len(state.complete(spec.block_size)))
+    needed = blocks * spec.layers * sum(layout.nbytes for layout in block_layouts(spec))
+    return needed <= BELIEVED_BYTES or needed <= store.used_bytes()
 
 
 def blocks_per_run(spec: MemorySpec) -> int:

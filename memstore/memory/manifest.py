@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from memstore._version import __version__
-from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound
 from memstore.memory.rules import Rules
 from memstore.memory.spec import MemorySpec
+from memstore.memory.state import LAST_BLOCK, LONGEST_NAME
 from memstore.store import paths
+from memstore.stored import anything, array, fit, maybe, members, parse, row, table, text, whole
 
 FORMAT, VERSION = "memstore-export", 1
 NAME = "manifest.json"
+MOST_BYTES = 128 * 1024 * 1024
+"""Of the manifest."""
 FACTS = "facts.safetensors"
 FILE = re.compile(r"facts\.safetensors|document-\d{4,}-\d{6,}\.safetensors")
 
@@ -146,12 +150,13 @@ def damaged(folder: Path, entry: FileEntry, what: str) -> DamagedError:
 
 def _parsed(path: Path) -> Manifest:
     try:
-        content = json.loads(paths.read(path.parent, path.name))
+        content = fit(parse(paths.read(path.parent, path.name, MOST_BYTES), str(path), MOST_BYTES), HEAD, str(path))
         if content["format"] == FORMAT and content["version"] > VERSION:
             raise ForeignMemory(f"{path} was written by a newer memstore ({content['library']}); upgrade memstore.")
         told = content.pop("sha256")
         if content["format"] != FORMAT or _digest(content) != told:
             raise ValueError("its digest does not match")
+        fit(content, MANIFEST, str(path))
         facts = content["facts"]
         return Manifest(
             spec=MemorySpec.from_dict(content["spec"]),
@@ -161,6 +166,8 @@ def _parsed(path: Path) -> Manifest:
             facts=None if facts is None else _file(facts),
             rules=Rules.from_dict(content["rules"]) if "rules" in content else Rules(),
         )
+    except InvalidArgument as error:
+        raise DamagedError(f"{path} is damaged: {error} Restore it from a copy, or export again.") from None
     except MemstoreError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -168,6 +175,34 @@ def _parsed(path: Path) -> Manifest:
         raise DamagedError(
             f"{path} is damaged: {words}. Restore it from a copy, or export again.", remedy="restore"
         ) from None
+
+
+_BLOCK = whole(0, LAST_BLOCK)
+_TENSOR = text(1000)
+_MOST = 10_000_000
+_ENTRY = table(
+    {"blocks": maybe(row(_BLOCK, _BLOCK)), "tokens": whole(0, 2**53)}, name=text(100), nbytes=whole(), sha256=text(64)
+)
+HEAD = table(format=text(100), version=whole(0), library=text(1000), sha256=text(100))
+MANIFEST = table(
+    {"rules": anything},
+    spec=anything,
+    info=members(anything, _MOST),
+    arrays=members(array(_TENSOR, 255), _MOST),
+    facts=maybe(_ENTRY),
+    documents=array(
+        table(
+            {"begins_like": maybe(row(text(LONGEST_NAME), _BLOCK))},
+            name=text(LONGEST_NAME),
+            tokens=whole(0, 2**53),
+            first=_BLOCK,
+            digest=maybe(text(64)),
+            reading=maybe(members(anything, 1000)),
+            files=array(_ENTRY, _MOST),
+        ),
+        _MOST,
+    ),
+)
 
 
 def _document(values: dict[str, Any]) -> DocumentEntry:

@@ -33,12 +33,11 @@ from memstore.memory.rules import Rules
 from memstore.memory.shared import Shared, not_found
 from memstore.memory.sharing import Deleting
 from memstore.memory.spec import MemorySpec
+from memstore.memory.state import LONGEST_NAME
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.memory.usage import Usage, present
 from memstore.store.contract import Compacted, Progress
-
-LONGEST_NAME = 511  # bytes
 
 _log = logging.getLogger("memstore.index")
 
@@ -281,6 +280,11 @@ class Memory:
         """Store a small JSON value of the memory itself under ``name``, replacing what was there."""
         self._check_writable()
         self._named.put_info(name, value)
+
+    def model_info(self) -> dict[str, Any]:
+        """What is told of the model that read: the object under the name "model", empty where there is none."""
+        told = self.get_info("model")
+        return told if isinstance(told, dict) else {}
 
     def get_info(self, name: str) -> Any:
         """What ``put_info`` stored, or None."""

@@ -10,11 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from memstore.errors import ForeignMemory, InvalidArgument
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory.shared import Shared
-from memstore.memory.state import FIRST_NAMED, LAST_ITEM
-from memstore.memory.tensors import from_record, to_record
+from memstore.memory.state import FIRST_NAMED, LAST_ITEM, NAMED_VALUE
+from memstore.memory.tensors import TORCH_DTYPES, from_record, to_record
 from memstore.store.contract import Batch, Key, Layout, Record, Table
+from memstore.stored import anything, array, check_depth, fit, table, text
+
+INFO = table(value=anything)
+ARRAYS = table(arrays=array(text(1000), 254))
 
 
 class Named:
@@ -37,21 +41,21 @@ class Named:
         found = self._find("arrays", name)
         if found is None:
             return None
-        head, *records = found[1]
-        return dict(zip(head.to_json()["arrays"], map(from_record, records), strict=True))
+        return _arrays(head_of(found[1]), found[1])
 
     def put_info(self, name: str, value: Any) -> None:
         """Store a small JSON value under ``name``, replacing what was there."""
         try:
             json.dumps(value)
-        except (TypeError, ValueError) as error:
+            check_depth(value)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"{name!r} must be a JSON value ({error}).") from None
         self._put("info", name, {"value": value}, [])
 
     def get_info(self, name: str) -> Any:
         """The JSON value under ``name``, or None."""
         found = self._find("info", name)
-        return None if found is None else found[1][0].to_json()["value"]
+        return None if found is None else head_of(found[1])["value"]
 
     def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """All JSON values and all arrays, by their names."""
@@ -61,11 +65,11 @@ class Named:
             records = self._shared.store.get(key)
             if records is None:
                 continue
-            head, *rest = records[0].to_json(), *records[1:]
+            head = head_of(records)
             if head["kind"] == "info":
                 info[head["name"]] = head["value"]
             else:
-                arrays[head["name"]] = dict(zip(head["arrays"], map(from_record, rest), strict=True))
+                arrays[head["name"]] = _arrays(head, records)
         return info, arrays
 
     def share(self, other: Named) -> None:
@@ -88,7 +92,7 @@ class Named:
             self._read_new()
             batch, item = Batch(), self._next
             for records in values:
-                head = records[0].to_json()
+                head = head_of(records)
                 key = self._known.get((head["kind"], head["name"]))
                 if key is None:
                     batch.put(Key(Table.META, item=item), *records)
@@ -122,12 +126,27 @@ class Named:
             for key in self._keys(self._next):
                 records = self._shared.store.get(key)
                 if records is not None:
-                    head = records[0].to_json()
+                    head = head_of(records)
                     self._known.setdefault((head["kind"], head["name"]), key)
                 self._next = key.item + 1
 
     def _keys(self, first: int = FIRST_NAMED.item) -> list[Key]:
         return self._shared.store.keys(Key(Table.META, item=first), Key(Table.META, item=LAST_ITEM))
+
+
+def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
+    """What a named value says of itself. Raises ``DamagedError``."""
+    head: dict[str, Any] = fit(records[0].to_json(), NAMED_VALUE, "a named value")
+    if head["kind"] == "info":
+        return fit(head, INFO, f"the value under the name {head['name']!r}")  # type: ignore[no-any-return]
+    names = fit(head, ARRAYS, f"the value under the name {head['name']!r}")["arrays"]
+    if len(names) != len(records) - 1 or any(record.layout.dtype not in TORCH_DTYPES for record in records[1:]):
+        raise DamagedError(f"the arrays under the name {head['name']!r} are damaged; restore them from a copy")
+    return head
+
+
+def _arrays(head: dict[str, Any], records: tuple[Record, ...]) -> dict[str, Tensor]:
+    return dict(zip(head["arrays"], map(from_record, records[1:]), strict=True))
 
 
 def _head(kind: str, name: str, facts: Mapping[str, Any]) -> Record:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from memstore.errors import DamagedError
-from memstore.memory.state import LAST_DOCUMENT, Address, DocumentState
+from memstore.memory.state import BRANCH, LAST_DOCUMENT, Address, DocumentState
 from memstore.store.contract import Batch, BlockStore, Key, Record, Table
+from memstore.stored import fit
 
 
 class Piece(NamedTuple):
@@ -83,14 +84,14 @@ class Homes:
         met = set[int]()
         while number not in self._known:
             records = self._store.get(Address(number).branch)
-            values = {} if records is None else records[0].to_json()
+            values = {} if records is None else fit(records[0].to_json(), BRANCH, f"what is stored of home {number}")
             if values:
                 self._documents[number] = values["document"]
             if "parent" not in values:
                 self._known[number] = listed(number, values.get("spans", ()))
                 break
             met.add(number)
-            chain.append((number, values["stop"]))
+            chain.append((number, values.get("stop", 0)))
             number = values["parent"]
             if number in met:
                 raise DamagedError(f"home {number} of this memory is a branch of itself; run verify")
@@ -115,7 +116,9 @@ class Homes:
         for number in numbers:
             if number not in self._documents:
                 records = self._store.get(Address(number).branch)
-                self._documents[number] = number if records is None else records[0].to_json()["document"]
+                self._documents[number] = (
+                    number if records is None else fit(records[0].to_json(), BRANCH, f"home {number}")["document"]
+                )
         return {number: (home, self._documents[number]) for number, home in homes.items()}
 
 

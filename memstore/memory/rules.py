@@ -10,7 +10,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, get_args
 
 from memstore.errors import ForeignMemory
-from memstore.memory.keeping import Keeping, WhenFull
+from memstore.memory.keeping import LATEST, Keeping, WhenFull
+from memstore.memory.state import LONGEST_NAME
+from memstore.stored import array, fit, maybe, members, number, table, text, whole
+
+_MOST = 10_000_000
+RULES = table(
+    max_bytes=maybe(whole(1)),
+    when_full=text(64),
+    pinned=array(text(LONGEST_NAME), _MOST),
+    expires=members(number(LATEST), _MOST),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +68,7 @@ class Rules:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of ``to_dict``. Raises ``ForeignMemory`` for rules that this version does not know."""
+        fit(values, RULES, "the list of rules of a memory")
         if set(values) - set(cls.__dataclass_fields__) or values.get("when_full") not in get_args(WhenFull):
             raise ForeignMemory("a newer memstore wrote these rules of a memory; upgrade memstore.")
         return cls(**{**values, "pinned": tuple(values["pinned"]), "expires": {**values["expires"]}})

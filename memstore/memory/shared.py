@@ -15,12 +15,13 @@ from memstore.memory.history import history_runs
 from memstore.memory.index_files import IndexFiles
 from memstore.memory.keeper import Keeper
 from memstore.memory.landmarks import index_dtype
-from memstore.memory.layouts import block_layouts
+from memstore.memory.layouts import block_layouts, fits_in
 from memstore.memory.places import Homes, Places
 from memstore.memory.runs import LandmarkRuns, Runs
 from memstore.memory.spec import MemorySpec
-from memstore.memory.state import NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.state import NEXT_DOCUMENT, NEXT_DOCUMENT_VALUE, Address, DocumentState
 from memstore.store.contract import BlockStore, Layout, Record
+from memstore.stored import fit
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -103,6 +104,20 @@ class Shared:
 
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
+        state = self._stored_state(document)
+        if state is None or fits_in(self.store, self.spec, state):
+            return state
+        # Between the two looks a writer may have forgotten it, and its bytes with it.
+        state = self._stored_state(document)
+        if state is None or fits_in(self.store, self.spec, state):
+            return state
+        raise DamagedError(
+            f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks are "
+            "more than the whole memory holds; run verify",
+            memory=self.url,
+        )
+
+    def _stored_state(self, document: int) -> DocumentState | None:
         records = self.store.get(Address(document).entry)
         return None if records is None else DocumentState.from_record(records[0])
 
@@ -110,7 +125,8 @@ class Shared:
         """The number that the next new document gets. Raises ``DamagedError``."""
         records = self.store.get(NEXT_DOCUMENT)
         if records is not None:
-            return int(records[0].to_json()["next_document"])
+            told = fit(records[0].to_json(), NEXT_DOCUMENT_VALUE, "the number of the next document")
+            return int(told["next_document"])
         if self.documents():
             raise DamagedError(f"memory {self.url} has lost the number of its next document; run repair")
         return 1

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import Any
 
 from memstore.errors import InvalidArgument
 from memstore.memory.fingerprint import Fingerprint, check_names
+from memstore.stored import anything, array, fit, maybe, members, row, table, text, whole
 
 DTYPES = ("float32", "float16", "bfloat16")
 KEY_DTYPES = ("float32", "bfloat16", "bit")
 CODECS = ("none", "int8", "fp8", "int4")
+MOST_LAYERS = 2**16
+MOST_NUMBERS = 2**29
+"""In the states, or the landmarks, of one block of one layer: 2 GiB of float32, near what a store can hold in one."""
+
+_SIZE = whole(1, 2**31)
+SPEC = table(
+    layers=_SIZE,
+    fields=array(row(text(255), array(_SIZE, 7)), 100),
+    index_layers=array(whole(0, 2**31), MOST_LAYERS),
+    key_heads=_SIZE,
+    key_dim=_SIZE,
+    block_size=_SIZE,
+    keys_per_block=_SIZE,
+    dtype=text(64),
+    key_dtype=text(64),
+    capacity=maybe(_SIZE),
+    codec=text(64),
+    fingerprint=members(anything, 100),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +74,8 @@ class MemorySpec:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("key_dtype", self.key_dtype, KEY_DTYPES)
         _one_of("codec", self.codec, CODECS)
+        if self.layers > MOST_LAYERS:
+            raise InvalidArgument(f"layers must be at most {MOST_LAYERS:,}, not {self.layers:,}.")
         self._check_fields()
         self._check_index()
 
@@ -74,8 +97,13 @@ class MemorySpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemorySpec:
-        """The inverse of ``to_dict``. Raises ``ForeignMemory`` for what this version does not know."""
+        """The inverse of ``to_dict``.
+
+        Raises ``ForeignMemory`` for what this version does not know, ``DamagedError`` for what none can have written.
+        """
+        fit(values, members(anything, 100), "the spec of a memory")
         check_names("spec", values, {item.name for item in fields(cls)})
+        fit(values, SPEC, "the spec of a memory")
         shapes = {name: tuple(shape) for name, shape in values["fields"]}
         fingerprint = Fingerprint.from_dict(values["fingerprint"])
         return cls(**{**values, "fields": shapes, "fingerprint": fingerprint})
@@ -88,15 +116,23 @@ class MemorySpec:
                 raise InvalidArgument(f"fields: {name!r} cannot be the name of a tensor; use a word such as 'k'.")
             for size in shape:
                 _positive(f"fields[{name!r}]", size)
+        numbers = sum(prod(shape) for shape in self.fields.values())
+        if numbers > MOST_NUMBERS:
+            raise InvalidArgument(
+                f"fields: a block of one layer has {numbers:,} numbers, and {MOST_NUMBERS:,} is the most."
+            )
 
     def _check_index(self) -> None:
         known = range(self.layers)
-        if sorted(set(self.index_layers)) != list(self.index_layers) or not set(self.index_layers) <= set(known):
+        if sorted(set(self.index_layers)) != list(self.index_layers) or not all(n in known for n in self.index_layers):
             raise InvalidArgument(
                 f"index_layers must be ascending layers from 0 to {self.layers - 1}, not {self.index_layers}."
             )
         if self.key_dtype == "bit" and self.key_dim % 8:
             raise InvalidArgument(f"key_dim must be a multiple of 8 where key_dtype is 'bit', not {self.key_dim}.")
+        numbers = self.key_heads * self.keys_per_block * self.key_dim
+        if numbers > MOST_NUMBERS:
+            raise InvalidArgument(f"landmarks of a block have {numbers:,} numbers, and {MOST_NUMBERS:,} is the most.")
 
 
 def _positive(name: str, value: object) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memstore.errors import ForeignMemory
+from memstore.errors import DamagedError, ForeignMemory
 from memstore.store.contract import Key, Record, Table
+from memstore.stored import anything, array, fit, maybe, members, ranges, row, table, text, whole
 
 LAST_DOCUMENT = 2**32 - 2
 LAST_ITEM = 2**63 - 1
@@ -15,10 +16,17 @@ HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""
 NEXT_DOCUMENT = Key(Table.META, item=1)
 """JSON ``{"next_document": n}``: numbers of documents are never used twice."""
+NEXT_DOCUMENT_VALUE = table(next_document=whole(0, LAST_DOCUMENT + 1))
 KEEPING = Key(Table.META, item=2)
 """JSON, only where there is a limit or another rule: see ``keeping.py``."""
 FIRST_NAMED = Key(Table.META, item=16)
 """From here on: arrays and facts under names, see ``named.py``."""
+
+NAMED_VALUE = table(kind=text(20), name=text(10_000))
+LAST_BLOCK = 2**32 - 1
+MOST_SPANS = 2**16
+LONGEST_NAME = 511
+"""Bytes of the name of a document."""
 
 _ALWAYS = ("name", "tokens", "blocks", "first", "edits", "state")
 
@@ -50,6 +58,15 @@ class DocumentState:
     """What the states depend on beside fingerprint and tokens, in the words of whoever computed them."""
     dropped: tuple[tuple[int, int], ...] = ()
     """``(start, stop)``: complete blocks that were damaged and are gone, ascending; see ``dropping.py``."""
+
+    def check(self) -> None:
+        """Raise ``DamagedError`` for numbers that cannot be those of a document."""
+        ends = [0, *(stop for _, _, stop in self.spans)]
+        if self.first > self.blocks or [start for _, start, _ in self.spans] != ends[:-1] or ends != sorted(set(ends)):
+            raise DamagedError(
+                f"the entry of document {self.name!r} contradicts itself (blocks {self.first} to {self.blocks}, "
+                f"{len(self.spans)} spans); run verify"
+            )
 
     def live(self) -> range:
         """All live blocks."""
@@ -96,8 +113,8 @@ class DocumentState:
 
     @classmethod
     def from_record(cls, record: Record) -> DocumentState:
-        """The inverse of ``to_record``."""
-        values = record.to_json()
+        """The inverse of ``to_record``. Raises ``DamagedError`` and ``ForeignMemory``."""
+        values = fit(record.to_json(), ENTRY, "the entry of a document")
         if unknown := set(values) - set(cls.__dataclass_fields__):
             raise ForeignMemory(
                 f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
@@ -109,6 +126,28 @@ class DocumentState:
             parent, stop = map(int, branch)
             branch = parent, stop
         return cls(**values, branch=branch, spans=spans, dropped=dropped)
+
+
+_NUMBER, _BLOCK = whole(0, LAST_DOCUMENT), whole(0, LAST_BLOCK)
+_SPANS = array(row(_NUMBER, _BLOCK, _BLOCK), MOST_SPANS)
+BRANCH = table({"parent": _NUMBER, "stop": _BLOCK, "spans": _SPANS}, document=_NUMBER)
+"""What is stored of a home that is a branch."""
+ENTRY = table(
+    {
+        "branch": maybe(row(_NUMBER, _BLOCK)),
+        "spans": _SPANS,
+        "home": maybe(whole(0, LAST_DOCUMENT)),
+        "digest": maybe(text(64)),
+        "reading": maybe(members(anything, 1000)),
+        "dropped": ranges(LAST_BLOCK),
+    },
+    name=text(LONGEST_NAME),
+    tokens=whole(0, 2**53),
+    blocks=whole(0, LAST_BLOCK),
+    first=whole(0, LAST_BLOCK),
+    edits=whole(),
+    state=text(64),
+)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class DocumentReader(ABC):
         Raises what ``Traces.record`` does.
         """
         return (self.memory.traces if traces is None else traces).record(
-            model=(self.memory.get_info("model") or {}).get("name"),
+            model=self.memory.model_info().get("name"),
             documents=[self.document.name],
             question=question,
             prompt=as_tokens(prompt).tolist(),

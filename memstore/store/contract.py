@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from memstore import stored
 from memstore.errors import DamagedError, NotFound, StoreFull
 
 Bytes = npt.NDArray[np.uint8]
@@ -128,8 +129,8 @@ class Record(NamedTuple):
         return cls(Layout("json", (payload.size,)), payload)
 
     def to_json(self) -> Any:
-        """Unwrap a value made by ``from_json``."""
-        return json.loads(self.payload.tobytes())
+        """Unwrap a value made by ``from_json``. Raises ``DamagedError`` for one that is no JSON, or far too large."""
+        return stored.parse(self.payload.tobytes(), "a stored JSON value")
 
 
 @dataclass

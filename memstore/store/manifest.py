@@ -14,9 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from memstore.errors import DamagedError
 from memstore.store.checks import MAX_DOCUMENT
-from memstore.store.contract import Key, Layout, Record, Table
+from memstore.store.contract import ITEM_BYTES, Key, Layout, Record, Table
+from memstore.store.records import MAX_DIMENSIONS
 from memstore.store.shards import shard_index, shard_name
+from memstore.stored import Unfit, anything, array, fit, ranges, table, whole
 
 STORE = MAX_DOCUMENT + 1
 """The document under whose number the manifest lies in the tail, out of reach of callers."""
@@ -29,6 +32,14 @@ COUNTERS = Key(Table.META, STORE, 0, 1)
 
 With ``"owner"``, a random name, where the shards do not lie beside the tail: they have an object of that name.
 """
+
+
+def _owner(value: Any, at: str) -> None:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{32}", value):  # it becomes part of a path
+        raise Unfit(f"{at} must be 32 hexadecimal digits")
+
+
+COUNTERS_VALUE = table({"owner": _owner}, next_extent=whole(0, 2**53), bytes=whole())
 
 
 class Series(NamedTuple):
@@ -151,6 +162,32 @@ def find(extents: Sequence[Extent], block: int) -> Place | None:
     return None
 
 
+_ITEM = whole(0, 2**32 - 1)
+
+
+def _layout(value: Any, at: str) -> None:
+    row_of = array(anything, MAX_DIMENSIONS + 1)
+    row_of(value, at)
+    if not value or value[0] not in ITEM_BYTES:
+        raise Unfit(f"{at} must be an element type and a shape")
+    array(whole(0, 2**31), MAX_DIMENSIONS)(value[1:], at)
+    if Layout(value[0], tuple(value[1:])).nbytes > 2**32:
+        raise Unfit(f"{at} is larger than any value")
+
+
+EXTENTS = array(
+    table(
+        extent=whole(0, 2**53),
+        first=_ITEM,
+        shard_blocks=whole(1, 2**24),
+        shards=whole(1, 2**31),
+        layouts=array(_layout, 255),
+        live=ranges(2**32),
+    ),
+    2**20,
+)
+
+
 def to_record(extents: Sequence[Extent]) -> Record:
     """The extents of one layer as stored."""
     return Record.from_json(
@@ -169,7 +206,13 @@ def to_record(extents: Sequence[Extent]) -> Record:
 
 
 def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
-    """The inverse of ``to_record``."""
+    """The inverse of ``to_record``. Raises ``DamagedError``."""
+    what = f"the list of shards of document {series.document}, layer {series.layer}"
+    extents = fit(record.to_json(), EXTENTS, what)
+    for values in extents:
+        end = values["first"] + values["shards"] * values["shard_blocks"]
+        if any(not values["first"] <= start < stop <= end for start, stop in values["live"]):
+            raise DamagedError(f"{what} is damaged: blocks are said to lie outside of their shards")
     return tuple(
         Extent(
             values["extent"],
@@ -180,5 +223,5 @@ def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
             tuple(Layout(dtype, tuple(shape)) for dtype, *shape in values["layouts"]),
             tuple((start, stop) for start, stop in values["live"]),
         )
-        for values in record.to_json()
+        for values in extents
     )

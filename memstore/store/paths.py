@@ -109,10 +109,13 @@ def open_file(root: Path, name: str, flags: int) -> int:
     return handle
 
 
-def read(root: Path, name: str) -> bytes:
-    """The content of the file ``name`` below ``root``. Raises ``NotAMemory`` and ``OSError``."""
+def read(root: Path, name: str, most: int | None = None) -> bytes:
+    """The content of the file ``name`` below ``root``; of a larger one than ``most`` bytes, one byte more than that.
+
+    Raises ``NotAMemory`` and ``OSError``.
+    """
     with os.fdopen(open_file(root, name, os.O_RDONLY), "rb") as file:
-        return file.read()
+        return file.read(-1 if most is None else most + 1)
 
 
 def write(root: Path, name: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:

@@ -11,19 +11,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memstore.errors import ReadOnlyMemory
+from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.store.checks import MAX_LAYER
 from memstore.store.contract import Key, Layout, Record, Scanned
 from memstore.store.lmdb import TAIL_FORMAT, LmdbStore
-from memstore.store.lmdb_values import pack
-from memstore.store.manifest import COUNTERS, STORE, Extent, Series, from_record
-from memstore.store.records import decode_value, value_reader
+from memstore.store.lmdb_values import pack, used_bytes
+from memstore.store.manifest import COUNTERS, COUNTERS_VALUE, STORE, Extent, Series, from_record
+from memstore.store.records import damaged, decode_value, value_reader
+from memstore.stored import fit
 
 _CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
 
 Sums = npt.NDArray[np.uint64]
 Deletes = list[tuple[Key, Key]]
 Puts = list[tuple[Key, tuple[Record, ...]]]
+
+CHECKSUM_ROOM = 1000
+"""Blocks of a layer that are believed without a look at the size of the tail."""
+_SUM_BYTES = 8
 
 
 class Tail(LmdbStore):
@@ -81,7 +86,15 @@ class Snapshot:
         known = cache.extents.get(series)
         if known is None or known[0] != raw:
             records, _ = decode_value(memoryview(raw), 0, series.manifest)
-            known = cache.extents[series] = (raw, from_record(series, records[0]))
+            extents = from_record(series, records[0])
+            # Each block has checksums here: what says that there are more blocks is not to be counted through.
+            blocks = sum(stop - start for extent in extents for start, stop in extent.live)
+            if blocks > CHECKSUM_ROOM and blocks * _SUM_BYTES > used_bytes(self._txn):
+                raise DamagedError(
+                    f"the list of shards of document {series.document}, layer {series.layer} is damaged: {blocks:,} "
+                    "blocks are more than there are checksums; restore it from a copy"
+                )
+            known = cache.extents[series] = (raw, extents)
         return known[1]
 
     def sums(self, extent: Extent, shard: int, cache: Cache) -> Sums:
@@ -90,6 +103,8 @@ class Snapshot:
         if (sums := cache.sums.get(name)) is None:
             key = extent.sums(shard)
             records, _ = decode_value(memoryview(self._raw(key) or b""), 0, key)
+            if records[0].payload.size != _SUM_BYTES * extent.shard_blocks * len(extent.layouts):
+                raise damaged(key, "it has not as many checksums as its shard has blocks")
             sums = records[0].payload.view("<u8").reshape(extent.shard_blocks, len(extent.layouts))
             cache.sums[name] = sums
             if len(cache.sums) > _CACHED_SHARDS:
@@ -110,8 +125,8 @@ class Snapshot:
         raw = self._raw(COUNTERS)
         if raw is None:
             return {"next_extent": 1, "bytes": 0}
-        counters: dict[str, Any] = decode_value(memoryview(raw), 0, COUNTERS)[0][0].to_json()
-        return counters
+        counters = decode_value(memoryview(raw), 0, COUNTERS)[0][0].to_json()
+        return fit(counters, COUNTERS_VALUE, "the value that counts shards")  # type: ignore[no-any-return]
 
     def keys(self, first: Key, last: Key) -> list[Key]:
         """Keys in the tail, in order. Raises ``DamagedError``."""

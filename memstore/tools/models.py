@@ -94,7 +94,7 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
 
 def recorded_name(memory: Memory) -> str | None:
     """The name of the model that read the memory, None where the memory does not say."""
-    name = (memory.get_info("model") or {}).get("name")
+    name = memory.model_info().get("name")
     return name if isinstance(name, str) else None
 
 
@@ -102,7 +102,7 @@ def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, devic
     """The model that read the memory, in the precision it read with, unless others are named."""
     from memstore.tools.trust import chosen_name
 
-    info = memory.get_info("model") or {}
+    info = memory.model_info()
     return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)
 
 

@@ -174,7 +174,7 @@ class Attached:
         layers = [plan for plan in self.architecture.layers if not plan.local and plan.index >= first]
         return {
             "mechanism": "attach",
-            "model": (self.memories[0].get_info("model") or {}).get("name"),
+            "model": self.memories[0].model_info().get("name"),
             "layers": [plan.index for plan in layers],
             "heads": max(plan.heads for plan in layers),
             "top_k": self.retrieval.top_k,

@@ -26,11 +26,11 @@ def overview(memory: Memory) -> dict[str, Any]:
     spec = memory.spec
     return {
         "url": readable(memory.url),
-        "model": readable(str((memory.get_info("model") or {}).get("name") or spec.fingerprint.architecture)),
+        "model": readable(str(memory.model_info().get("name") or spec.fingerprint.architecture)),
         "layers": spec.layers,
         "index_layers": list(spec.index_layers),
         "block_size": spec.block_size,
-        "can_ask": bool(memory.get_info("model")),
+        "can_ask": bool(memory.model_info()),
         "dtype": spec.dtype,
         "fields": {name: list(shape) for name, shape in spec.fields.items()},
     }

@@ -1,0 +1,176 @@
+"""Values as they come from disk: their types and bounds, before anything is done with them.
+
+Checksums say that a value is what was written, not that whoever wrote it meant well. A number of 10**18 tokens would
+be believed and counted to, a text would be added to a number. So every JSON value of a memory, an export or an index is
+compared with a schema, made of the functions here, where it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from memstore.errors import DamagedError
+
+Check = Callable[[Any, str], None]
+"""Raises ``Unfit`` for a value, found at the place in words, that is not as it should be."""
+
+LARGEST = 2**63 - 1
+MOST_BYTES = 16 * 1024 * 1024
+"""Length of one JSON value of a memory."""
+DEEPEST = 100
+"""Brackets within brackets."""
+
+
+class Unfit(ValueError):
+    """A value that no memstore writes; the message says where it is and what was expected there."""
+
+
+def parse(raw: bytes, what: str, most_bytes: int = MOST_BYTES) -> Any:
+    """The JSON value in ``raw``. Raises ``DamagedError``, which calls it ``what``."""
+    try:
+        if len(raw) > most_bytes:
+            raise Unfit(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
+        value = json.loads(raw, parse_constant=_no_number)
+        check_depth(value)
+    except (ValueError, RecursionError) as error:  # the first also for what is not UTF-8
+        reason = "its brackets are too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise DamagedError(f"{what} is damaged: {reason[:200]}; restore it from a copy", remedy="restore") from None
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ``Unfit`` where lists and objects lie in one another more than ``DEEPEST`` times."""
+    level: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return
+        level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
+    raise Unfit(f"its brackets are more than {DEEPEST} deep")
+
+
+def fit(value: Any, check: Check, what: str) -> Any:
+    """``value``, which is as ``check`` wants it. Raises ``DamagedError``, which calls it ``what``."""
+    try:
+        check(value, "")
+    except Unfit as error:
+        raise DamagedError(f"{what} is damaged: {error}; restore it from a copy", remedy="restore") from None
+    return value
+
+
+def whole(least: int = 0, most: int = LARGEST) -> Check:
+    """A whole number from ``least`` to ``most``."""
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            _unfit(at, f"a whole number from {least:,} to {most:,}", value)
+
+    return check
+
+
+def number(most: float) -> Check:
+    """A number that is not negative."""
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+            _unfit(at, f"a number from 0 to {most:,}", value)
+
+    return check
+
+
+def text(most: int) -> Check:
+    """A text of up to ``most`` characters."""
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, str) or len(value) > most:
+            _unfit(at, f"a text of up to {most:,} characters", value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # half of a character, as JSON can say it
+            _unfit(at, "a text of whole characters", value)
+
+    return check
+
+
+def maybe(inner: Check) -> Check:
+    """Null, or what ``inner`` wants."""
+    return lambda value, at: None if value is None else inner(value, at)
+
+
+def array(inner: Check, most: int) -> Check:
+    """A list of up to ``most`` values, each as ``inner`` wants it."""
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, list | tuple) or len(value) > most:
+            _unfit(at, f"a list of up to {most:,} values", value)
+        for place, each in enumerate(value):
+            inner(each, f"{at}[{place}]")
+
+    return check
+
+
+def row(*inner: Check) -> Check:
+    """A list of as many values as there are checks, each as its check wants it."""
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, list | tuple) or len(value) != len(inner):
+            _unfit(at, f"a list of {len(inner)} values", value)
+        for place, (each, wanted) in enumerate(zip(value, inner, strict=True)):
+            wanted(each, f"{at}[{place}]")
+
+    return check
+
+
+def ranges(most: int) -> Check:
+    """A list of pairs ``[start, stop]`` that are not empty, ascend and end at ``most``."""
+
+    def check(value: Any, at: str) -> None:
+        array(row(whole(0, most), whole(0, most)), most)(value, at)
+        edges = [edge for pair in value for edge in pair]
+        if edges != sorted(edges) or any(start == stop for start, stop in value):
+            _unfit(at, "ascending ranges", value)
+
+    return check
+
+
+def members(inner: Check, most: int) -> Check:
+    """An object of up to ``most`` members of any names, each as ``inner`` wants it."""
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, Mapping) or len(value) > most:
+            _unfit(at, f"an object of up to {most:,} members", value)
+        for name, each in value.items():
+            inner(each, f"{at}[{reprlib.repr(name)}]")
+
+    return check
+
+
+def table(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
+    """An object with the members ``required``, each as its check wants it, and perhaps ``optional`` or unknown ones."""
+    wanted = {**(optional or {}), **required}
+
+    def check(value: Any, at: str) -> None:
+        if not isinstance(value, Mapping):
+            _unfit(at, "an object", value)
+        for name, inner in wanted.items():
+            if name in value:
+                inner(value[name], f"{at}.{name}" if at else name)
+            elif name in required:
+                raise Unfit(f"{at + ' ' if at else ''}lacks {name}")
+
+    return check
+
+
+def anything(value: Any, at: str) -> None:
+    """Whatever JSON can say."""
+
+
+def _unfit(at: str, expected: str, value: Any) -> NoReturn:
+    raise Unfit(f"{at or 'it'} must be {expected}, not {reprlib.repr(value)}")
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise Unfit(f"{constant} is no JSON number")
