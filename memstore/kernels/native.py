@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,8 @@ from memstore.folders import cache_folder
 VARIABLE = "MEMSTORE_NATIVE"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared")
 MOST_SECONDS = 120
+
+_log = logging.getLogger("memstore.kernels")
 
 
 class Unavailable(Exception):
@@ -95,14 +99,43 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 
 def _kept_folder() -> Path | None:
     """Where libraries are kept; None where that cannot be, or somebody else could put one there."""
-    folder = cache_folder() / "native"
+    folder = Path(os.path.abspath(cache_folder())) / "native"  # noqa: PTH100 - resolve() would follow links
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-    except OSError:
-        return None
-    mine = about.st_uid == os.getuid() and not about.st_mode & 0o022
-    return folder if mine and os.access(folder, os.W_OK) else None
+        for each in (folder.parent, folder):  # with a umask of 002 the group could write to the upper one
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        problem = _not_private(folder)
+    except OSError as error:
+        problem = str(error)
+    if problem is None:
+        return folder
+    _log_once(f"Compiled code is not kept: {problem}")
+    return None
+
+
+def _not_private(folder: Path) -> str | None:
+    """Why somebody else could put a file into ``folder``, or exchange it or a folder above it; None if nobody can.
+
+    Of links above, both they and where they lead to are looked at. Raises ``OSError``.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(handle)
+    finally:
+        os.close(handle)
+    if about.st_uid != os.getuid() or about.st_mode & 0o022 or not os.access(folder, os.W_OK):
+        return f"{folder} is not this user's alone"
+    for above in {*folder.parents, *folder.resolve().parents}:
+        found = above.lstat()
+        # In a folder with the sticky bit, such as /tmp, nobody but its owner renames what lies there.
+        others = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode)
+        if found.st_uid not in (0, os.getuid()) or others:
+            return f"others could exchange {folder}, for {above} is theirs, or they may write to it (chmod go-w)"
+    return None
+
+
+@cache
+def _log_once(what: str) -> None:
+    _log.warning(what)
 
 
 def _find(folder: Path, name: str) -> Path | None:

@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory
+from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory, StoreFull
 from memstore.index import IndexCapabilities
 from memstore.memory import keeping, verify
 from memstore.memory.append import Tokens, as_tokens
@@ -38,6 +38,7 @@ from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.memory.usage import Usage, present
 from memstore.store.contract import Compacted, Progress
+from memstore.store.space import FULL
 
 _log = logging.getLogger("memstore.index")
 
@@ -101,6 +102,9 @@ class Memory:
 
     def __repr__(self) -> str:
         return f"Memory({self.url!r}, mode={self.mode!r}, {self.spec.fingerprint.architecture})"
+
+    def __reduce__(self) -> NoReturn:
+        self._shared.__reduce__()
 
     def __enter__(self) -> Self:
         return self
@@ -254,7 +258,7 @@ class Memory:
 
         Whoever opens the memory next with the same ``index`` finds them there and searches at once. An approximate
         index is measured against the truth, which ``stats`` tells. ``progress`` is told how many layers of how many are
-        done. Raises ``ReadOnlyMemory``, ``DamagedError``, ``OSError``.
+        done. Raises ``ReadOnlyMemory``, ``DamagedError``, ``StoreFull``, ``OSError``.
         """
         self._check_writable()
         layers = [(each, layer) for each in self.documents() for layer in self.spec.index_layers]
@@ -263,7 +267,16 @@ class Memory:
                 progress(done, len(layers))
             index = document.layer(layer).index
             assert index is not None
-            index.build()
+            try:
+                index.build()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise StoreFull(
+                    f"no room for the indexes of memory {self.url} ({error.strerror}); the memory itself is whole. "
+                    "Make room, and build them again",
+                    memory=self.url,
+                ) from error
         if progress is not None:
             progress(len(layers), len(layers))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
@@ -45,6 +46,14 @@ class Shared:
     """Commits appends as the memory's rules want it."""
     index_files: IndexFiles
     """Indexes that are kept beside the store."""
+
+    def __reduce__(self) -> NoReturn:
+        # For pickle and copy alike: two memories on one store would close it for one another.
+        raise InvalidArgument(
+            f"the open memory {self.url} cannot be copied or sent to another process; send its url, and open it in the "
+            "worker: memstore.open(url, mode='r')",
+            memory=self.url,
+        )
 
     @property
     def writing(self) -> threading.RLock:

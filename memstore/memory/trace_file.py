@@ -16,9 +16,11 @@ from weakref import finalize
 
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
 from memstore.store import paths
+from memstore.store.space import free_bytes
 
 NAME = "traces.sqlite"
 VERSION = 1
+_ROOM = 64 << 10  # bytes; a log and its table begin with half of that
 WAIT = 5.0
 """Seconds to wait for another process that writes."""
 
@@ -111,7 +113,15 @@ class TraceFile:
             "SQLITE_CANTOPEN": ReadOnlyMemory,
         }
         code = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
-        return kinds.get(code, MemstoreError)(
+        kind = kinds.get(code, MemstoreError)
+        # On a full disk SQLite fails wherever it happens to want room: for the log, or for what it shares.
+        if (
+            self.path is not None
+            and code in ("SQLITE_IOERR", "SQLITE_CANTOPEN")
+            and free_bytes(self.path.parent) < _ROOM
+        ):
+            kind = StoreFull
+        return kind(
             f"the traces of memory {self._url} cannot be used ({error}): {self.path} and its folder must be writable, "
             "with room on the disk, and no other process may hold them for long."
         )

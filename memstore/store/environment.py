@@ -31,7 +31,7 @@ from memstore.errors import (
 )
 from memstore.store import paths, tree
 from memstore.store.records import MAGIC
-from memstore.store.space import RESERVE_NAME, free_bytes
+from memstore.store.space import FULL, RESERVE_NAME, free_bytes, shortage
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -52,8 +52,6 @@ _TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold
 
 _ATTEMPTS = 5  # to look at a tree that a writer changes
 _LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass
@@ -132,8 +130,10 @@ def _prepare(data: Path, map_bytes: int) -> None:
     except lmdb.Error as error:
         raise translate(error, data.parent) from error
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise full(data.parent, str(error)) from error
+        if short := shortage(error.errno, data.parent):
+            raise short from error
         raise ReadOnlyMemory(f"memory {data.parent} cannot be created ({error}); choose another folder") from None
 
 
@@ -283,7 +283,12 @@ def tree_problem(env: lmdb.Environment, folder: Path, key_bytes: int) -> str | N
     for _ in range(_ATTEMPTS):
         with env.begin() as txn:
             transaction = txn.id()
-            what = tree.problem(folder / DATA_NAME, transaction, env.stat()["psize"], key_bytes)
+            try:
+                what = tree.problem(folder / DATA_NAME, transaction, env.stat()["psize"], key_bytes)
+            except OSError as error:
+                raise shortage(error.errno, folder) or DamagedError(
+                    f"{folder / DATA_NAME} cannot be read ({error.strerror}); check the disk", memory=folder
+                ) from error
         # A reader that may not even lock can be overtaken by a writer; then it looks again.
         with env.begin() as txn:
             if what is None or txn.id() == transaction:
@@ -299,14 +304,16 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
         case lmdb.MemoryError():
             return InvalidArgument(
                 f"the address space for memory {folder} is limited, LMDB cannot map it ({error}); "
-                "raise the limit (ulimit -v unlimited) or pass a smaller map_bytes"
+                f"it takes {MAP_BYTES >> 40} TiB of addresses, not of memory. Raise the limit (ulimit -v unlimited)"
             )
         case lmdb.MapResizedError():
             return InvalidArgument(f"memory {folder} has outgrown map_bytes; open it again with a larger one")
         case lmdb.ReadersFullError():
             return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some", memory=folder)
-    if error.code in _FULL:
+    if error.code in FULL:
         return full(folder, str(error))
+    if short := shortage(error.code, folder):
+        return short
     return DamagedError(f"memory {folder} is damaged or its disk fails: {error}; run verify, or restore a copy")
 
 

@@ -45,7 +45,7 @@ from memstore.store.contract import (
 )
 from memstore.store.environment import MAP_BYTES, Environment
 from memstore.store.lmdb_changes import Changes, Deletes, Puts
-from memstore.store.lmdb_erasing import erase, wait_for_readers
+from memstore.store.lmdb_erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb_values import KEY, STORE_KEY, Transaction, Values, pack, used_bytes
 from memstore.store.records import HEADER_BYTES, decode_value, value_reader
 from memstore.store.space import Reserve
@@ -347,6 +347,7 @@ class LmdbStore(BlockStore):
         not end, ``DamagedError`` where the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
         """
         self._check_writable()
+        check_known(self.path)
         before = self.size_bytes()
         for _ in range(2):  # so that neither of the last two commits has what was deleted before
             self._commit([(STORE_KEY, STORE_KEY)], [(STORE_KEY, (self._facts(),))])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import lmdb
 
-from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
+from memstore.errors import DamagedError, MemoryInUse, MemstoreError, ReadOnlyMemory
+from memstore.store import lmdb_format as layout
 from memstore.store import paths
 from memstore.store.contract import Progress
 from memstore.store.environment import DATA_NAME
@@ -35,6 +36,17 @@ def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
     lines = [line.split() for line in env.readers().splitlines()]
     rows = [line for line in lines if len(line) == 3 and line[0].isdigit() and line[2].isdigit()]
     return [int(pid) for pid, _, commit in rows if int(commit) < oldest]
+
+
+def check_known(folder: Path) -> None:
+    """Raise ``MemstoreError`` where the LMDB in use may lay out its pages in another way than is known here."""
+    if not layout.is_known():
+        raise MemstoreError(
+            f"memory {folder} was not compacted: this is LMDB {layout.version()}, and only the pages of LMDB 0.9 are "
+            "known well enough to erase in them. Nothing was erased; a copy of the memory leaves behind what "
+            "was deleted",
+            memory=folder,
+        )
 
 
 def erase(folder: Path, progress: Progress | None) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from memstore.errors import NotAMemory
 from memstore.store import paths
 from memstore.store.manifest import OBJECT
+from memstore.store.space import shortage
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -141,6 +142,8 @@ class FileObjects(Objects):
         try:
             file = _File(paths.open_file(self._folder, path, os.O_RDONLY))
         except OSError as error:
+            if short := shortage(error.errno, self._folder):
+                raise short from error
             return f"its shard {path} cannot be opened ({error.strerror})"
         except NotAMemory as error:
             return f"its shard {path} cannot be opened ({error})"

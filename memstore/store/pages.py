@@ -11,15 +11,7 @@ Nothing is erased unless everything is understood. The walk starts from both met
 pages, leaf pages, overflow pages, values. A page that says another number or another kind than expected, that is used
 twice, or that is in use and listed as free is damage, and the file is left alone.
 
-A page, in the data format of LMDB 0.9 on a 64-bit little-endian machine (bytes, kind, meaning):
-
-    page    0 u64 own number   8 u16 -   10 u16 flags   12 u16 lower   14 u16 upper (overflow: 12 u32 number of pages)
-            16 ... lower: u16 places of nodes;  lower ... upper: unused;  upper ...: nodes
-    node    0 u32 size of the value   4 u16 flags   6 u16 size of the key   8 key, then the value
-            or, with flag 1, the u64 number of the first overflow page of the value
-            in a branch page: 0 u48 number of the page below   6 u16 size of the key   8 key
-    meta   16 u32 magic   20 u32 version   40 free list, 88 values: two trees   136 u64 last page   144 u64 commit
-    tree    0 u32 -   4 u16 flags   6 u16 depth   8 u64 branch pages, leaf pages, overflow pages, values, root
+``lmdb_format.py`` says how pages are laid out.
 """
 
 from __future__ import annotations
@@ -36,19 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import DamagedError
+from memstore.store import lmdb_format as layout
 from memstore.store.contract import Progress
 
-_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
-_LARGE = 1  # flag of a node: its value lies on overflow pages
-_HEADER_BYTES = 16
-_NODE_BYTES = 8
-_MAGIC, _FORMAT = 0xBEEFC0DE, 1
-_NO_PAGE = 2**64 - 1
-_PAGE = struct.Struct("<QHHHH")
-_NODE = struct.Struct("<IHH")
-_TREE = struct.Struct("<IHHQQQQQ")
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate(2)
-_TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
 _DEEPEST = 32  # pages from root to leaf; LMDB has no deeper trees
 _REPORT_EVERY = 4096  # pages
 _MOST_AT_ONCE = 64 << 20  # bytes erased between two reports of progress
@@ -78,15 +61,14 @@ class Meta:
     @classmethod
     def read(cls, file: int, place: int, number: int) -> Self:
         """Read meta page ``number`` at byte ``place`` of an open file. Raises ``DamagedError``."""
-        raw = os.pread(file, 152, place)
-        if len(raw) < 152 or _PAGE.unpack_from(raw)[2] & _META == 0:
+        raw = os.pread(file, layout.META_BYTES, place)
+        if len(raw) < layout.META_BYTES or layout.PAGE.unpack_from(raw)[2] & layout.META == 0:
             raise _damaged(f"page {number} is not a meta page")
-        magic, version = struct.unpack_from("<II", raw, 16)
-        if (magic, version) != (_MAGIC, _FORMAT):
+        magic, version, _, _, *trees, last_page, commit = layout.METAS.unpack_from(raw, layout.HEADER_BYTES)
+        if (magic, version) != (layout.MAGIC, layout.FORMAT):
             raise _damaged(f"meta page {number} is of another kind of file ({magic:#x}, format {version})")
-        free, values = (Tree(*_TREE.unpack_from(raw, at)[2:]) for at in (40, 88))
-        last_page, commit = struct.unpack_from("<QQ", raw, 136)
-        page_bytes = struct.unpack_from("<I", raw, 40)[0]  # the free list's first field is used for it
+        page_bytes = trees[0]  # the free list's first field is used for it
+        free, values = Tree(*trees[2:8]), Tree(*trees[10:16])
         if page_bytes < 512 or page_bytes & (page_bytes - 1):
             raise _damaged(f"meta page {number} says that pages have {page_bytes} bytes")
         return cls(page_bytes, commit, last_page, free, values)
@@ -132,7 +114,9 @@ class Survey:
         self.pages = 1 + max(meta.last_page for meta in self.metas)
         """Pages of the file, used or not."""
         length = os.fstat(file).st_size
-        if length + _TAIL_BYTES < self.pages * self.page_bytes:  # so that a wrong number cannot take all memory
+        if (
+            length + layout.UNWRITTEN_BYTES < self.pages * self.page_bytes
+        ):  # so that a wrong number cannot take all memory
             raise _damaged(f"it should have {self.pages} pages, and has {length} bytes")
         self.used: npt.NDArray[np.bool_] = np.zeros(self.pages, np.bool_)
         """``[pages]``: whether a page is used by one of the last two commits."""
@@ -161,7 +145,7 @@ class Survey:
         if tree.depth > _DEEPEST:
             raise _damaged(f"the {what} of commit {meta.commit} is said to be {tree.depth} pages deep")
         lists = self._newest and tree is meta.free
-        found = _Counts() if tree.root == _NO_PAGE else self._walk(tree.root, tree.depth, lists)
+        found = _Counts() if tree.root == layout.NO_PAGE else self._walk(tree.root, tree.depth, lists)
         expected = _Counts(*tree[1:5])
         if found != expected:
             raise _damaged(f"the {what} of commit {meta.commit} should have {expected}, and has {found}")
@@ -176,7 +160,7 @@ class Survey:
         """Visit the page ``number`` and all below it; what was there."""
         if number in self._known and not self._newest:
             return self._known[number]
-        page = self._page(number, _BRANCH if depth > 1 else _LEAF)
+        page = self._page(number, layout.BRANCH if depth > 1 else layout.LEAF)
         self._use(range(number, number + 1))
         places = self._nodes(number, page)
         if depth <= 1:
@@ -195,7 +179,7 @@ class Survey:
         page = os.pread(self._file, self.page_bytes, number * self.page_bytes)
         if len(page) < self.page_bytes:
             raise _damaged(f"it ends before page {number}")
-        own, _, flags, _, _ = _PAGE.unpack_from(page)
+        own, _, flags, _, _ = layout.PAGE.unpack_from(page)
         if own != number or flags != kind:
             raise _damaged(f"page {number} says that it is page {own} of kind {flags}, and kind {kind} was expected")
         return page
@@ -203,19 +187,19 @@ class Survey:
     def _nodes(self, number: int, page: bytes) -> list[int]:
         """Places of the nodes of a page."""
         lower, upper = struct.unpack_from("<HH", page, 12)
-        if not _HEADER_BYTES <= lower <= upper <= self.page_bytes:
+        if not layout.HEADER_BYTES <= lower <= upper <= self.page_bytes:
             raise _damaged(f"page {number} has its nodes at {lower} to {upper}")
         self._left_over(number * self.page_bytes + lower, page[lower:upper])
-        places = list(struct.unpack_from(f"<{(lower - _HEADER_BYTES) // 2}H", page, _HEADER_BYTES))
-        if places and not (min(places) == upper and max(places) <= self.page_bytes - _NODE_BYTES):
+        places = list(struct.unpack_from(f"<{(lower - layout.HEADER_BYTES) // 2}H", page, layout.HEADER_BYTES))
+        if places and not (min(places) == upper and max(places) <= self.page_bytes - layout.NODE_BYTES):
             raise _damaged(f"the nodes of page {number} do not lie where it says")
         return places
 
     def _value(self, page: bytes, place: int, lists: bool) -> int:
         """Visit the value of a node in a leaf page; how many overflow pages it has."""
-        nbytes, flags, key_bytes = _NODE.unpack_from(page, place)
-        start = place + _NODE_BYTES + key_bytes
-        if flags not in (0, _LARGE) or start + (8 if flags else nbytes) > self.page_bytes:
+        nbytes, flags, key_bytes = layout.NODE.unpack_from(page, place)
+        start = place + layout.NODE_BYTES + key_bytes
+        if flags not in (0, layout.LARGE) or start + (8 if flags else nbytes) > self.page_bytes:
             raise _damaged("a value does not fit the page that it lies on, or is of a kind that memories do not have")
         if not flags:
             if lists:
@@ -226,19 +210,19 @@ class Survey:
         if self._use(range(number, number + pages)):
             self._tail(number, pages, nbytes, first)
         if lists:
-            self._list(os.pread(self._file, nbytes, number * self.page_bytes + _HEADER_BYTES))
+            self._list(os.pread(self._file, nbytes, number * self.page_bytes + layout.HEADER_BYTES))
         return pages
 
     def _overflow(self, number: int, nbytes: int) -> tuple[int, bytes]:
         """The number of pages of a large value, and the first of them."""
-        first = self._page(number, _OVERFLOW)
+        first = self._page(number, layout.OVERFLOW)
         pages = int(struct.unpack_from("<I", first, 12)[0])
-        if pages * self.page_bytes < nbytes + _HEADER_BYTES or number + pages > self.pages:
+        if pages * self.page_bytes < nbytes + layout.HEADER_BYTES or number + pages > self.pages:
             raise _damaged(f"a value of {nbytes} bytes is said to have {pages} pages from page {number} on")
         return pages, first
 
     def _tail(self, number: int, pages: int, nbytes: int, first: bytes) -> None:
-        end = number * self.page_bytes + _HEADER_BYTES + nbytes
+        end = number * self.page_bytes + layout.HEADER_BYTES + nbytes
         rest = (number + pages) * self.page_bytes - end
         if pages == 1:
             self._left_over(end, first[self.page_bytes - rest :])

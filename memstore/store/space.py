@@ -7,14 +7,18 @@ a batch that deletes, and taken back after it.
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from memstore.errors import NotAMemory
+from memstore.errors import MemstoreError, NotAMemory
 from memstore.store import paths
 
 RESERVE_NAME = "reserve"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers that say that there is no room."""
+
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes
 _PAGE_BYTES = 4096
 _SHARE = 256  # of what the values take; a deleted page of 4 KiB is noted with 8 bytes
@@ -49,6 +53,22 @@ class Reserve:
         except OSError:
             return False
         return True
+
+
+def shortage(code: int | None, folder: Path) -> MemstoreError | None:
+    """The error for an error number that says that this process lacks something, and nothing of the disk; else None."""
+    match code:
+        case errno.EMFILE | errno.ENFILE:
+            what, remedy = "too many files are open", "close some, or raise the limit (ulimit -n)"
+        case errno.ENOMEM:
+            what, remedy = "the system gives no more memory", "end other processes, or raise the limit (ulimit -v)"
+        case _:
+            return None
+    return MemstoreError(
+        f"memory {folder} cannot be used now: {what} in this process or on this machine. Nothing is damaged; {remedy}, "
+        "and try again",
+        memory=folder,
+    )
 
 
 def _allocate(handle: int, nbytes: int) -> None:

@@ -9,7 +9,7 @@ not read (their records have checksums), so this costs one look at about one pag
 A large value takes as many pages as its length asks for, with one exception: LMDB leaves a value that becomes shorter
 within one transaction on the pages that it had. Then the first of them says how many there are, and they are counted.
 
-The layout is that of LMDB 0.9 (its ``mdb.c``). Pages are numbered from 0; the first two are the meta pages.
+``lmdb_format.py`` says how pages are laid out. They are numbered from 0; the first two are the meta pages.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memstore.store import lmdb_format as layout
 from memstore.store import paths
 
 _Array = npt.NDArray[Any]
 
-_HEADER = 16  # bytes of a page before the offsets of its nodes
-_META = struct.Struct("<IIQQ" + "IHHQQQQQ" * 2 + "QQ")  # magic, version, address, map size; two trees; last page, txn
-_NO_ROOT = 2**64 - 1
-_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4  # flags of a page
-_BIG = 1  # flag of a node: its value has pages of its own
 _INTEGER_KEYS = 8  # flag of a tree
 _TREE_FLAGS = 0x3FFF  # the others are flags of the environment
 _CHUNK = 1024  # pages looked at together
@@ -81,8 +77,8 @@ def problem(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> st
 
     A read transaction must hold that commit. Keys have ``key_bytes``.
     """
-    if not transaction:
-        return None  # nothing was ever committed
+    if not transaction or not layout.is_known():
+        return None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted
     with os.fdopen(paths.open_file(data.parent, data.name, os.O_RDONLY), "rb") as file:
         count = os.fstat(file.fileno()).st_size // page_bytes
         pages = np.memmap(file, np.uint8, "r", shape=(count, page_bytes))
@@ -98,7 +94,7 @@ class _Check:
         self._pages = pages
         self._size = pages.shape[1]
         self._key_bytes = key_bytes
-        metas = [_META.unpack_from(pages[number], _HEADER) for number in (0, 1)]
+        metas = [layout.METAS.unpack_from(pages[number], layout.HEADER_BYTES) for number in (0, 1)]
         metas.sort(key=lambda meta: meta[-1] != transaction)
         (*found, last, number), (*other, _, before) = metas
         # Each commit replaces the older of the two; a writer may be one further by now.
@@ -147,7 +143,7 @@ class _Check:
     def _pages_of(self, number: int) -> int:
         """How many pages the large value has that begins on page ``number``, as this says; 0 where it says nothing."""
         own, _, flags, pages = struct.unpack_from("<QHHI", self._pages[number])
-        return pages if (own, flags) == (number, _OVERFLOW) else 0
+        return pages if (own, flags) == (number, layout.OVERFLOW) else 0
 
     def _free_pages(self, tree: _Tree, met: _Met) -> Iterator[tuple[int, _Array]]:
         """Number of a commit, and the pages that it freed."""
@@ -161,7 +157,7 @@ class _Check:
     def _walk(self, tree: _Tree, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
         """Check a tree level by level; yields key, place in the file and length of each value of the list of pages."""
         found = _Met()
-        if tree.root != _NO_ROOT:
+        if tree.root != layout.NO_PAGE:
             numbers, bounds = np.array([min(tree.root, 2**62)]), np.zeros(1, _keys(key_bytes))
             for _ in range(tree.depth - 1):
                 numbers, bounds = self._branches(numbers, bounds, key_bytes, found)
@@ -176,7 +172,7 @@ class _Check:
     def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> tuple[_Array, _Array]:
         """The pages one level below, in order, and the smallest key that a search looks for in each."""
         below, keys = [], []
-        for nodes, chunk_bounds in self._nodes(numbers, bounds, _BRANCH, key_bytes, met):
+        for nodes, chunk_bounds in self._nodes(numbers, bounds, layout.BRANCH, key_bytes, met):
             below.append(nodes.child)
             keys.append(np.where(nodes.first, chunk_bounds[nodes.page], nodes.keys))
         met.branches += len(numbers)
@@ -184,7 +180,7 @@ class _Check:
 
     def _leaves(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
         before = None
-        for nodes, chunk_bounds in self._nodes(numbers, bounds, _LEAF, key_bytes, met):
+        for nodes, chunk_bounds in self._nodes(numbers, bounds, layout.LEAF, key_bytes, met):
             keys, starts = nodes.keys, nodes.first.nonzero()[0]
             ascending = bool((keys[1:] > keys[:-1]).all()) and (before is None or before < keys[0])
             lasts = keys[starts[1:] - 1]
@@ -193,7 +189,7 @@ class _Check:
             before = keys[-1]
             places, lengths, big = nodes.values, nodes.length, nodes.big
             own = _unaligned(self._pages, "<i8")[places[big]]
-            sizes = (_HEADER - 1 + lengths[big]) // self._size + 1
+            sizes = (layout.HEADER_BYTES - 1 + lengths[big]) // self._size + 1
             inside = (own > 1) & (own < self._end) & (own + sizes <= self._end)
             _require(bool(inside.all()), "a value lies outside of the file")
             met.take(own, sizes)
@@ -201,7 +197,7 @@ class _Check:
             met.overflow += int(sizes.sum())
             met.entries += len(keys)
             if key_bytes == 8:
-                places[big] = own * self._size + _HEADER
+                places[big] = own * self._size + layout.HEADER_BYTES
                 yield from zip(keys.tolist(), places.tolist(), lengths.tolist(), strict=True)
         met.leaves += len(numbers)
 
@@ -222,7 +218,7 @@ class _Nodes:
         size = pages.shape[1]
         halves = pages.view("<u2")
         flags, lower, upper = (halves[:, place].astype(np.int64) for place in (5, 6, 7))
-        counts = (lower - _HEADER) // 2
+        counts = (lower - layout.HEADER_BYTES) // 2
         good = (pages[:, :8].copy().view("<u8")[:, 0] == numbers) & (flags == kind) & (counts > 0) & (lower % 2 == 0)
         _require(bool((good & (lower <= upper) & (upper <= size)).all()), "a page is not what it should be")
         self.page = np.repeat(np.arange(len(pages)), counts)
@@ -230,20 +226,22 @@ class _Nodes:
         column = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.first = column == 0
         """Whether a node is the first of its page; in a branch its key may be left out."""
-        offset = np.take(halves, starts // 2 + _HEADER // 2 + column).astype(np.int64)
+        offset = np.take(halves, starts // 2 + layout.HEADER_BYTES // 2 + column).astype(np.int64)
         fits = (offset >= upper[self.page]) & (offset + 8 <= size) & (offset % 2 == 0)
         _require(bool(fits.all()), "a node lies outside of its page")
         header = _unaligned(pages, "<i8")[starts + offset]
         self.child = header & (2**48 - 1)
         """In a branch: the page below."""
-        self.length, self.big = header & (2**32 - 1), (header >> 32 & 0xFFFF) == _BIG
+        self.length, self.big = header & (2**32 - 1), (header >> 32 & 0xFFFF) == layout.LARGE
         """In a leaf: bytes of the value, and whether it has pages of its own."""
         key = header >> 48 & 0xFFFF
         body: _Array | int = 0
-        if kind == _LEAF:
-            _require(bool((header >> 32 & 0xFFFF <= _BIG).all()), "a value is of another kind")
+        if kind == layout.LEAF:
+            _require(bool((header >> 32 & 0xFFFF <= layout.LARGE).all()), "a value is of another kind")
             body = np.where(self.big, 8, self.length)
-        _require(bool(((key == key_bytes) | (key == 0) & self.first & (kind == _BRANCH)).all()), "a key is too long")
+        _require(
+            bool(((key == key_bytes) | (key == 0) & self.first & (kind == layout.BRANCH)).all()), "a key is too long"
+        )
         taken = 8 + key + body + (key + body) % 2
         full = np.bincount(self.page, taken, len(pages)) == size - upper
         _require(bool(full.all() and (offset + taken <= size).all()), "the nodes of a page do not fill it")

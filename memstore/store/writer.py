@@ -14,10 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from memstore.errors import MemoryInUse, ReadOnlyMemory
 from memstore.store import paths
+from memstore.store.space import shortage
 
 LOCK_NAME = "writer.lock"
 HOLDER_NAME = "writer.json"
@@ -36,12 +37,23 @@ class WriterLock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise MemoryInUse(_in_use(folder), memory=folder) from None
+            if not _is_soft(self._lock):
+                raise MemoryInUse(_in_use(folder), memory=folder) from None
         except OSError as error:
+            if short := shortage(error.errno, folder):
+                raise short from error
             raise ReadOnlyMemory(
                 f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that",
                 memory=folder,
             ) from None
+        # Without locks of the system filelock takes it for locked when the file is there, which it always is.
+        if _is_soft(self._lock):
+            self._lock.release()
+            raise ReadOnlyMemory(
+                f"the file system of memory {folder} has no file locks (flock), which keep two processes from "
+                "writing at once; copy the memory to another disk, or open it with mode='r'",
+                memory=folder,
+            )
         _announce(self._holder)
 
     def release(self) -> None:
@@ -51,6 +63,11 @@ class WriterLock:
         with suppress(OSError):
             self._holder.unlink()
         self._lock.release()
+
+
+def _is_soft(lock: BaseFileLock) -> bool:
+    """Whether filelock has made something else of it, because ``flock`` is not there."""
+    return isinstance(lock, SoftFileLock)
 
 
 def _announce(holder: Path) -> None:

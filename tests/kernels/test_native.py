@@ -87,6 +87,26 @@ def test_a_folder_that_others_may_write_to_is_not_used(source: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("rights", [0o777, 0o770, 0o1777])
+def test_a_folder_that_others_could_exchange_is_not_used(source: Path, rights: int) -> None:
+    cache = source.parents[1] / "cache"
+    cache.mkdir()
+    cache.chmod(rights)
+    assert native.library(source, ["-DANSWER=5"]).memstore_answer() == 5
+    # Where the sticky bit is set, others cannot rename what is not theirs.
+    assert len(list((cache / "native").iterdir())) == (1 if rights & 0o1000 else 0)
+
+
+@needs_compiler
+def test_a_link_in_place_of_the_folder_is_not_followed(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / "native").symlink_to(tmp_path / "elsewhere")
+    assert native.library(source, ["-DANSWER=5"]).memstore_answer() == 5
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@needs_compiler
 def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
