@@ -12,22 +12,25 @@ from memstore.stored import fit, maybe, table, text, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Identity of whatever makes the states of a memory: states of one are noise to another."""
+    """Identity of whatever makes the states of a memory: states of one are noise to another.
+
+    Attributes:
+        architecture: Kind and sizes of the model, such as ``llama/30x3x64`` (layers, key-value heads, head size).
+        weights: Digest of the weights.
+        tokenizer: Digest of the tokenizer; None where it is unknown, which agrees with everything.
+        positions: Position encoding of the model, such as ``rope``.
+        layout: What a block holds, such as ``kv``: keys before position encoding, and values.
+        dtype: Element type that the model computed in.
+        block_size: Tokens per block.
+    """
 
     architecture: str
-    """Kind and sizes of the model, such as ``llama/30x3x64`` (layers, key-value heads, head size)."""
     weights: str
-    """Digest of the weights."""
     tokenizer: str | None
-    """Digest of the tokenizer; None where it is unknown, which agrees with everything."""
     positions: str
-    """Position encoding of the model, such as ``rope``."""
     layout: str
-    """What a block holds, such as ``kv``: keys before position encoding, and values."""
     dtype: str
-    """Element type that the model computed in."""
     block_size: int
-    """Tokens per block."""
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What differs between this model and the ``other``, which is the memory's; one phrase each."""

@@ -13,50 +13,45 @@ Positions = Literal["stingy", "true", "clamped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """How many blocks are retrieved, how often, for whom, and where they are placed."""
+    """How many blocks are retrieved, how often, for whom, and where they are placed.
+
+    Attributes:
+        top_k: Blocks in a list. ``"all"`` attends to everything stored: exact, and as slow as full attention.
+        every: Tokens between two choices while generating. ``"segment"`` chooses once per prompt and keeps the list
+            while answering; 1 chooses for every token. (While reading, a list is chosen at the start of each segment.)
+        share: Who shares one list: all layers, a layer, the query heads of a key-value head, or nobody.
+        share_tokens: Whether the tokens that a model processes together share one list. False lets each token choose
+            for itself (``every=1``), or the first one for those that follow it. Only landmark models can do without.
+        threshold: Weight of the context-miss token below which nothing is retrieved, from 0 to 1; None retrieves
+            always. For landmark models that were trained with one.
+        pool: ``share="model"``: a block's score is that of its best (or mean) group of ``span`` query tokens.
+            Otherwise: the score of its best (or mean) query token.
+        span: Query tokens that choose together. Pooling over hundreds of tokens loses what a question asks for.
+        query: Which tokens of a prompt choose: the last ``span`` ones, or all of them, in groups of ``span``.
+        passes: 2 reads a prompt twice: the first pass chooses, at the last layer that has landmarks; the second
+            attends.
+        positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
+            were, or there but never further away than the model was trained for.
+        order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small
+            model that has fetched several similar passages believes the nearest. Landmark models always take the order
+            of time.
+        on_error: What happens to a prompt or its answer when a chosen block cannot be read: an error, or the block is
+            left out, counted and logged once. While a text is read it is always an error, for what is computed then is
+            kept.
+    """
 
     top_k: int | Literal["all"] = 8
-    """Blocks in a list. ``"all"`` attends to everything stored: exact, and as slow as full attention."""
-
     every: int | Literal["segment"] = "segment"
-    """Tokens between two choices while generating. ``"segment"`` chooses once per prompt and keeps the list while
-    answering; 1 chooses for every token. (While reading, a list is chosen at the start of each segment.)"""
-
     share: Share = "model"
-    """Who shares one list: all layers, a layer, the query heads of a key-value head, or nobody."""
-
     share_tokens: bool = True
-    """Whether the tokens that a model processes together share one list. False lets each token choose for itself
-    (``every=1``), or the first one for those that follow it. Only landmark models can do without."""
-
     threshold: float | None = None
-    """Weight of the context-miss token below which nothing is retrieved, from 0 to 1; None retrieves always. For
-    landmark models that were trained with one."""
-
     pool: Literal["max", "mean"] = "max"
-    """``share="model"``: a block's score is that of its best (or mean) group of ``span`` query tokens.
-    Otherwise: the score of its best (or mean) query token."""
-
     span: int = 32
-    """Query tokens that choose together. Pooling over hundreds of tokens loses what a question asks for."""
-
     query: Literal["last", "all"] = "last"
-    """Which tokens of a prompt choose: the last ``span`` ones, or all of them, in groups of ``span``."""
-
     passes: Literal[1, 2] = 1
-    """2 reads a prompt twice: the first pass chooses, at the last layer that has landmarks; the second attends."""
-
     positions: Positions = "stingy"
-    """Where retrieved blocks are placed: in small consecutive slots before the window, where they truly were, or
-    there but never further away than the model was trained for."""
-
     order: Literal["score", "time"] = "score"
-    """Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small model
-    that has fetched several similar passages believes the nearest. Landmark models always take the order of time."""
-
     on_error: Literal["raise", "miss"] = "raise"
-    """What happens to a prompt or its answer when a chosen block cannot be read: an error, or the block is left out,
-    counted and logged once. While a text is read it is always an error, for what is computed then is kept."""
 
     def __post_init__(self) -> None:
         self._positive("top_k", "all")

@@ -37,32 +37,35 @@ SPEC = table(
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySpec:
-    """Everything about a memory that never changes after it was made. Raises ``InvalidArgument``."""
+    """Everything about a memory that never changes after it was made. Raises ``InvalidArgument``.
+
+    Attributes:
+        layers: Layers that keep states.
+        fields: Name of each tensor of a block -> its shape, such as ``{"k": (G, S, D), "v": (G, S, D)}``.
+        index_layers: Layers that have landmarks: all, or the one that routes for all.
+        key_heads: Heads that have keys of their own in a landmark.
+        key_dim: Size of one key.
+        block_size: Tokens per block.
+        keys_per_block: Keys per block and key head.
+        dtype: Element type of the fields as stored: float32, float16 or bfloat16.
+        key_dtype: Element type of the landmarks as stored: float32, bfloat16, or bit (the signs, one bit each).
+        capacity: Blocks per document; the oldest leave when there are more. None: no limit.
+        codec: How complete blocks are stored: none (as they are), int8, fp8 or int4, see ``memstore.store.codecs``.
+        fingerprint: What must agree before the states are reused.
+    """
 
     layers: int
-    """Layers that keep states."""
     fields: Mapping[str, tuple[int, ...]] = field(hash=False)
-    """Name of each tensor of a block -> its shape, such as ``{"k": (G, S, D), "v": (G, S, D)}``."""
     index_layers: tuple[int, ...]
-    """Layers that have landmarks: all, or the one that routes for all."""
     key_heads: int
-    """Heads that have keys of their own in a landmark."""
     key_dim: int
-    """Size of one key."""
     block_size: int
-    """Tokens per block."""
     keys_per_block: int
-    """Keys per block and key head."""
     dtype: str = "float32"
-    """Element type of the fields as stored: float32, float16 or bfloat16."""
     key_dtype: str = "float32"
-    """Element type of the landmarks as stored: float32, bfloat16, or bit (the signs, one bit each)."""
     capacity: int | None = None
-    """Blocks per document; the oldest leave when there are more. None: no limit."""
     codec: str = "none"
-    """How complete blocks are stored: none (as they are), int8, fp8 or int4, see ``memstore.store.codecs``."""
     fingerprint: Fingerprint
-    """What must agree before the states are reused."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", {name: tuple(shape) for name, shape in self.fields.items()})
