@@ -137,8 +137,11 @@ class Document:
 
         Without a block: of all live ones, -1 in those that a repair has dropped.
 
-        Raises ``NotFound`` for a block that is not there, and ``DamagedError``.
+        Raises ``NotFound`` for a block that is not there, ``InvalidArgument`` for what is neither a whole number nor a
+        range of step 1, and ``DamagedError``.
         """
+        if isinstance(block, bool) or not isinstance(block, int | range | None) or getattr(block, "step", 1) != 1:
+            raise InvalidArgument(f"block must be a whole number, a range of step 1 or None, not {block!r}.")
         while True:
             state = self._handle.current()
             live = state.live()

@@ -17,6 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memstore.errors import DamagedError
+from memstore.stored import array, fit, parse, text
+
+MOST_BYTES = 256 * 1024 * 1024
+"""Of what is recorded of one step, unpacked."""
+
 Array = npt.NDArray[Any]
 
 TIERS = ("device", "host", "disk", "own")
@@ -103,8 +109,12 @@ def encode(looks: Sequence[Look]) -> bytes:
 def decode(data: bytes) -> list[Look]:
     """The looks in ``data``. Raises ``ValueError`` for what ``encode`` has not written."""
     try:
-        return _decode(zlib.decompress(data))
-    except (zlib.error, struct.error, LookupError) as error:
+        unpacking = zlib.decompressobj()
+        plain = unpacking.decompress(data, MOST_BYTES)
+        if unpacking.unconsumed_tail:
+            raise ValueError("it is far larger than any step")
+        return _decode(plain)
+    except (zlib.error, struct.error, LookupError, TypeError, DamagedError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -119,7 +129,7 @@ def _head(look: Look, documents: int) -> bytes:
 def _decode(data: bytes) -> list[Look]:
     count, length = _COUNTS.unpack_from(data)
     at = _COUNTS.size + length
-    lists = json.loads(data[_COUNTS.size : at])
+    lists = fit(parse(data[_COUNTS.size : at], "a step"), array(array(text(511), 2**20), 2**20), "a step")
     heads = [_HEAD.unpack_from(data, at + n * _HEAD.size) for n in range(count)]
     at += count * _HEAD.size
     arrays: list[dict[str, Array | None]] = [dict.fromkeys(_FIELDS) for _ in heads]

@@ -7,10 +7,12 @@ what was recorded up to a moment ago. Memories without a folder have one connect
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from weakref import finalize
 
@@ -36,6 +38,25 @@ CREATE TABLE IF NOT EXISTS steps (
 PRAGMA user_version = {VERSION};
 COMMIT;
 """
+
+
+MOST_BYTES = 64 * 1024 * 1024
+"""Of one text or blob."""
+MOST_TURNS = 1000
+"""Times 100,000 steps of SQLite's machine, for all that a connection is asked: some seconds."""
+
+
+def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    """Type, name and text of all that is defined."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    return {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
+
+
+@cache
+def _own_schema() -> set[tuple[str, str, str]]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(_TABLES)
+        return _schema(connection)
 
 
 class TraceFile:
@@ -144,6 +165,7 @@ class TraceFile:
             connection.execute("PRAGMA secure_delete = ON")
             if not self._version(connection):
                 connection.executescript(_TABLES)
+            connection.set_progress_handler(None, 0)  # its tables are ours, and it may live long
         except BaseException:
             connection.close()
             raise
@@ -175,10 +197,19 @@ class TraceFile:
 
     def _version(self, connection: sqlite3.Connection) -> int:
         """The version of the file, 0 where it is empty. Raises ``ForeignMemory`` for a newer one."""
+        # Whoever made the file may have put a view in place of a table, or rows that lead back to themselves.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        turns = itertools.count()
+        connection.set_progress_handler(lambda: next(turns) > MOST_TURNS, 100_000)
         version: int = connection.execute("PRAGMA user_version").fetchone()[0]
         if version > VERSION:
             raise ForeignMemory(
                 f"a newer memstore recorded the traces of memory {self._url} (version {version}, this one reads "
                 f"{VERSION}); upgrade, or delete {self.path}"
+            )
+        found = _schema(connection)
+        if found and found != _own_schema():
+            raise DamagedError(
+                f"{self.path} has other tables, views or triggers than traces of a memory; delete it, or move it away."
             )
         return version

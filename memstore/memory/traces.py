@@ -7,7 +7,6 @@ file, ``look.py`` what a step is made of.
 from __future__ import annotations
 
 import builtins
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -18,11 +17,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from memstore._version import __version__
-from memstore.errors import NotFound
+from memstore.errors import DamagedError, NotFound
 from memstore.memory.look import TIERS, Array, Look, Step, decode
 from memstore.memory.recorder import Recorder, delete
 from memstore.memory.trace_file import TraceFile
 from memstore.store.contract import BlockStore
+from memstore.stored import anything, fit, members, parse
 
 __all__ = ["MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
 
@@ -159,8 +159,9 @@ class Traces:
 
     def _trace(self, number: int, info: str, ended: int) -> Trace:
         try:
-            return Trace(self._file, number, {**json.loads(info), "ended": bool(ended)})
-        except (ValueError, TypeError) as error:
+            told = fit(parse(info.encode(), "a trace"), members(anything, 1000), "a trace")
+            return Trace(self._file, number, {**told, "ended": bool(ended)})
+        except (ValueError, TypeError, AttributeError, DamagedError) as error:
             raise self._file.explained(error) from error
 
     def _missing(self, number: int) -> NotFound:

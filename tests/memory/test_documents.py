@@ -404,3 +404,11 @@ def test_tokens_of_a_range_of_blocks(make_memory: MakeMemory) -> None:
     for wanted, absent in ((range(2, 5), 2), (range(6, 9), 8), (range(20, 22), 20), (range(-1, 1), -1)):
         with pytest.raises(NotFound, match=f"no block {absent}; it has blocks 3 to 7"):
             document.tokens(wanted)
+
+
+@pytest.mark.parametrize("block", [range(0, 4, 2), range(4, 0, -1), 1.0, "1", True])
+def test_tokens_takes_a_number_or_a_range_of_step_1(memory: Memory, block: Any) -> None:
+    document = memory.document("a")
+    append(document, random_tokens(5 * S))
+    with pytest.raises(InvalidArgument, match="step 1"):
+        document.tokens(block)

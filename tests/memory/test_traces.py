@@ -7,7 +7,10 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 
 import memstore
-from memstore.errors import DamagedError, ForeignMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotFound
 from memstore.memory import Look, Memory, Recorder, Trace, look, recorder
 from memstore.memory.trace_file import NAME
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
@@ -455,3 +458,35 @@ def _limit_pages(writer: Recorder) -> None:
     connection = writer._file._connection
     assert connection is not None
     connection.execute("PRAGMA max_page_count = 60")
+
+
+HOSTILE = {
+    "a view": "DROP TABLE traces; CREATE VIEW traces AS WITH RECURSIVE n(number) AS (SELECT 1 UNION ALL SELECT number "
+    "FROM n) SELECT number, '{}' AS info, 0 AS ended, 0 AS bytes FROM n",
+    "a trigger": "CREATE TRIGGER t AFTER INSERT ON traces BEGIN INSERT INTO steps WITH RECURSIVE n(i) AS (SELECT 1 "
+    "UNION ALL SELECT i + 1 FROM n) SELECT new.number, i, 0, 0, NULL FROM n; END",
+    "another table": "CREATE TABLE more (x)",
+    "brackets": f"INSERT INTO traces VALUES (9, '{'[' * 100_000}', 1, 0)",  # noqa: S608 - on purpose
+    "a list": "INSERT INTO traces VALUES (9, '[]', 1, 0)",
+    "bytes": "INSERT INTO traces VALUES (9, x'ff', 1, 0)",
+    "a long text": "INSERT INTO traces VALUES (9, hex(zeroblob(40000000)), 1, 0)",
+    "a step that swells": f"UPDATE steps SET looks = x'{zlib.compress(bytes(600_000_000), 9).hex()}'",  # noqa: S608 - on purpose
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_traces_of_somebody_else_neither_run_nor_hang(tmp_path: Path, what: str) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        with memory.traces.record() as recorder:
+            recorder.begin()
+            recorder.token(1)
+        with closing(sqlite3.connect(tmp_path / "m" / "traces.sqlite")) as connection:
+            connection.executescript(HOSTILE[what])
+        begun = time.monotonic()
+        with pytest.raises(MemstoreError) as caught:
+            [trace.steps() for trace in memory.traces.list()]
+        if what in ("a view", "a trigger", "another table"):
+            with pytest.raises(MemstoreError):
+                memory.traces.record().close([])
+        assert "\n" not in str(caught.value)
+        assert time.monotonic() - begun < 5
