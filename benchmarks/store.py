@@ -32,7 +32,7 @@ from xxhash import xxh3_64_intdigest
 import memstore
 from memstore import Fingerprint, MemorySpec
 from memstore.eval.resources import hardware
-from memstore.memory import LayerView, Memory
+from memstore.memory import Document, LayerView, Memory
 
 RESULTS = Path(__file__).parent / "results" / "store.json"
 LIST = 32
@@ -44,6 +44,8 @@ WARM_ROUNDS = 600
 COLD_ROUNDS = 60
 APPENDS = 24
 LAYERS = 30
+FORKS, DOCUMENTS, TINY = 10_000, 100_000, (1, 1, 1)
+"""What ``--growth`` makes: documents of one block, whose states are two numbers."""
 LARGE = 262_144
 """Blocks of a memory of 16 million tokens."""
 COMPUTE_MS = 2.0
@@ -61,12 +63,20 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16_384, help="Blocks in the store that is read.")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--growth", action="store_true", help="What many forks and documents cost; writes nothing down."
+    )
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)  # what the fresh process does
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.cold:
         for row in cold(options.folder, options.blocks):
             print(json.dumps(row), flush=True)
+        return
+    if options.growth:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            for row in growth(Path(folder)):
+                print(json.dumps(row), flush=True)
         return
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -307,6 +317,50 @@ def fork(folder: Path) -> Iterator[Row]:
             partial(make, f"fork {number}")()
             times.append(1000 * (time.perf_counter() - begun))
     yield {"what": "fork, ms", "median": round(median(times), 2), "wanted": 10.0}
+
+
+def growth(folder: Path) -> Iterator[Row]:
+    """Seconds and bytes of a chain of forks, each with one block more, and of many documents."""
+    with memstore.open(folder / "chain", spec=spec(1, TINY)) as memory:
+        began, document = time.perf_counter(), memory.document("0")
+        _append_tiny(document)
+        for number in range(1, FORKS):
+            document = document.fork(str(number))
+            _append_tiny(document)
+        yield {"row": "chain of forks", "forks": FORKS, "s": time.perf_counter() - began} | _size(memory)
+    with memstore.open(folder / "chain") as memory:
+        yield {"row": "last fork, another process", "s": _seconds(lambda: memory.document(str(FORKS - 1)).tokens(0))}
+        yield {"row": "forget the first", "s": _seconds(lambda: memory.forget("0"))}
+        yield {"row": "forget one in the middle", "s": _seconds(lambda: memory.forget(str(FORKS // 2)))}
+    with memstore.open(folder / "documents", spec=spec(1, TINY)) as memory:
+        appends: list[float] = []
+        for number in range(DOCUMENTS):
+            appends.append(_seconds(lambda number=number: _append_tiny(memory.document(str(number)))))  # type: ignore[misc]
+            if number + 1 in (2000, DOCUMENTS):
+                row = {"documents": number + 1, "append_ms": 1000 * median(appends[-500:])}
+                yield row | {"row": "documents()", "s": _seconds(memory.documents)} | _size(memory)
+        yield {
+            "row": "append to the last over append to the first",
+            "ratio": median(appends[-500:]) / median(appends[:500]),
+        }
+        yield {"row": "forget the first", "s": _seconds(lambda: memory.forget("0"))}
+    with memstore.open(folder / "documents") as memory:
+        yield {"row": "first look for a name, another process", "s": _seconds(lambda: memory.document("1"))}
+
+
+def _append_tiny(document: Document) -> None:
+    with document.append(torch.zeros(64, dtype=torch.int32)) as batch:
+        batch.put(0, k=torch.zeros(1, *TINY), v=torch.zeros(1, *TINY))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _size(memory: Memory) -> Row:
+    return {"disk_mb": memory.stats()["disk_bytes"] / 1e6}
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ class Audit:
         """First and last key of what nothing refers to. Means little while there are damaged entries."""
         self._homes = Homes(store)
         self._places: dict[int, Home] = {}
+        self._layers: dict[tuple[Table, int], set[int]] = {}
+        """Layers of which values of a table lie under a number."""
         self._seen: dict[tuple[Table, int, int], _Seen] = {}
         self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
         self._findings: list[Finding] = []
@@ -182,6 +184,7 @@ class Audit:
         if key.table not in (Table.META, Table.DOCUMENTS):
             # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
             self._seen.setdefault((key.table, key.document, key.layer), _Seen()).add(key.item)
+            self._layers.setdefault((key.table, key.document), set()).add(key.layer)
         problem = None if scanned.damage is None else str(scanned.damage)
         kind = "mismatch" if problem is None else "damaged"
         if problem is None:
@@ -327,8 +330,7 @@ class Audit:
             yield from self._compare(Table.LANDMARKS, owner, layer, blocks)
         yield from self._compare(Table.HISTORY, owner, 0, self._hashes_of.get(owner, []), allowed=blocks)
         for table, known in ((Table.BLOCKS, range(spec.layers)), (Table.LANDMARKS, spec.index_layers)):
-            there = {seen[2] for seen in self._seen if seen[:2] == (table, owner)}
-            for layer in sorted(there - set(known)):
+            for layer in sorted(self._layers.get((table, owner), set()) - set(known)):
                 key = Key(table, owner, layer)
                 self.unknown.append((key, key._replace(item=LAST_ITEM)))
                 yield from self._named("unknown", key, f"layer {layer} has values it should not have")
