@@ -200,13 +200,13 @@ def _catch(caught: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
 
 
 def _read_drt(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    from memstore.models.drt.packing import Packing
+    from memstore.models.drt.packing import DRTPacking
 
     config, inner = model.config, model.model
     keys, queries = [], []
     with torch.inference_mode():
         for batch in ids.view(-1, DRT_ROWS, DRT_BLOCKS * config.tokens_per_block):
-            packing = Packing(
+            packing = DRTPacking(
                 batch, None, [0] * DRT_ROWS, config.block_size, landmark_uses_own=config.landmark_uses_own
             )
             x = inner.embed(packing.ids)

@@ -11,7 +11,7 @@ landmark ``l_k``                 the encoder's output at the landmark token
 ``(W_h h)^T W_l l / sqrt d``     ``CausalRetriever.queries(h) . l``; both projections are in the query, so that one
                                  landmark of a block serves every group and every index
 top-k with Gumbel noise          ``choose``: noise changes which blocks are taken, in training only, never their weights
-``w_k`` (softmax over the k)     ``Chosen.weights``
+``w_k`` (softmax over the k)     ``BestBlocks.weights``
 equations 2-3                    ``memstore.kernels.grouped_cross_attention``
 ===============================  ======================================================================================
 """
@@ -41,7 +41,7 @@ from memstore.kernels.grouped_cross_attention import (
 Fusion = Literal["grouped", "chunked"]
 
 
-class Chosen(NamedTuple):
+class BestBlocks(NamedTuple):
     """Lists of blocks, best first."""
 
     blocks: Tensor
@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
     """``[..., K]``; -inf where there is no block."""
 
 
-class Retrieved(NamedTuple):
+class ListStates(NamedTuple):
     """Blocks ready to be attended to: list ``[b, c]`` has ``blocks[b, c]`` of ``keys[b]`` and ``values[b]``."""
 
     keys: Tensor
@@ -65,7 +65,7 @@ class Retrieved(NamedTuple):
     """``[B, C, K]``"""
 
 
-def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> Chosen:
+def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> BestBlocks:
     """The ``top_k`` blocks of ``scores [..., N]`` (-inf: not to be had), with ``gumbel`` times Gumbel noise.
 
     The noise decides which blocks are taken; their weights are the softmax of the scores without it.
@@ -79,12 +79,12 @@ def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> Chosen:
     return weighed(scores.gather(-1, blocks), blocks)
 
 
-def weighed(scores: Tensor, blocks: Tensor) -> Chosen:
+def weighed(scores: Tensor, blocks: Tensor) -> BestBlocks:
     """``scores [..., K]`` of chosen ``blocks [..., K]``, with their weights."""
     there = scores > -math.inf
     # Where a list is empty the softmax of nothing would be NaN, and its gradient too.
     weights = torch.where(there, scores, torch.finfo(scores.dtype).min).softmax(-1) * there
-    return Chosen(torch.where(there, blocks, -1), weights, scores)
+    return BestBlocks(torch.where(there, blocks, -1), weights, scores)
 
 
 class EncoderLayer(nn.Module):
@@ -213,14 +213,14 @@ class GroupedCrossAttention(nn.Module):
         self.query = nn.Linear(hidden, head_count * head_dim, bias=False)
         self.out = nn.Linear(head_count * head_dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, retrieved: Retrieved) -> Tensor:
+    def forward(self, x: Tensor, retrieved: ListStates) -> Tensor:
         """``x [B, C, T, hidden]``: the tokens of ``C`` lists -> what they found, the same shape."""
         q = self.query(self.norm(x)).unflatten(-1, (self.head_count, -1)).transpose(2, 3)  # [B, C, H, T, D]
         attend = self._grouped if self.fusion == "grouped" else self._chunked
         out: Tensor = self.out(attend(q, retrieved).transpose(2, 3).flatten(3))
         return out
 
-    def prepare(self, retrieved: Retrieved) -> Prepared | None:
+    def prepare(self, retrieved: ListStates) -> Prepared | None:
         """One list of each row, made ready for tokens that come one by one; None where that does not pay or fit.
 
         On a GPU the kernel of the other form is faster, and only that form has all gradients.
@@ -245,11 +245,11 @@ class GroupedCrossAttention(nn.Module):
         found: Tensor = self.out(attend(self.query(self.norm(x)), prepared))
         return x + found
 
-    def _grouped(self, q: Tensor, retrieved: Retrieved) -> Tensor:
+    def _grouped(self, q: Tensor, retrieved: ListStates) -> Tensor:
         keys, values, blocks, weights = retrieved
         return grouped_cross_attention(q, keys, values, weights, blocks, off_by_one=self.off_by_one)
 
-    def _chunked(self, q: Tensor, retrieved: Retrieved) -> Tensor:
+    def _chunked(self, q: Tensor, retrieved: ListStates) -> Tensor:
         keys, values, blocks, _ = retrieved
         batch, lists, _, _, dim = q.shape
         rows = torch.arange(batch, device=q.device)[:, None, None]

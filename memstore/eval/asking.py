@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memstore.eval.tasks import Sample
 from memstore.models.drt import DRTCache, DRTForCausalLM
-from memstore.models.drt.choice import DRTChoice, Lookup
+from memstore.models.drt.choice import DRTChoice, GroupSearch
 from memstore.readers.observer import Choices
 
 WIDE = 64
@@ -18,7 +18,7 @@ WIDE = 64
 
 
 @dataclass(frozen=True)
-class Found:
+class NeedleScore:
     """How one needle was retrieved at the end of the question."""
 
     margin: float | None
@@ -29,7 +29,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class LayerFound:
+class LayerScore:
     """How one layer of a landmark model saw the needle, in the head that ranked it best."""
 
     layer: int
@@ -46,10 +46,10 @@ class Reply:
     """What the model said, and what it retrieved for it."""
 
     tokens: list[int]
-    found: tuple[Found, ...]
+    found: tuple[NeedleScore, ...]
     """For each needle that had to be found what its group of upper layers retrieved (of a landmark model: the layer
     that saw it best); none without scores."""
-    layers: tuple[LayerFound, ...] = ()
+    layers: tuple[LayerScore, ...] = ()
     """What each layer of a landmark model saw; none where the needle was among the local tokens."""
 
 
@@ -62,8 +62,9 @@ def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
     ids = torch.tensor([sample.prompt], device=model.device)
     output = model(ids, past_key_values=cache, logits_to_keep=1, output_retrieval=True)
     cache.observers.remove(choices)
-    searches = [_wide_search(cache, choice.lookup) for choice in choices if choice.lookup is not None]
-    chosen = output.retrieval or ()
+    chosen, searches = output.retrieval or (), []
+    if model.config.retrieval != "random":  # there blocks have no scores
+        searches = [_wide_search(cache, choice.lookup) for choice in choices if choice.lookup is not None]
     while len(tokens) < len(sample.answer):
         ids = output.logits[:, -1:].argmax(-1)
         tokens.append(int(ids))
@@ -77,7 +78,7 @@ def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
     return Reply(tokens, tuple(found))
 
 
-def _wide_search(cache: DRTCache, lookup: Lookup) -> tuple[Tensor, Tensor]:
+def _wide_search(cache: DRTCache, lookup: GroupSearch) -> tuple[Tensor, Tensor]:
     """Scores and blocks ``[n]`` of a wider search with the last query, best first."""
     top_k = max(WIDE, lookup.chosen.blocks.shape[-1])
     scores, blocks = cache.table.search(lookup.queries[:, -1:], lookup.limits[:, -1:], top_k)
@@ -89,7 +90,7 @@ def needle_blocks(place: range, tokens_per_block: int) -> range:
     return range(place.start // tokens_per_block, (place.stop - 1) // tokens_per_block + 1)
 
 
-def _found(scores: Tensor, blocks: Tensor, chosen: Tensor, weights: Tensor, needle: range) -> Found:
+def _found(scores: Tensor, blocks: Tensor, chosen: Tensor, weights: Tensor, needle: range) -> NeedleScore:
     ranked = [(s, b) for s, b in zip(scores.tolist(), blocks.tolist(), strict=True) if b >= 0]
     others = [score for score, block in ranked if block not in needle]
     own = [score for score, block in ranked if block in needle]
@@ -97,4 +98,4 @@ def _found(scores: Tensor, blocks: Tensor, chosen: Tensor, weights: Tensor, need
     if others:
         margin = (own[0] if own else others[-1]) - others[0]
     weight = sum(w for w, b in zip(weights.tolist(), chosen.tolist(), strict=True) if b in needle)
-    return Found(margin if margin is None or math.isfinite(margin) else None, weight)
+    return NeedleScore(margin if margin is None or math.isfinite(margin) else None, weight)

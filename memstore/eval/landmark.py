@@ -26,7 +26,7 @@ from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import Counts
+from memstore.models.landmark.choosing import SearchCounts
 
 TOKENS_AT_ONCE = 1 << 13
 """Tokens of a batch."""
@@ -254,9 +254,9 @@ def whole(model: LandmarkForCausalLM, tokens: Tensor, length: int, advance: Adva
 
 def retrieved(
     model: LandmarkForCausalLM, tokens: Tensor, length: int, retrieval: Retrieval, *, local: int, advance: Advance
-) -> tuple[float, Counts]:
+) -> tuple[float, SearchCounts]:
     """Perplexity of pieces that are processed in segments of ``local`` tokens, and what they asked of the memory."""
-    counts = Counts.of(model.config)
+    counts = SearchCounts.of(model.config)
 
     def cache(rows: int) -> LandmarkCache:
         made = LandmarkCache(model.config, rows, retrieval=retrieval)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.eval.asking import Found, LayerFound, Reply, needle_blocks
+from memstore.eval.asking import LayerScore, NeedleScore, Reply, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
@@ -35,10 +35,10 @@ def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Rep
         if len(tokens) < len(sample.answer):
             logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
-    return Reply(tokens, () if best is None else (Found(best.margin, best.weight),), layers)
+    return Reply(tokens, () if best is None else (NeedleScore(best.margin, best.weight),), layers)
 
 
-def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerFound:
+def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
     """Of ``weights [H, N]`` on landmarks, those of the needle being ``own [N]``: by the head that ranks it best."""
     mine, others = weights[:, own], weights[:, ~own]
     ranks = (others > mine.amax(1, keepdim=True)).sum(1)
@@ -49,4 +49,4 @@ def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerFound:
         tiny = torch.finfo(weights.dtype).tiny
         lead = mine[head].amax().clamp(min=tiny).log() - others[head].amax().clamp(min=tiny).log()
         margin = float(lead)
-    return LayerFound(layer, int(ranks[head]), margin, float(shares[head]))
+    return LayerScore(layer, int(ranks[head]), margin, float(shares[head]))

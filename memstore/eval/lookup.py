@@ -36,12 +36,12 @@ KINDS = ("far", "near", "new", "other")
 WORD = re.compile(r"[^\W\d_]{2,}")
 AROUND = 6
 """Tokens that are told on each side of one."""
-Found = dict[int, list[tuple[int, float]]]
+Weights = dict[int, list[tuple[int, float]]]
 """By place in a document, of what its query found: (place, weight), most weight first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class WordKind:
     """The tokens of one kind of words."""
 
     kind: str
@@ -53,7 +53,7 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retrieved:
+class TokenHit:
     """A token that was looked up."""
 
     number: int
@@ -79,7 +79,7 @@ class Example:
     """It and the tokens before it, itself in brackets."""
     loss_without: float
     loss_with: float
-    retrieved: list[Retrieved]
+    retrieved: list[TokenHit]
 
 
 # A stock model sees nothing before its segment but by its memory, so a word is far when it was last read more than a
@@ -91,7 +91,7 @@ class Lookup:
     memory_size: int
     reach: int
     """Tokens before a token that could tell of it without a memory."""
-    kinds: list[Kind]
+    kinds: list[WordKind]
     examples: list[Example]
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def lookup(
                 loss_without=float(losses[0][number - 1]),
                 loss_with=float(losses[1][number - 1]),
                 retrieved=[
-                    Retrieved(number=place, weight=weight, text=pieces.around(place, after=AROUND))
+                    TokenHit(number=place, weight=weight, text=pieces.around(place, after=AROUND))
                     for place, weight in seen.get(number - 1, [])
                 ],
             )
@@ -183,14 +183,14 @@ def kinds_of(words: Sequence[str | None], back: Sequence[int], reach: int) -> li
     ]
 
 
-def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> Kind | None:
+def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> WordKind | None:
     """The score of a kind; the first token, which nothing predicts, is left out. None where there is no such token."""
     which = torch.tensor([kind == name for kind in kinds[1:]])
     count = int(which.sum())
     if not count:
         return None
     without, with_memory = (math.exp(each.double()[which].mean()) for each in losses)
-    return Kind(kind=name, tokens=count, without=without, with_memory=with_memory)
+    return WordKind(kind=name, tokens=count, without=without, with_memory=with_memory)
 
 
 class Pieces:
@@ -207,7 +207,7 @@ class Pieces:
         return f"{parts[0]}[{parts[1]}]{parts[2]}"
 
 
-class WatchedTokens(RecentTokens):
+class LookupTokens(RecentTokens):
     """A memory that tells what was found for some queries of its only row."""
 
     def __init__(
@@ -221,7 +221,7 @@ class WatchedTokens(RecentTokens):
         super().__init__(1, *sizes, **kind)
         self._scale, self._part, self._segment = scale, part, segment
         self._wanted = set(wanted)
-        self.found: Found = {}
+        self.found: Weights = {}
 
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
         """See ``RecentTokens``."""
@@ -270,12 +270,12 @@ class _Memorizing:
         return document_losses(self._model, tokens, size, advance)
 
     @torch.no_grad()
-    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Found:
+    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Weights:
         """What was found by the tokens at the places ``wanted``."""
         model, config = self._model, copy.deepcopy(self._model.config)
         config.memory_size = size
         attention: KNNAttention = model.model.layers[self.layer].attention
-        memory = WatchedTokens(
+        memory = LookupTokens(
             wanted,
             attention.groups,
             size,
@@ -306,10 +306,10 @@ class _Stock:
         return stock_losses(self._model, tokens, size, advance)
 
     @torch.no_grad()
-    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Found:
+    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Weights:
         """As in ``_Memorizing``."""
         model, layer = self._model, self._memory
-        watching = WatchedTokens(
+        watching = LookupTokens(
             wanted,
             layer.groups,
             size,

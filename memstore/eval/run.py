@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.eval.asking import LayerFound, Reply
+from memstore.eval.asking import LayerScore, Reply
 from memstore.eval.filler import Filler
 from memstore.eval.readers import ask, open_reader
 from memstore.eval.resources import PeakMemory
@@ -120,7 +120,7 @@ class Row:
 
     def layers(self) -> list[dict[str, Any]]:
         """How each layer of a landmark model saw the needle, over all samples in which it was in memory."""
-        seen: dict[int, list[LayerFound]] = {}
+        seen: dict[int, list[LayerScore]] = {}
         for outcome in self.outcomes:
             for found in outcome.reply.layers:
                 seen.setdefault(found.layer, []).append(found)
@@ -245,7 +245,7 @@ def _listened(chunks: Iterator[Any], advance: Advance) -> Iterator[Tensor]:
         advance(len(chunk))
 
 
-def _layer(number: int, found: Sequence[LayerFound]) -> dict[str, Any]:
+def _layer(number: int, found: Sequence[LayerScore]) -> dict[str, Any]:
     margins = [each.margin for each in found if each.margin is not None]
     return {
         "layer": number,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memstore.memory.traces import Trace
 
 
-class Kind(StrEnum):
+class PictureKind(StrEnum):
     """The pictures there are."""
 
     HEAT = "heat"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 KindArgument = Annotated[
-    Kind,
+    PictureKind,
     typer.Argument(
         metavar="KIND",
         help="heat, tiers or margins of a trace; similarity or margins of a document; or audit, with --question.",
@@ -86,7 +86,7 @@ def plot(
     check_picture(out)
     with memstore.open(memory, mode="r", index=index) as opened:
         match kind:
-            case Kind.AUDIT:
+            case PictureKind.AUDIT:
                 if question is None:
                     raise InvalidArgument("an audit needs a question: name it with --question")
                 asked = Asked(
@@ -99,9 +99,9 @@ def plot(
                     device=device,
                 )
                 figure, of = _audit(opened, asked)
-            case Kind.SIMILARITY:
+            case PictureKind.SIMILARITY:
                 figure, of = _document(opened, kind, document, layer, top_k)
-            case Kind.MARGINS if document is not None:
+            case PictureKind.MARGINS if document is not None:
                 figure, of = _document(opened, kind, document, layer, top_k)
             case _:
                 figure, of = _trace(opened, kind, trace, layer, head)
@@ -119,19 +119,19 @@ def _audit(opened: Memory, asked: Asked) -> tuple[Any, dict[str, Any]]:
 
 
 def _document(
-    opened: Memory, kind: Kind, document: str | None, layer: int | None, top_k: int | None
+    opened: Memory, kind: PictureKind, document: str | None, layer: int | None, top_k: int | None
 ) -> tuple[Any, dict[str, Any]]:
     from memstore.eval.pictures import document_margins, similarity
 
     name = document_name(opened, document)
     chosen = opened.document(name)
-    if kind is Kind.SIMILARITY:
+    if kind is PictureKind.SIMILARITY:
         return similarity(chosen, layer=layer), {"document": name}
     return document_margins(chosen, layer=layer, top_k=top_k or 8), {"document": name}
 
 
 def _trace(
-    opened: Memory, kind: Kind, number: int | None, layer: int | None, head: int | None
+    opened: Memory, kind: PictureKind, number: int | None, layer: int | None, head: int | None
 ) -> tuple[Any, dict[str, Any]]:
     from memstore.eval.pictures import heat, margins, tiers
 
@@ -140,9 +140,9 @@ def _trace(
         raise NotFound(f"memory {opened.url} has no traces yet. Record one with: memstore ask MEMORY QUESTION --trace")
     _check_trace(trace, layer, head)
     match kind:
-        case Kind.HEAT:
+        case PictureKind.HEAT:
             figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
-        case Kind.TIERS:
+        case PictureKind.TIERS:
             figure = tiers(trace)
         case _:
             figure = margins(trace, layer=layer)

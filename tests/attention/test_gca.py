@@ -16,7 +16,7 @@ from memstore.attention.gca import (
     CausalRetriever,
     Fusion,
     GroupedCrossAttention,
-    Retrieved,
+    ListStates,
     choose,
     weighed,
 )
@@ -186,7 +186,7 @@ def test_fusion_is_attention_to_each_block_or_to_all_tokens_at_once(fusion: Fusi
     module.fusion, module.off_by_one = fusion, off_by_one
     project = shaken(BlockKeysValues(HIDDEN, GROUPS, DIM))
     weights = torch.rand(blocks.shape, dtype=torch.float64)
-    out = module(x, Retrieved(*kv(project, states), blocks, weights))
+    out = module(x, ListStates(*kv(project, states), blocks, weights))
     for row in range(2):
         for number in range(4):
             expected = by_hand(module, project, states[row], x[row, number], blocks[row, number], weights[row, number])
@@ -220,7 +220,7 @@ def test_lists_without_blocks_find_nothing_and_give_no_gradient(fusion: Fusion) 
     module.fusion, module.off_by_one = fusion, False
     project = shaken(BlockKeysValues(HIDDEN, GROUPS, DIM))
     weights = torch.rand(blocks.shape, dtype=torch.float64)
-    out = module(x, Retrieved(*kv(project, states), torch.full_like(blocks, -1), weights))
+    out = module(x, ListStates(*kv(project, states), torch.full_like(blocks, -1), weights))
     assert bool((out == 0).all())
     gradients = torch.autograd.grad(out.sum(), (x, states), allow_unused=True)
     assert all(gradient is None or bool((gradient == 0).all()) for gradient in gradients)
@@ -233,7 +233,7 @@ def test_only_grouped_fusion_teaches_the_retriever() -> None:
     for module.fusion, reaches in expected.items():
         scores = retriever.queries(x[:, :, -1]) @ states[:, :, -1].detach().transpose(1, 2)
         chosen = choose(scores, 3)
-        out = module(x.detach(), Retrieved(*kv(project, states.detach()), chosen.blocks, chosen.weights))
+        out = module(x.detach(), ListStates(*kv(project, states.detach()), chosen.blocks, chosen.weights))
         gradients = torch.autograd.grad(out.sum(), list(retriever.parameters()), allow_unused=True)
         assert all((gradient is not None and bool((gradient != 0).any())) == reaches for gradient in gradients)
 
@@ -247,7 +247,7 @@ def test_a_token_finds_the_same_in_every_form_of_its_list(sizes: tuple[int, ...]
     shape = (batch, count, groups, size, dim)
     blocks = torch.arange(count).repeat(batch, 1, 1)
     blocks[:, :, 1:] = torch.where(torch.rand(batch, 1, count - 1) < 0.4, -1, blocks[:, :, 1:])
-    retrieved = Retrieved(torch.randn(shape), torch.randn(shape), blocks, torch.rand(batch, 1, count))
+    retrieved = ListStates(torch.randn(shape), torch.randn(shape), blocks, torch.rand(batch, 1, count))
     with torch.no_grad():
         prepared = layer.prepare(retrieved)
         assert prepared is not None
@@ -257,7 +257,7 @@ def test_a_token_finds_the_same_in_every_form_of_its_list(sizes: tuple[int, ...]
             wide = GroupedCrossAttention(hidden, heads, dim, off_by_one=off_by_one).double()
             wide.load_state_dict(layer.state_dict())
             keys, values, _, weights = (each.double() for each in retrieved)
-            truth = x.double() + wide(x[:, None].double(), Retrieved(keys, values, blocks, weights))[:, 0]
+            truth = x.double() + wide(x[:, None].double(), ListStates(keys, values, blocks, weights))[:, 0]
             for form in forms:
                 torch.testing.assert_close(layer.added(x, form).double(), truth, atol=2e-5, rtol=0)
 
@@ -265,7 +265,7 @@ def test_a_token_finds_the_same_in_every_form_of_its_list(sizes: tuple[int, ...]
 def test_a_layer_that_an_adapter_has_changed_is_not_folded_into_its_list() -> None:
     layer = GroupedCrossAttention(12, 2, 6)
     states = torch.randn(1, 2, 1, 5, 6)
-    retrieved = Retrieved(states, states, torch.tensor([[[0, 1]]]), torch.rand(1, 1, 2))
+    retrieved = ListStates(states, states, torch.tensor([[[0, 1]]]), torch.rand(1, 1, 2))
     with torch.no_grad():
         prepared = layer.prepare(retrieved)
         assert prepared is not None

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from memstore.errors import InvalidArgument
-from memstore.eval.lookup import KINDS, WatchedTokens, kinds_of, last_read, lookup
+from memstore.eval.lookup import KINDS, LookupTokens, kinds_of, last_read, lookup
 from memstore.eval.memorizing import document_losses
 from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_layer() -> None:
     model = small_memorizing(num_key_value_heads=1)
     attention = model.model.layers[1].attention
     assert attention.gate is not None
-    memory = WatchedTokens([24], 1, 20, 16, scale=attention.scale.exp(), part=attention.gate.sigmoid())
+    memory = LookupTokens([24], 1, 20, 16, scale=attention.scale.exp(), part=attention.gate.sigmoid())
     generator = torch.Generator().manual_seed(0)
     keys, queries = (torch.randn(1, n, 24, 16, generator=generator) for n in (1, 2))
     values = torch.eye(24)[None, None]  # so that an output is the weights

@@ -13,7 +13,7 @@ import torch
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.eval.asking import Found, Reply, ask, needle_blocks
+from memstore.eval.asking import NeedleScore, Reply, ask, needle_blocks
 from memstore.eval.filler import Filler
 from memstore.eval.run import Outcome, Plan, Row, draw, evaluate
 from memstore.eval.tasks import Phrases, Sample, make, plant
@@ -156,7 +156,7 @@ def test_an_interruption_leaves_nothing_behind() -> None:
 
 
 def outcome(tokens: list[int], margin: float | None = None) -> Outcome:
-    return Outcome(0.5, [1, 2, 3], Reply(tokens, (Found(margin, 0.5),)), 100, 0.5, 1.0)
+    return Outcome(0.5, [1, 2, 3], Reply(tokens, (NeedleScore(margin, 0.5),)), 100, 0.5, 1.0)
 
 
 def test_only_whole_answers_count() -> None:

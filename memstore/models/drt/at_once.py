@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.attention.gca import BlockKeysValues, Chosen, Retrieved, choose
+from memstore.attention.gca import BestBlocks, BlockKeysValues, ListStates, choose
 from memstore.errors import InvalidArgument
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.packing import Packing
+from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import random_choice
 
 
@@ -49,13 +49,13 @@ class Shared:
 def retrieve(
     config: DRTConfig,
     block_states: BlockKeysValues,
-    packing: Packing,
+    packing: DRTPacking,
     queries: Tensor,
     blocks: tuple[Tensor, Tensor],
     shared: Shared | None = None,
     *,
     gumbel: float = 0.0,
-) -> tuple[Chosen, Retrieved]:
+) -> tuple[BestBlocks, ListStates]:
     """What ``queries [B, n, e]`` choose among the blocks before their own, and what a segment's items attend to.
 
     Args:
@@ -81,10 +81,10 @@ def retrieve(
         return _of_all_rows(block_states, packing, choose(scores, config.retrieval_top_k, gumbel=gumbel), states)
     keys, values = block_states(states)
     lists, weights = _shifted(chosen, packing.list_numbers(queries.device))
-    return chosen, Retrieved(keys, values, lists, weights.to(keys.dtype))
+    return chosen, ListStates(keys, values, lists, weights.to(keys.dtype))
 
 
-def as_one_row(packing: Packing) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
+def as_one_row(packing: DRTPacking) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
     """``packing.by_list``, where all rows share their blocks and so are one row to whoever attends to them."""
 
     def by_list(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -96,7 +96,7 @@ def as_one_row(packing: Packing) -> Callable[[Tensor, Callable[[Tensor], Tensor]
 
 
 def _with_shared(
-    packing: Packing, queries: Tensor, states: Tensor, landmarks: Tensor, shared: Shared
+    packing: DRTPacking, queries: Tensor, states: Tensor, landmarks: Tensor, shared: Shared
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[B, n, N]`` of the blocks of all rows and of ``shared``, -inf where one may not be had; their states."""
     rows, count = queries.shape[:2]
@@ -117,15 +117,15 @@ def _with_shared(
 
 
 def _of_all_rows(
-    block_states: BlockKeysValues, packing: Packing, chosen: Chosen, states: Tensor
-) -> tuple[Chosen, Retrieved]:
+    block_states: BlockKeysValues, packing: DRTPacking, chosen: BestBlocks, states: Tensor
+) -> tuple[BestBlocks, ListStates]:
     """Keys and values of those of the blocks ``states [N, S, hidden]`` that anybody chose, for rows as one."""
     needed, places = chosen.blocks.clamp(min=0).unique(return_inverse=True)
     keys, values = block_states(states[needed].unsqueeze(0))
     here = chosen._replace(blocks=torch.where(chosen.blocks >= 0, places, -1))
     blocks, weights = _shifted(here, packing.list_numbers(states.device))
     lists, weights = (x.flatten(0, 1).unsqueeze(0) for x in (blocks, weights))
-    return chosen, Retrieved(keys, values, lists, weights.to(keys.dtype))
+    return chosen, ListStates(keys, values, lists, weights.to(keys.dtype))
 
 
 def _earlier(count: int, device: torch.device) -> Tensor:
@@ -133,7 +133,7 @@ def _earlier(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)
 
 
-def _shifted(chosen: Chosen, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _shifted(chosen: BestBlocks, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Lists by their numbers: 0 is empty, ``1 + j`` is what block ``j`` chose."""
     blocks = F.pad(chosen.blocks, (0, 0, 1, 0), value=-1)
     weights = F.pad(chosen.weights, (0, 0, 1, 0))
@@ -141,7 +141,7 @@ def _shifted(chosen: Chosen, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return blocks[:, at], weights[:, at]
 
 
-def _spread(packing: Packing, tokens: Tensor) -> Tensor:
+def _spread(packing: DRTPacking, tokens: Tensor) -> Tensor:
     """A flag of each token ``[B, T]`` as a stream ``[B, M, 1]``; True for landmarks."""
     stream = torch.ones(packing.rows, packing.items + 1, dtype=torch.bool, device=tokens.device)
     stream.scatter_(1, packing.slots.expand(packing.rows, -1), tokens)

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.attention.gca import Retrieved
+from memstore.attention.gca import ListStates
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.cache import ModelCache
-from memstore.models.drt.choice import Lists, Lookup
+from memstore.models.drt.choice import GroupSearch, ListsInUse
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
-from memstore.models.drt.packing import Packing
+from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import BlockTable, TensorTable
 
 
@@ -29,10 +29,10 @@ class LastList(NamedTuple):
     blocks: Tensor
     """``[B, K]``: the number of each, its own place in the list; -1: none."""
 
-    def retrieved(self, lists: int = 1) -> Retrieved:
+    def retrieved(self, lists: int = 1) -> ListStates:
         """The list of each row, ``lists`` times over."""
         blocks, weights = (x.unsqueeze(1).expand(-1, lists, -1) for x in (self.blocks, self.weights))
-        return Retrieved(self.keys, self.values, blocks, weights)
+        return ListStates(self.keys, self.values, blocks, weights)
 
 
 class DRTCache(ModelCache):
@@ -62,7 +62,7 @@ class DRTCache(ModelCache):
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
         self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
-        self._told: Lists | None = None
+        self._told: ListsInUse | None = None
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
@@ -86,12 +86,12 @@ class DRTCache(ModelCache):
         """Place in the stream of the next item of each row."""
         return [count + blocks for count, blocks in zip(self.counts, self.blocks, strict=True)]
 
-    def advance(self, packing: Packing, given: int) -> None:
+    def advance(self, packing: DRTPacking, given: int) -> None:
         """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""
         self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
         self.given += given
 
-    def slide(self, packing: Packing, layers: dict[int, States], device: torch.device) -> None:
+    def slide(self, packing: DRTPacking, layers: dict[int, States], device: torch.device) -> None:
         """Keep what the next segment can see of the keys and values ``[B, G, past + M, D]`` of each layer."""
         keep = self.config.window - 1
         if packing.uniform and self.empty is None:
@@ -111,7 +111,7 @@ class DRTCache(ModelCache):
         if not bool(self.empty.any()):
             self.empty = None
 
-    def combined(self, group: int, fresh: Retrieved, numbers: Tensor) -> Retrieved:
+    def combined(self, group: int, fresh: ListStates, numbers: Tensor) -> ListStates:
         """The lists that a segment's items use: number 0 is the last one of before, ``1 + j`` is fresh list ``j``.
 
         ``numbers [B or 1, C]``.
@@ -128,9 +128,9 @@ class DRTCache(ModelCache):
             weights = torch.cat([F.pad(last.weights, (0, missing)).unsqueeze(1), weights], 1)
             keys, values = torch.cat([last.keys, keys], 1), torch.cat([last.values, values], 1)
         at = numbers.clamp(max=blocks.shape[1] - 1).expand(len(blocks), -1).unsqueeze(-1).expand(-1, -1, top_k)
-        return Retrieved(keys, values, blocks.gather(1, at), weights.gather(1, at))
+        return ListStates(keys, values, blocks.gather(1, at), weights.gather(1, at))
 
-    def keep_last(self, group: int, packing: Packing, fresh: Retrieved) -> None:
+    def keep_last(self, group: int, packing: DRTPacking, fresh: ListStates) -> None:
         """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
         keys, values, blocks, weights = fresh
         if blocks.shape[1] == min(packing.blocks) == 1:
@@ -159,11 +159,11 @@ class DRTCache(ModelCache):
         self.lists[group] = last
         self.prepared[group] = None
 
-    def tell_lists(self, group: int, packing: Packing, lookup: Lookup | None) -> None:
+    def tell_lists(self, group: int, packing: DRTPacking, lookup: GroupSearch | None) -> None:
         """Tell the observers which lists ``group`` uses in a segment; ``lookup``: what it chose there, if it did."""
         if self.observers:
             if self._told is None:
-                self._told = Lists(self.config, self.rows, self.origin)
+                self._told = ListsInUse(self.config, self.rows, self.origin)
             self.tell(self._told.choice(group, packing, lookup))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

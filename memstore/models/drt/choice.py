@@ -15,21 +15,21 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from memstore.attention.gca import Chosen
+from memstore.attention.gca import BestBlocks
 from memstore.memory.look import Array, Look
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.packing import Packing
+from memstore.models.drt.packing import DRTPacking
 from memstore.readers.observer import Choice, Draft, Looks, Origin, numbers
 
 
-class Lookup(NamedTuple):
+class GroupSearch(NamedTuple):
     """What a group chose in one segment: a list where each block ends."""
 
     queries: Tensor
     """``[B, n, e]``"""
     limits: Tensor
     """``[B, n]``: it chose among the blocks below."""
-    chosen: Chosen
+    chosen: BestBlocks
     """``[B, n, K]``"""
     tiers: Array
     """``[B, n, K]``: where the blocks were before they were fetched."""
@@ -46,7 +46,7 @@ class DRTChoice(Choice):
     searched: bool
     rows: Sequence[int]
     group: int
-    lookup: Lookup | None
+    lookup: GroupSearch | None
     """None where no block ends in the segment: then its tokens use the list of before."""
     looks: list[Look]
     """What the last token of each row uses."""
@@ -56,7 +56,7 @@ class DRTChoice(Choice):
         return Looks(self.looks)
 
 
-class Lists:
+class ListsInUse:
     """Follows which list each row of a cache uses: the last one of before, until a block ends and the next is read."""
 
     def __init__(self, config: DRTConfig, rows: int, origin: Origin) -> None:
@@ -66,7 +66,7 @@ class Lists:
         self._layers = group_layers(config)
         self._last: list[list[Look | None]] = [[None] * rows for _ in self._layers]
 
-    def choice(self, group: int, packing: Packing, lookup: Lookup | None) -> DRTChoice:
+    def choice(self, group: int, packing: DRTPacking, lookup: GroupSearch | None) -> DRTChoice:
         """What to tell of ``group`` in a segment."""
         last = self._last[group]
         used = last[:]
@@ -84,7 +84,7 @@ class Lists:
                 last[row] = replace(look, search_us=0.0, gather_us=0.0)
         return DRTChoice(self._layers[group], lookup is not None, range(len(used)), group, lookup, told)
 
-    def _look(self, group: int, row: int, number: int, lookup: Lookup) -> Look | None:
+    def _look(self, group: int, row: int, number: int, lookup: GroupSearch) -> Look | None:
         chosen = lookup.chosen
         blocks, scores, weights = (numbers(x[row, number]) for x in (chosen.blocks, chosen.scores, chosen.weights))
         if not (blocks >= 0).any():

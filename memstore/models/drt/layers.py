@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memstore.attention.gca import GroupedCrossAttention, Retrieved
+from memstore.attention.gca import GroupedCrossAttention, ListStates
 from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotate
 from memstore.attention.sliding import Window
 from memstore.kernels.grouped_cross_attention import Ready
@@ -100,7 +100,7 @@ class UpperLayer(LowerLayer):
         return x + self.feed_forward(self.norm(found)), states
 
 
-Lists = Retrieved | Ready
+Lists = ListStates | Ready
 """Lists of a segment's items; a prepared one is the same for all items of a row."""
 ByList = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 """Hands tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and takes them back."""

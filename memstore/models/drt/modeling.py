@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.gca import BlockEncoder, BlockKeysValues, CausalRetriever, Chosen, Retrieved, weighed
+from memstore.attention.gca import BestBlocks, BlockEncoder, BlockKeysValues, CausalRetriever, ListStates, weighed
 from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
@@ -28,10 +28,10 @@ from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM
 from memstore.models.drt.at_once import Shared, as_one_row, retrieve
 from memstore.models.drt.cache import DRTCache
-from memstore.models.drt.choice import Lookup
+from memstore.models.drt.choice import GroupSearch
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
-from memstore.models.drt.packing import Packing
+from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import random_choice
 from memstore.readers.observer import numbers
 
@@ -45,7 +45,7 @@ class DRTOutput(CausalLMOutputWithPast):
     """What ``DRTForCausalLM`` returns."""
 
     past_key_values: DRTCache | None = None  # type: ignore[assignment]  # a cache of its own kind
-    retrieval: tuple[Chosen, ...] | None = None
+    retrieval: tuple[BestBlocks, ...] | None = None
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
 
 
@@ -93,7 +93,7 @@ class DRTModel(nn.Module):
         x: Tensor = self.embed_tokens(ids.clamp(min=0))
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark.to(x.dtype), x)
 
-    def sight(self, packing: Packing, cache: DRTCache | None, x: Tensor) -> Sight:
+    def sight(self, packing: DRTPacking, cache: DRTCache | None, x: Tensor) -> Sight:
         """What the items ``x [B, M, hidden]`` of a segment see."""
         dtype, device = x.dtype, x.device
         past = 0 if cache is None else cache.past
@@ -123,8 +123,8 @@ class DRTModel(nn.Module):
         return _rounded(states, dtype), _rounded(landmarks, dtype)
 
     def forward(
-        self, packing: Packing, cache: DRTCache | None, shared: Shared | None = None
-    ) -> tuple[Tensor, tuple[Chosen, ...]]:
+        self, packing: DRTPacking, cache: DRTCache | None, shared: Shared | None = None
+    ) -> tuple[Tensor, tuple[BestBlocks, ...]]:
         """The stream of a segment ``[B, M, hidden]`` after the last norm, and what each group retrieved."""
         x = self.embed(packing.ids)
         sight = self.sight(packing, cache, x)
@@ -132,7 +132,7 @@ class DRTModel(nn.Module):
         blocks = self._blocks(packing, x, cache)
         by_list = packing.by_list if shared is None else as_one_row(packing)
         number = self.config.lower_layers
-        retrieval: list[Chosen] = []
+        retrieval: list[BestBlocks] = []
         for group, layers in enumerate(self.upper):
             retrieved = None
             if self.config.retrieval != "none":
@@ -147,7 +147,7 @@ class DRTModel(nn.Module):
             cache.slide(packing, window_states, x.device)
         return self.norm(x), tuple(retrieval)
 
-    def read_blocks(self, packing: Packing, cache: DRTCache) -> tuple[Tensor, Tensor] | None:
+    def read_blocks(self, packing: DRTPacking, cache: DRTCache) -> tuple[Tensor, Tensor] | None:
         """Read a segment with the lower layers and the encoder alone: states and landmarks of the blocks it completes.
 
         ``[B, n, S, hidden]`` and ``[B, n, e]``, None where it completes none; they do not go into the cache's table.
@@ -158,7 +158,7 @@ class DRTModel(nn.Module):
         return self._blocks(packing, x, cache, keep=False)
 
     def _blocks(
-        self, packing: Packing, x: Tensor, cache: DRTCache | None, *, keep: bool = True
+        self, packing: DRTPacking, x: Tensor, cache: DRTCache | None, *, keep: bool = True
     ) -> tuple[Tensor, Tensor] | None:
         """States and landmarks of the blocks that a segment completes, ``[B, n, ...]``; None if it completes none."""
         if self.config.retrieval == "none":
@@ -182,7 +182,7 @@ class DRTModel(nn.Module):
             cache.table.extend(first, packing.blocks, states, landmarks)
         return states, landmarks
 
-    def _external_landmarks(self, packing: Packing, cache: DRTCache | None) -> Tensor | None:
+    def _external_landmarks(self, packing: DRTPacking, cache: DRTCache | None) -> Tensor | None:
         ids = packing.ids.unsqueeze(-1)
         whole, waiting = packing.joined(None if cache is None else _joined(cache.partial_ids), ids)
         if cache is not None:
@@ -215,12 +215,12 @@ class DRTModel(nn.Module):
     def _retrieve(
         self,
         group: int,
-        packing: Packing,
+        packing: DRTPacking,
         x: Tensor,
         blocks: tuple[Tensor, Tensor] | None,
         cache: DRTCache | None,
         shared: Shared | None,
-    ) -> tuple[Chosen | None, Retrieved | list[Ready] | None]:
+    ) -> tuple[BestBlocks | None, ListStates | list[Ready] | None]:
         """What the landmarks of a segment choose, and what its items attend to."""
         if cache is None:
             if blocks is None:
@@ -244,7 +244,7 @@ class DRTModel(nn.Module):
             cache.keep_last(group, packing, fresh)
         return chosen, retrieved
 
-    def _last(self, group: int, packing: Packing, cache: DRTCache) -> Retrieved | list[Ready] | None:
+    def _last(self, group: int, packing: DRTPacking, cache: DRTCache) -> ListStates | list[Ready] | None:
         """The group's list of before, for all items of a segment; where it pays prepared, for each layer."""
         last, prepared = cache.lists[group], cache.prepared[group]
         if last is None:
@@ -253,20 +253,20 @@ class DRTModel(nn.Module):
             prepared = cache.prepared[group] = self._prepare(group, last.retrieved())
         return last.retrieved(packing.lists) if prepared is None else prepared
 
-    def _prepare(self, group: int, retrieved: Retrieved) -> list[Ready] | None:
+    def _prepare(self, group: int, retrieved: ListStates) -> list[Ready] | None:
         crosses = [cast("UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]
         assert crosses[0] is not None
         prepared = crosses[0].prepare(retrieved)
         return None if prepared is None else [cross.own(prepared) for cross in crosses if cross is not None]
 
-    def _queries(self, group: int, packing: Packing, x: Tensor, landmarks: Tensor) -> Tensor:
+    def _queries(self, group: int, packing: DRTPacking, x: Tensor, landmarks: Tensor) -> Tensor:
         if self.config.retrieval != "causal":
             return landmarks
         return cast("CausalRetriever", self.retrievers[group]).queries(packing.landmarks(x))
 
     def _look_up(
-        self, cache: DRTCache, group: int, packing: Packing, queries: Tensor, limits: Tensor, x: Tensor
-    ) -> tuple[Chosen, Retrieved | None]:
+        self, cache: DRTCache, group: int, packing: DRTPacking, queries: Tensor, limits: Tensor, x: Tensor
+    ) -> tuple[BestBlocks, ListStates | None]:
         """What is chosen, and the keys and values of it."""
         begun = time.perf_counter()
         chosen = self._choose_cached(cache, queries, limits)
@@ -277,17 +277,17 @@ class DRTModel(nn.Module):
         asked = time.perf_counter()
         fetched = self._fetch(cache, group, chosen, x)
         spent = (1e6 * (searched - begun), 1e6 * (time.perf_counter() - asked))
-        cache.tell_lists(group, packing, Lookup(queries, limits, chosen, tiers, *spent))
+        cache.tell_lists(group, packing, GroupSearch(queries, limits, chosen, tiers, *spent))
         return chosen, fetched
 
-    def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> Chosen:
+    def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> BestBlocks:
         if self.config.retrieval == "random":
             blocks, _, scores = random_choice(limits, self.config.retrieval_top_k)
         else:
             scores, blocks = cache.table.search(queries, limits, self.config.retrieval_top_k)
         return weighed(*cache.table.readable(scores, blocks))
 
-    def _fetch(self, cache: DRTCache, group: int, chosen: Chosen, x: Tensor) -> Retrieved | None:
+    def _fetch(self, cache: DRTCache, group: int, chosen: BestBlocks, x: Tensor) -> ListStates | None:
         """Keys and values of the chosen blocks, each list's own; None where nothing was ever chosen."""
         rows, lists, top_k = chosen.blocks.shape
         some = bool((chosen.blocks >= 0).any())
@@ -299,7 +299,7 @@ class DRTModel(nn.Module):
             states = x.new_zeros(rows, lists * top_k, self.config.block_size, self.config.hidden_size)
         keys, values = self.block_states(states)
         own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
-        return Retrieved(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(x.dtype))
+        return ListStates(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(x.dtype))
 
     @property
     def _gumbel(self) -> float:
@@ -388,7 +388,7 @@ class DRTForCausalLM(CausalLM):
             cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         offsets = [0] * len(input_ids) if cache is None else cache.offsets
-        packing = Packing(
+        packing = DRTPacking(
             input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
         )
         if cache is not None:

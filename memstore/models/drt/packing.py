@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.models.packing import Packing as Stream
+from memstore.models.packing import Packing
 
 FEW = 4
 """Segments of at most this many stream items are attended item by item, instead of by whole blocks."""
 
 
-class Packing(Stream):
+class DRTPacking(Packing):
     """One segment ``[B, T]`` as a stream ``[B, M]``, and the lists that its items use."""
 
     def __init__(

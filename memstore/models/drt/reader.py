@@ -30,7 +30,7 @@ from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import DRTChoice, group_layers
 from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
-from memstore.models.drt.packing import Packing
+from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import MemoryTable, OnError
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reader import DocumentReader, codec_of, evaluating
@@ -239,7 +239,7 @@ class Reader(DocumentReader):
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
         config = self.model.config
         ids = tokens.to(self.model.device, torch.int64).expand(cache.rows, -1)
-        packing = Packing(ids, None, cache.offsets, config.block_size, landmark_uses_own=config.landmark_uses_own)
+        packing = DRTPacking(ids, None, cache.offsets, config.block_size, landmark_uses_own=config.landmark_uses_own)
         result = forward(packing, cache)
         cache.advance(packing, len(tokens))
         return result

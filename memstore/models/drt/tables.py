@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from memstore.attention.gca import Chosen, weighed
+from memstore.attention.gca import BestBlocks, weighed
 from memstore.errors import DamagedError
 
 OnError = Literal["raise", "miss"]
@@ -111,7 +111,7 @@ def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
     return new
 
 
-class View(Protocol):
+class SearchableLayer(Protocol):
     """What is needed of a layer of a document (``memstore.memory.LayerView``)."""
 
     def search(self, queries: Tensor, top_k: int, *, allowed: range | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +133,7 @@ class MemoryTable(BlockTable):
 
     def __init__(
         self,
-        view: View,
+        view: SearchableLayer,
         blocks: range,
         rows: int,
         dtype: torch.dtype,
@@ -225,7 +225,7 @@ class MemoryTable(BlockTable):
         return scores[0].to(queries.dtype), blocks[0]
 
 
-def random_choice(limits: Tensor, top_k: int) -> Chosen:
+def random_choice(limits: Tensor, top_k: int) -> BestBlocks:
     """Random blocks below ``limits [B, n]`` with equal weights; the same for the same limit, wherever it is drawn."""
     rows = [[_sample(int(limit), top_k) for limit in row] for row in limits.tolist()]
     blocks = torch.tensor(rows, device=limits.device).view(*limits.shape, top_k)

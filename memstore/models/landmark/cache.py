@@ -25,11 +25,11 @@ from memstore.attention.positions import Turns, final_slots, local_slot, searchi
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.choice import LandmarkChoice, LastLists, LastTokens
-from memstore.models.landmark.choosing import Counts, check_capacity, check_retrieval, default_retrieval
+from memstore.models.landmark.choosing import SearchCounts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.lists import Lists, Shown, attend_each, attend_shown, fetch, show
+from memstore.models.landmark.lists import ListLayout, Lists, attend_each, attend_shown, fetch, show
 from memstore.models.landmark.past import Past
-from memstore.models.landmark.tables import FOREVER, BlockTable, tensor_table
+from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing
 from memstore.readers.observer import numbers
 
@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 
     blocks: Tensor
     """``[B, X, 1, K]``"""
-    shown: Shown
+    shown: ListLayout
     run: Tensor
     """``[B]``: the run of tokens that it is for."""
     made: Tensor
@@ -61,7 +61,7 @@ class _Kept(NamedTuple):
         keys, values, bias = self.shown
         bias = None if bias is None else bias[rows]
         cpu = rows.cpu()
-        return _Kept(self.blocks[rows], Shown(keys[rows], values[rows], bias), self.run[cpu], self.made[rows])
+        return _Kept(self.blocks[rows], ListLayout(keys[rows], values[rows], bias), self.run[cpu], self.made[rows])
 
 
 class _Found(NamedTuple):
@@ -125,7 +125,7 @@ class LandmarkCache(Past):
         rows: int,
         *,
         retrieval: Retrieval | None = None,
-        table: BlockTable | None = None,
+        table: LandmarkTable | None = None,
         blocks: int = 0,
         capacity: int | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class LandmarkCache(Past):
         """``[B]``: stream items of each row since then."""
         self.unstored = FOREVER
         """Blocks from here on are needed by a reader that has yet to store them, also where they are out of reach."""
-        self.asked = Counts.of(config)
+        self.asked = SearchCounts.of(config)
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
         self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
         self._recent: dict[int, Tensor] = {}

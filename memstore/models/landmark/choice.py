@@ -40,7 +40,7 @@ class LastLists(NamedTuple):
     """``[B, X, K]``: where the blocks were before."""
 
 
-class Attended(NamedTuple):
+class LastAttention(NamedTuple):
     """What the last token of each row attended to in one layer."""
 
     blocks: Tensor
@@ -132,7 +132,7 @@ class LandmarkChoice(Choice):
         assert self.lists is not None, "lists are traced from the beginning of a cache"
         *lists, tiers = self.lists
         opened = self.found[..., :0] if self.opened is None else self.opened
-        what = Attended(*lists, *(self.last.of(x) for x in (self.queries, self.local, self.found, opened)))
+        what = LastAttention(*lists, *(self.last.of(x) for x in (self.queries, self.local, self.found, opened)))
         return LandmarkDraft(self.layer, self.rows, what, tiers, self.origin, self.spent)
 
 
@@ -142,7 +142,7 @@ class LandmarkDraft(Draft):
 
     layer: int
     rows: Sequence[int]
-    what: Attended
+    what: LastAttention
     tiers: Array
     origin: Origin
     spent: tuple[float, float]
@@ -159,7 +159,7 @@ class LandmarkDraft(Draft):
         looks: list[list[Look]] = [[] for _ in drafts]
         for places in alike.values():
             rows = zip(*([x[row] for x in drafts[place].what] for place, row in places), strict=True)
-            computed = zip(*map(numbers, weighed(Attended(*map(torch.stack, rows)))), strict=True)
+            computed = zip(*map(numbers, weighed(LastAttention(*map(torch.stack, rows)))), strict=True)
             for (place, row), (blocks, scores, weights) in zip(places, computed, strict=True):
                 if (blocks >= 0).any():
                     looks[place].append(drafts[place]._look(row, blocks, scores, weights))
@@ -185,7 +185,7 @@ class LandmarkDraft(Draft):
         )
 
 
-def weighed(what: Attended) -> tuple[Tensor, Tensor, Tensor]:
+def weighed(what: LastAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks and scores ``[n, X, K]`` and weights ``[n, H, K]``; -1, -inf and 0 where there is none."""
     blocks = what.blocks.masked_fill(~what.there, -1)
     asking = what.queries.unflatten(1, (what.landmarks.shape[1], -1)).to(what.landmarks.dtype)

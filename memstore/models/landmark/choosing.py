@@ -50,7 +50,7 @@ def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
 
 
 @dataclass
-class Counts:
+class SearchCounts:
     """What was asked of the memory; a segment here is a forward pass, for each row by itself."""
 
     queries: int = 0
@@ -65,7 +65,7 @@ class Counts:
     """Blocks that were fetched, in each layer; within a segment each counts once."""
 
     @classmethod
-    def of(cls, config: LandmarkConfig) -> Counts:
+    def of(cls, config: LandmarkConfig) -> SearchCounts:
         """Nothing was asked yet."""
         return cls(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
 

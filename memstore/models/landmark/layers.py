@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memstore.models.landmark.cache import LandmarkCache
 
 
-class Sight(Protocol):
+class LandmarkSight(Protocol):
     """What attends: the whole stream of a training step, or a cache at inference. It applies positions."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
@@ -36,7 +36,7 @@ class ResidualLinear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Projections around what ``Sight`` attends to."""
+    """Projections around what ``LandmarkSight`` attends to."""
 
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
         self.o_proj = ResidualLinear(inner, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> Tensor:
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: LandmarkSight) -> Tensor:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         gate = None if context_miss is None else self._heads(self.k_proj(context_miss))
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
         self.self_attn.keep(self.input_layernorm(x), cache)
 
-    def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: LandmarkSight) -> tuple[Tensor, Tensor | None]:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` where there is one -> the same."""
         if context_miss is None:
             x = x + self.self_attn(self.input_layernorm(x), None, sight)

@@ -40,7 +40,7 @@ class Lists(NamedTuple):
         return max(self.blocks.shape[1], self.keys.shape[1])
 
 
-class Shown(NamedTuple):
+class ListLayout(NamedTuple):
     """The states of lists, laid out for ``attend``."""
 
     keys: Tensor
@@ -70,7 +70,7 @@ def fetch(table: LayerBlocks, blocks: Tensor, slots: Tensor, rotary: Rotary, siz
     return Lists(blocks, there, at, keys, values, len(named), int(row.unique().numel()))
 
 
-def show(lists: Lists, which: slice) -> Shown:
+def show(lists: Lists, which: slice) -> ListLayout:
     """The states of some of the R lists, laid out."""
     at, there = lists.at[:, :, which], lists.there[:, :, which]
     groups, heads = lists.keys.shape[1], lists.heads
@@ -79,7 +79,7 @@ def show(lists: Lists, which: slice) -> Shown:
     bias = None
     if not bool(there.all()):
         bias = torch.zeros((), device=at.device).masked_fill(~there, -math.inf)[:, :, :, None, None, :, None]
-    return Shown(lists.keys[at, group], lists.values[at, group], bias)
+    return ListLayout(lists.keys[at, group], lists.values[at, group], bias)
 
 
 def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
@@ -94,6 +94,6 @@ def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
     return out.squeeze(3), lse.squeeze(3)
 
 
-def attend_shown(q: Tensor, shown: Shown, scale: float) -> tuple[Tensor, Tensor]:
+def attend_shown(q: Tensor, shown: ListLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of ``q [B, H, R, n, D]`` to lists that are laid out."""
     return attend(q, shown.keys, shown.values, scale=scale, bias=shown.bias)

@@ -24,7 +24,7 @@ from memstore.errors import InvalidArgument
 from memstore.models.causal import CausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.layers import Layer, ResidualLinear, Sight, norm
+from memstore.models.landmark.layers import LandmarkSight, Layer, ResidualLinear, norm
 from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.landmark.segments import Segments
 from memstore.models.landmark.sight import WholeStream
@@ -73,7 +73,7 @@ class LandmarkModel(nn.Module):
             return x
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark(ids.new_zeros(1)), x)
 
-    def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
+    def forward(self, packing: Packing, sight: Callable[[Tensor], LandmarkSight]) -> Tensor:
         """The stream of a segment ``[B, M, hidden]`` after the last norm."""
         hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
         return hidden
@@ -89,7 +89,9 @@ class LandmarkModel(nn.Module):
         assert isinstance(last, Layer)
         last.keep(self._through(before, packing, lambda _: cache), cache)
 
-    def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
+    def _through(
+        self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], LandmarkSight]
+    ) -> Tensor:
         x = self.embed(packing.ids)
         seen = sight(x)
         gate = self.context_miss(packing.ids.new_zeros(1, 1)) if self.config.context_miss else None

@@ -28,7 +28,7 @@ from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, best, check_layer
 from memstore.memory.urls import Mode
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import Counts, check_capacity, check_retrieval, default_retrieval
+from memstore.models.landmark.choosing import SearchCounts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.search import scores
@@ -147,7 +147,7 @@ class Reader(DocumentReader):
         self.retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
         check_capacity(self.retrieval, capacity)
-        self.asked = Counts.of(config)
+        self.asked = SearchCounts.of(config)
         """What was asked of the memory while reading (by all layers but the last, which asks nothing then); that of a
         cache is ``LandmarkCache.asked``."""
         options = _options(self.retrieval, capacity)

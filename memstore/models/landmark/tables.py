@@ -23,7 +23,7 @@ OFFERED = 64
 """Older blocks that the first layer chooses among, at least."""
 
 
-class Found(NamedTuple):
+class BlockStates(NamedTuple):
     """States of blocks, without positions."""
 
     keys: Tensor
@@ -53,7 +53,7 @@ class LayerBlocks(ABC):
         """Landmarks ``[B, G, count, D]`` of blocks from ``first [B]`` on; anything for numbers below 0."""
 
     @abstractmethod
-    def states(self, rows: Tensor, blocks: Tensor) -> Found:
+    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
         """States of ``blocks [n]`` of ``rows [n]``."""
 
 
@@ -116,11 +116,11 @@ class TensorBlocks(LayerBlocks):
         groups, dim = self._landmarks.shape[1], self._landmarks.shape[3]
         return self._landmarks.gather(2, at[:, None, :, None].expand(-1, groups, -1, dim))
 
-    def states(self, rows: Tensor, blocks: Tensor) -> Found:
+    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
         """See ``LayerBlocks``."""
         assert self._keys is not None
         assert self._values is not None
-        return Found(self._keys[rows, blocks - self.first], self._values[rows, blocks - self.first])
+        return BlockStates(self._keys[rows, blocks - self.first], self._values[rows, blocks - self.first])
 
     def of_row(self, row: int, first: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, G, S, D]`` of the blocks of ``row`` from ``first`` on."""
@@ -204,7 +204,7 @@ class DocumentBlocks(LayerBlocks):
         at = (first[:, None] - lowest + torch.arange(count, device=first.device)).clamp(min=0)
         return both.gather(2, at[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
 
-    def states(self, rows: Tensor, blocks: Tensor) -> Found:
+    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
         """See ``LayerBlocks``."""
         theirs = blocks < self.own.first
         if not bool(theirs.any()):
@@ -215,16 +215,16 @@ class DocumentBlocks(LayerBlocks):
         keys, values = found.keys[at], found.values[at]
         sound = None if found.sound is None else found.sound[at]
         if bool(theirs.all()):
-            return Found(keys, values, sound)
+            return BlockStates(keys, values, sound)
         own, which = self.own.states(rows, blocks.clamp(min=self.own.first)), theirs[:, None, None, None]
         sound = None if sound is None else sound | ~theirs
-        return Found(torch.where(which, keys, own.keys), torch.where(which, values, own.values), sound)
+        return BlockStates(torch.where(which, keys, own.keys), torch.where(which, values, own.values), sound)
 
     def _stored(self, stop: Tensor) -> range:
         first = int(stop.min())
         return range(max(self._start, first - self.reach), min(self.own.first, first))
 
-    def _read(self, blocks: list[int]) -> Found:
+    def _read(self, blocks: list[int]) -> BlockStates:
         like, sound = self.own.like, None
         try:
             states = self._view.gather(blocks)
@@ -235,7 +235,7 @@ class DocumentBlocks(LayerBlocks):
             sound = torch.isin(torch.tensor(blocks), torch.tensor(whole, dtype=torch.int64))
             states = {name: _filled(x, sound) for name, x in self._view.gather(whole).items()}
         keys, values = (states[name].to(like.device, like.dtype) for name in ("k", "v"))
-        return Found(keys, values, None if sound is None else sound.to(like.device))
+        return BlockStates(keys, values, None if sound is None else sound.to(like.device))
 
 
 # In the first layer all landmarks have one key, that of one embedding, so all blocks in slot 0 are equal and no index
@@ -271,7 +271,7 @@ class FirstLayerBlocks(LayerBlocks):
         last = torch.full_like(first, self.own.first)
         return self.own.landmarks(last, 1).expand(-1, -1, count, -1)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> Found:
+    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
         """See ``LayerBlocks``."""
         return self._blocks.states(rows, blocks)
 
@@ -281,7 +281,7 @@ class FirstLayerBlocks(LayerBlocks):
         return self.own.score(queries, stop)[0]
 
 
-class BlockTable:
+class LandmarkTable:
     """``LayerBlocks`` of all layers."""
 
     def __init__(self, layers: Sequence[TensorBlocks] | Sequence[DocumentBlocks]) -> None:
@@ -301,14 +301,14 @@ class BlockTable:
             layer.reorder(rows)
 
 
-def tensor_table(layers: int, rows: int) -> BlockTable:
+def tensor_table(layers: int, rows: int) -> LandmarkTable:
     """Blocks of ``rows`` rows in tensors."""
-    return BlockTable([TensorBlocks(rows) for _ in range(layers)])
+    return LandmarkTable([TensorBlocks(rows) for _ in range(layers)])
 
 
 def document_table(
     document: Document, stop: int, near: int, rows: int, like: Tensor, *, on_error: OnError = "raise"
-) -> BlockTable:
+) -> LandmarkTable:
     """Blocks of ``document`` below ``stop``, the last ``near`` of them in tensors, with room for those of each row.
 
     ``like`` has the type and the device of what the model computes. Raises ``DamagedError``.
@@ -324,7 +324,7 @@ def document_table(
             keys, values = (states[name].to(like.device, like.dtype).expand(rows, -1, -1, -1, -1) for name in "kv")
             own.extend(torch.arange(rows), keys, values)
         layers.append(DocumentBlocks(view, start, own, on_error=on_error))
-    return BlockTable(layers)
+    return LandmarkTable(layers)
 
 
 def _within(scores: Tensor, blocks: Tensor, stop: Tensor, reach: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.stock import rotary
-from memstore.readers.stock.rotary import Rotary
+from memstore.readers.stock.rotary import LayerRotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ class LayerPlan:
     module: nn.Module
     block: nn.Module
     """The decoder layer around it, whose input are the hidden states."""
-    rotary: Rotary
+    rotary: LayerRotary
     heads: int
     key_heads: int
     head_dim: int
@@ -233,7 +233,7 @@ def _plan(
     )
 
 
-def _rotary(model: PreTrainedModel, index: int, seen: _Seen, tables: list[rotary.Table]) -> Rotary:
+def _rotary(model: PreTrainedModel, index: int, seen: _Seen, tables: list[rotary.Table]) -> LayerRotary:
     """Run the layer again without positions, and find what turns the one result into the other."""
     args, kwargs = seen.inputs
     given = kwargs.get("position_embeddings")

@@ -44,7 +44,7 @@ POSITIONS = {
 }
 
 
-class _Seen(NamedTuple):
+class _LastToken(NamedTuple):
     """One layer at one step: its last token."""
 
     states: LayerStates
@@ -98,7 +98,7 @@ class StockAuditor(Auditor):
             raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
         self.positions = POSITIONS[retrieval.positions]
         self.top_k = retrieval.top_k if top_k is None else top_k
-        self._seen: dict[int, list[_Seen]] = {}
+        self._seen: dict[int, list[_LastToken]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ class StockAuditor(Auditor):
         return self._call.candidates.locate(number)
 
 
-def _seen(choice: StockChoice) -> _Seen:
+def _seen(choice: StockChoice) -> _LastToken:
     """What a layer attends to with its last token."""
     states, options, scores = choice.states, choice.options, _last_scores(choice)
     call, chosen = states.call, choice.fetched.chosen
@@ -165,7 +165,7 @@ def _seen(choice: StockChoice) -> _Seen:
     rest = torch.cat([scores[:, :sink], scores[:, sink + kept :]], -1)
     if options["sinks"] is not None:
         rest = torch.cat([rest, options["sinks"].to(rest)[:, None]], -1)
-    return _Seen(
+    return _LastToken(
         states,
         choice.queries[0, :, -1],
         int(call.positions[0, -1]),
@@ -196,7 +196,7 @@ def _scores(queries: Tensor, keys: Tensor, options: dict[str, Any]) -> Tensor:
     return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
-def _block_scores(call: Call, seen: list[_Seen], advance: Callable[[int], None]) -> Tensor:
+def _block_scores(call: Call, seen: list[_LastToken], advance: Callable[[int], None]) -> Tensor:
     """Log-sum-exp ``[H, T, N]`` of the scores of each candidate's tokens, where it would stand, for the T steps."""
     plan, options, candidates = seen[0].states.plan, seen[0].options, call.candidates
     queries, now = _from_every_slot(call, seen)  # [H, T * V, D], [T * V]
@@ -215,7 +215,7 @@ def _block_scores(call: Call, seen: list[_Seen], advance: Callable[[int], None])
     return torch.cat(found, -1)
 
 
-def _from_every_slot(call: Call, seen: list[_Seen]) -> tuple[Tensor, Tensor]:
+def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor]:
     """Queries ``[H, T * V, D]`` at ``V`` positions each, and these positions ``[T * V]``.
 
     Keys are all in the first slot; a query that is moved down by whole slots sees them as if they were in the others,
@@ -253,7 +253,7 @@ def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
     return keys.transpose(0, 1).flatten(1, 2)
 
 
-def _index_recall(attached: Attached, call: Call, layer: int, seen: _Seen) -> float | None:
+def _index_recall(attached: Attached, call: Call, layer: int, seen: _LastToken) -> float | None:
     """Mean over the documents of the recall of the index that chose for ``layer``."""
     top_k = seen.numbers.shape[-1]
     recalls = []

@@ -15,14 +15,14 @@ from memstore.errors import DamagedError, InvalidArgument
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.choice import StockChoice
 from memstore.readers.stock.layer import ROOM, LayerStates
-from memstore.readers.stock.rotary import CosSin, Rotary
+from memstore.readers.stock.rotary import CosSin, LayerRotary
 from memstore.readers.stock.visible import Candidates, States, Visible, gather
 
 if TYPE_CHECKING:
     from memstore.memory import Document
     from memstore.readers.observer import Observer
     from memstore.readers.stock.choice import BlockLists
-    from memstore.readers.stock.selection import Chosen, Selection
+    from memstore.readers.stock.selection import CandidateLists, Selection
 
 MEMOS = 1024
 """Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
@@ -32,7 +32,7 @@ MEMOS = 1024
 class FetchedList:
     """What a layer has of a list, once it has fetched the states."""
 
-    chosen: Chosen
+    chosen: CandidateLists
     """What could be read of it."""
     start: int
     """The key at which the retrieved blocks begin, which follow each other."""
@@ -70,7 +70,7 @@ class Call:
         self.length = 0
         self.tokens = 0
         self.chosen_at: int | None = None
-        self.last_chosen: Chosen | None = None
+        self.last_chosen: CandidateLists | None = None
         self.padding: Tensor | None = None
         self.codes: dict[int, Tensor] = {}
         self._memo: dict[object, Any] = {}
@@ -106,7 +106,7 @@ class Call:
 
     # Choosing blocks
 
-    def set_chosen(self, chosen: Chosen, from_layer: int) -> None:
+    def set_chosen(self, chosen: CandidateLists, from_layer: int) -> None:
         """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen``."""
         wanted = [states for states in self.layers[from_layer:] if not states.plan.local]
         for states in wanted:
@@ -185,7 +185,7 @@ class Call:
 
     # Positions
 
-    def _placement(self, chosen: Chosen | None) -> Placement:
+    def _placement(self, chosen: CandidateLists | None) -> Placement:
         key = ("placement", id(chosen))
         if key not in self._memo:
             blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long)
@@ -227,7 +227,7 @@ class Call:
                 f"needs position {int(self.positions.max())}: use a smaller window, sink or top_k, or a shorter text"
             )
 
-    def prefix_cos_sin(self, rotary: Rotary, positions: Tensor) -> CosSin | None:
+    def prefix_cos_sin(self, rotary: LayerRotary, positions: Tensor) -> CosSin | None:
         """Cosines and sines for ``positions [B or 1, heads or 1, n]``, shared by the layers that have the same table.
 
         Where heads differ, rows and heads become one dimension.
@@ -240,7 +240,7 @@ class Call:
         cos_sin: CosSin | None = self._memo[key][1]
         return cos_sin
 
-    def local_cos_sin(self, rotary: Rotary) -> CosSin | None:
+    def local_cos_sin(self, rotary: LayerRotary) -> CosSin | None:
         """Cosines and sines of the new tokens."""
         if rotary.table not in self._step_memo:
             self._step_memo[rotary.table] = rotary.cos_sin(self.positions)
@@ -250,7 +250,7 @@ class Call:
     # What a layer sees
 
     def prefix(
-        self, plan: LayerPlan, chosen: Chosen | None, tiers: dict[int, str] | None
+        self, plan: LayerPlan, chosen: CandidateLists | None, tiers: dict[int, str] | None
     ) -> tuple[list[States], Tensor, FetchedList | None]:
         """What layer ``plan`` attends to of the memory: its parts in order, their positions, and what is retrieved.
 
@@ -271,7 +271,7 @@ class Call:
         fetched = None if chosen is None else FetchedList(chosen, len(sink), tiers, time.perf_counter() - begun)
         return parts, self._prefix_positions(chosen, len(sink), len(direct)), fetched
 
-    def _prefix_positions(self, chosen: Chosen | None, sink: int, direct: int) -> Tensor:
+    def _prefix_positions(self, chosen: CandidateLists | None, sink: int, direct: int) -> Tensor:
         key = ("positions", id(chosen), sink, direct)
         if key not in self._memo:
             placement = self._placement(chosen)
@@ -289,7 +289,7 @@ class Call:
         keys, values = self.states(plan.index, tokens)  # [G, n, D]
         return keys[None, :, None], values[None, :, None]
 
-    def _located(self, chosen: Chosen) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
+    def _located(self, chosen: CandidateLists) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
         """The distinct blocks of all lists, and where ``[B or 1, lists, K]`` each entry of a list is among them."""
         key = ("located", id(chosen))
         if key not in self._memo:
@@ -298,7 +298,7 @@ class Call:
         _, places, located = self._memo[key]
         return places, located
 
-    def tiers(self, plan: LayerPlan, chosen: Chosen) -> dict[int, str] | None:
+    def tiers(self, plan: LayerPlan, chosen: CandidateLists) -> dict[int, str] | None:
         """Where each candidate of the lists is at the moment; None where nobody is watching."""
         if not self.observers:
             return None
@@ -306,7 +306,7 @@ class Call:
         tiers = [tier for document, blocks in located for tier in document.layer(plan.index).tiers(blocks)]
         return dict(zip(chosen.numbers.unique().tolist(), tiers, strict=True))
 
-    def _readable(self, plan: LayerPlan, chosen: Chosen) -> tuple[Chosen | None, list[States]]:
+    def _readable(self, plan: LayerPlan, chosen: CandidateLists) -> tuple[CandidateLists | None, list[States]]:
         """What there is of the lists in layer ``plan``, and its states; raises where an error is not to be a miss."""
         try:
             return chosen, [self._gathered(plan, chosen)]
@@ -316,7 +316,7 @@ class Call:
         left = chosen.without(self._lost(plan, chosen))
         return (left, [self._gathered(plan, left)]) if left.numbers.numel() else (None, [])
 
-    def _lost(self, plan: LayerPlan, chosen: Chosen) -> Tensor:
+    def _lost(self, plan: LayerPlan, chosen: CandidateLists) -> Tensor:
         """Numbers ``[n]`` of the chosen candidates whose states in layer ``plan`` cannot be read."""
         lost: list[bool] = []
         for document, blocks in self._located(chosen)[1]:
@@ -325,7 +325,7 @@ class Call:
         numbers: Tensor = chosen.numbers.unique()
         return numbers[torch.tensor(lost)]
 
-    def _gathered(self, plan: LayerPlan, chosen: Chosen) -> States:
+    def _gathered(self, plan: LayerPlan, chosen: CandidateLists) -> States:
         """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
         places, located = self._located(chosen)
         keys, values = gather(located, plan.index, self.device)  # [n, G, S, D]

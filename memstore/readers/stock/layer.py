@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend
 from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.selection import Chosen
+from memstore.readers.stock.selection import CandidateLists
 from memstore.readers.stock.visible import States
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LayerStates(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
         self.keys = self.values = torch.empty(0)
         self.call, self.plan = call, plan
-        self.chosen: Chosen | None = None
+        self.chosen: CandidateLists | None = None
         """What is retrieved; None while nothing is."""
         self.tiers: dict[int, str] | None = None
         """Where each candidate of ``chosen`` was then; None where nobody was watching."""
@@ -52,7 +52,7 @@ class LayerStates(CacheLayerMixin):
         self.fresh: States | None = None
         """Position-free states of the segment, kept while reading."""
 
-    def set_chosen(self, chosen: Chosen) -> None:
+    def set_chosen(self, chosen: CandidateLists) -> None:
         """Attend to the candidates ``chosen`` from now on."""
         if self.chosen is None or not self.chosen.same(chosen):
             self.chosen, self.stale = chosen, True

@@ -20,7 +20,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Rotary:
+class LayerRotary:
     """How one attention layer turns position-free queries and keys into positioned ones."""
 
     part: Part
@@ -69,27 +69,27 @@ Table = Callable[[Tensor], CosSin]
 
 def find(
     tables: list[Table], module: nn.Module, given: CosSin | None, positioned: Tensor, free: Tensor
-) -> Rotary | None:
+) -> LayerRotary | None:
     """The rotary of an attention ``module``, or None if it cannot be told. ``tables`` are those of the model.
 
     ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are
     its keys ``[1, G, T, D]`` with these, and with the identity in their place.
     """
     if given is None or torch.equal(positioned, free):
-        return Rotary("none") if torch.equal(positioned, free) else None
+        return LayerRotary("none") if torch.equal(positioned, free) else None
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     table = _matching_table(tables, given)
     if apply is None or table is None:
         return None
     parts: tuple[Part, ...] = ("all", "first", "last")
     for part in parts:
-        rotary = Rotary(part, apply, table)
+        rotary = LayerRotary(part, apply, table)
         if _matches(rotary, given, positioned, free):
             return rotary
     return None
 
 
-def _matches(rotary: Rotary, given: CosSin, positioned: Tensor, free: Tensor) -> bool:
+def _matches(rotary: LayerRotary, given: CosSin, positioned: Tensor, free: Tensor) -> bool:
     try:
         rotated = rotary.rotate(free, given)
     except (RuntimeError, ValueError, TypeError):  # a part of a size that this model's function does not take

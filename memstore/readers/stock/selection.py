@@ -17,7 +17,7 @@ from memstore.readers.stock.visible import Candidates
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class CandidateLists:
     """The lists that are attended to: one for each row of the batch, or one for all."""
 
     numbers: Tensor
@@ -27,11 +27,11 @@ class Chosen:
     scores: Tensor
     """``[B or 1, lists, K]`` float32: by what they were chosen; NaN where nobody had to choose."""
 
-    def same(self, other: Chosen) -> bool:
+    def same(self, other: CandidateLists) -> bool:
         """True if ``other`` is the same blocks in the same slots."""
         return torch.equal(self.numbers, other.numbers) and torch.equal(self.slots, other.slots)
 
-    def without(self, lost: Tensor) -> Chosen:
+    def without(self, lost: Tensor) -> CandidateLists:
         """Lists without the candidates ``lost [n]``; those that lose fewer also give up their lowest slots.
 
         So all lists have one length. The slots that are left stay where they are.
@@ -39,13 +39,13 @@ class Chosen:
         bad = torch.isin(self.numbers, lost)
         most = int(bad.sum(-1).max())
         order = torch.where(bad, -1, self.slots).argsort(-1)[..., most:].sort(-1).values
-        return Chosen(*(each.gather(-1, order) for each in (self.numbers, self.slots, self.scores)))
+        return CandidateLists(*(each.gather(-1, order) for each in (self.numbers, self.slots, self.scores)))
 
-    def rows(self, rows: Tensor) -> Chosen:
+    def rows(self, rows: Tensor) -> CandidateLists:
         """Those of the given rows; itself where it serves all rows."""
         if len(self.numbers) == 1:
             return self
-        return Chosen(*(each.index_select(0, rows) for each in (self.numbers, self.slots, self.scores)))
+        return CandidateLists(*(each.index_select(0, rows) for each in (self.numbers, self.slots, self.scores)))
 
 
 class Selection:
@@ -83,29 +83,29 @@ class Selection:
         top_k = self.retrieval.top_k
         return len(candidates) if top_k == "all" else min(top_k, len(candidates))
 
-    def everything(self, candidates: Candidates) -> Chosen | None:
+    def everything(self, candidates: Candidates) -> CandidateLists | None:
         """All candidates as one list if a list holds them all, else None: then somebody has to choose."""
         if self.slots(candidates) < len(candidates):
             return None
         numbers = torch.arange(len(candidates))[None, None]
-        return Chosen(numbers, numbers, torch.full(numbers.shape, float("nan")))
+        return CandidateLists(numbers, numbers, torch.full(numbers.shape, float("nan")))
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
         """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
         on_cpu = hidden.detach().cpu()
         return torch.stack([router.encode(on_cpu) for router in self.routers[layer]], dim=2)
 
-    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor]) -> Chosen:
+    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor]) -> CandidateLists:
         """One list for all layers from each row's query codes ``[t, memories, dim]``."""
         begun = time.perf_counter()
         lists = [self._route_row(candidates, layer, codes) for codes in rows]
         return self._chosen(lists, begun)
 
-    def _chosen(self, lists: list[tuple[Tensor, Tensor]], begun: float) -> Chosen:
+    def _chosen(self, lists: list[tuple[Tensor, Tensor]], begun: float) -> CandidateLists:
         numbers, scores = (torch.stack(parts) for parts in zip(*lists, strict=True))
         by_time = torch.arange(numbers.shape[-1]).expand(numbers.shape)
         self.search_seconds += time.perf_counter() - begun
-        return Chosen(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
+        return CandidateLists(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
 
     def _route_row(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor]:
         found = self._pruned(candidates, layer, codes)
@@ -142,7 +142,7 @@ class Selection:
 
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
-    ) -> Chosen:
+    ) -> CandidateLists:
         """The layer's own lists from each row's queries ``[H, t, D]``.
 
         ``whole`` lets all query tokens choose; otherwise the options say which do.
