@@ -56,6 +56,7 @@ def reader() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     tmp_path: Path, reader: subprocess.Popen[str]
 ) -> None:

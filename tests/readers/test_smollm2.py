@@ -10,6 +10,8 @@ from memstore import Retrieval
 from memstore.eval import needles
 from memstore.tools.models import Loaded, load_model
 
+pytestmark = pytest.mark.slow  # the real model; a tiny one keeps the same promises quickly
+
 READ, ASKED = 1_280, 100
 
 

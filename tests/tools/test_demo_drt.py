@@ -33,6 +33,7 @@ def test_every_volume_is_read_and_asked_in_a_new_process(
     assert cli("verify", tmp_path / "m").code == 0
 
 
+@pytest.mark.slow
 def test_the_traces_of_a_kept_demo_name_the_blocks_that_hold_the_passkeys(tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "a demo.mem"
     result = demo_drt.run(shipped_model(PASSKEY), threads=1, tokens=10_000, keep=folder)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memstore.tools import demo_smollm2 as demo
+
+pytestmark = pytest.mark.slow  # the real model; a tiny one keeps the same promises quickly
 
 KEYS = {
     "tokens_read",

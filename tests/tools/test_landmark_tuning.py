@@ -64,6 +64,7 @@ def test_a_recipe_in_bfloat16_can_be_told_otherwise(cli: Cli, tuned: Path, text:
     assert [each["bf16"] for each in used] == [True, False]
 
 
+@pytest.mark.slow
 def test_the_model_is_one_like_any_other(cli: Cli, tuned: Path, text: Path, tmp_path: Path) -> None:
     assert LandmarkForCausalLM.from_pretrained(tuned).config.block_size == 8
     numbers = ("--text", text, "--lengths", "400,800", "--local", 14, "--top-k", 2, "--samples", 2)
@@ -79,6 +80,7 @@ def test_the_model_is_one_like_any_other(cli: Cli, tuned: Path, text: Path, tmp_
     assert again.code == 0, again.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

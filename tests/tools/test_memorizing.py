@@ -46,6 +46,7 @@ def test_training_without_a_memory_giving_it_late_and_measuring(cli: Cli, text: 
     assert all(1 < row["perplexity"] < 300 for row in measured.json["rows"])
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not(
     cli: Cli, text: Path, tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_an_interrupted_training_goes_on_with_the_memories_to_the_same_result(
     assert losses(tmp_path / "run") == losses(trained)
 
 
+@pytest.mark.slow
 def test_rows_of_two_processes_read_what_those_of_one_would(texts: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["-m", "tests.train.two_memorizing", str(texts), str(tmp_path / "two")]

@@ -207,6 +207,7 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
         find_recipe("magic")
 
 
+@pytest.mark.slow
 def test_a_killed_recipe_resumes_to_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise, the order of data and the bank of earlier blocks included."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -92,6 +92,7 @@ def test_checkpointing_and_accumulating_change_nothing_but_rounding(
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_model_that_one_would(text: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["-m", "tests.train.two", str(text), str(tmp_path / "two")]
