@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,12 @@ def test_a_file_that_lost_its_end_is_a_finding(path: Path) -> None:
     findings = verify.in_child(str(path))
     assert findings
     assert {finding.kind for finding in findings} <= {"damaged", "crash"}
+
+
+def test_a_check_of_a_memory_imports_no_tensors(path: Path) -> None:
+    code = "import sys; from memstore.memory.verify import main; main(sys.argv[1]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == '{"done": true}\nFalse\n'
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS"])
