@@ -1,4 +1,4 @@
-"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--long`` in the long one (``make faults``).
+"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--brief`` in a shorter, ``--long`` in the long (``make faults``).
 
 Prints a table of counts; exit status 1 if a promise was broken. A seed repeats the choices (what a random time meets is
 up to the machine). ``--save FILE`` keeps the counts with date, versions and hardware.
@@ -35,21 +35,22 @@ from tests.faults.world import STORES, warm_up
 
 
 class Fault(NamedTuple):
-    """One harness, and its rounds in the short and the long form."""
+    """One harness, and its rounds in the brief, the short and the long form."""
 
     run: Callable[[Path, str, int, int], Outcome]
+    brief: int
     short: int
     long: int
 
 
 FAULTS = {
-    "kill-writers": Fault(kill_writers, 30, 600),
-    "kill-readings": Fault(kill_readings, 20, 400),
-    "full-disk": Fault(fill_disks, 6, 60),
-    "read-only": Fault(forbid_writing, 3, 60),
-    "bit-flips": Fault(flip_bits, 150, 10_000),
-    "truncations": Fault(truncate_files, 20, 1_000),
-    "readers": Fault(read_beside_a_writer, 100, 3_000),
+    "kill-writers": Fault(kill_writers, 8, 30, 600),
+    "kill-readings": Fault(kill_readings, 6, 20, 400),
+    "full-disk": Fault(fill_disks, 3, 6, 60),
+    "read-only": Fault(forbid_writing, 3, 3, 60),
+    "bit-flips": Fault(flip_bits, 40, 150, 10_000),
+    "truncations": Fault(truncate_files, 10, 20, 1_000),
+    "readers": Fault(read_beside_a_writer, 25, 100, 3_000),
 }
 
 
@@ -59,8 +60,9 @@ def run(name: str, store: str, rounds: int, seed: int) -> Outcome:
         return FAULTS[name].run(Path(folder), store, rounds, seed)
 
 
-def _rounds(name: str, *, long: bool) -> int:
-    return FAULTS[name].long if long else FAULTS[name].short
+def _rounds(name: str, options: argparse.Namespace) -> int:
+    fault = FAULTS[name]
+    return options.rounds or (fault.long if options.long else fault.brief if options.brief else fault.short)
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:
@@ -94,9 +96,9 @@ def environment() -> dict[str, Any]:
 def main() -> int:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--long", action="store_true", help="the long form, about an hour and a quarter for both stores"
-    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--brief", action="store_true", help="the shortest form, which meets every fault some times")
+    form.add_argument("--long", action="store_true", help="the long form, about an hour and a quarter for both stores")
     parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone; may be given several times")
     parser.add_argument("--store", choices=STORES, action="append", help="this store alone")
     parser.add_argument("--rounds", type=int, help="so many, instead of those of the form")
@@ -110,7 +112,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for store in options.store or STORES:
         for name in options.only or FAULTS:
-            rounds, start = options.rounds or _rounds(name, long=options.long), time.monotonic()
+            rounds, start = _rounds(name, options), time.monotonic()
             outcome = run(name, store, rounds, options.seed)
             seconds = time.monotonic() - start
             report(name, store, seconds, outcome)

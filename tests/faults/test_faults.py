@@ -1,4 +1,4 @@
-"""The short form of every fault, on every store; ``make faults`` is the long one."""
+"""Every fault on every store; ``make faults`` is the long form."""
 
 import subprocess
 import sys
@@ -9,10 +9,20 @@ from tests.faults.run import FAULTS
 from tests.faults.world import STORES
 
 
+def check(*arguments: str) -> None:
+    # In an interpreter of its own, which has one thread and no memory open: it forks.
+    command = [sys.executable, "-m", "tests.faults.run", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_no_promise_is_broken_in_a_few_rounds_of_every_fault(store: str) -> None:
+    check("--brief", "--store", store)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_promise_is_broken(fault: str, store: str) -> None:
-    # In an interpreter of its own, which has one thread and no memory open: it forks.
-    command = [sys.executable, "-m", "tests.faults.run", "--only", fault, "--store", store]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check("--only", fault, "--store", store)

@@ -353,10 +353,17 @@ def on_terminal(
     return code, shown.decode().replace("\r\n", "\n").partition("begun\n")[2]
 
 
-@pytest.mark.parametrize("verb", ["ls", "verify", "read", "export"])
-def test_ctrl_c_at_any_moment(world: World, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "times"),
+    [
+        ("ls", 1),
+        ("read", 1),
+        *(pytest.param(verb, 3, marks=pytest.mark.slow) for verb in ("ls", "verify", "read", "export")),
+    ],
+)
+def test_ctrl_c_at_any_moment(world: World, verb: str, times: int) -> None:
     rng = random.Random(verb)
-    for _ in range(3):
+    for _ in range(times):
         shutil.rmtree(world["tmp"], ignore_errors=True)
         Path(world["tmp"]).mkdir()
         code, shown = on_terminal(call(verb, world), interrupt=rng.uniform(0, 1.5))
