@@ -1,4 +1,5 @@
-"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--brief`` in a shorter, ``--long`` in the long (``make faults``).
+"""Run the faults: ``python -m tests.faults.run`` in the short form, ``--brief`` in a shorter one, and
+``--long`` in the long one (``make faults``).
 
 Prints a table of counts; exit status 1 if a promise was broken. A seed repeats the choices (what a random time meets is
 up to the machine). ``--save FILE`` keeps the counts with date, versions and hardware.

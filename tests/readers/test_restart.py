@@ -66,9 +66,9 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     for _ in range(kills):
         kill_while_reading(reader, folder, LENGTH, delay=rng.uniform(0.0, longest))
         held.append(check_what_is_left(folder))
-        longest *= 1.3 if held[-1] == held[-2] else 0.5
+        longest *= 2 if held[-1] == held[-2] else 0.5
     assert held == sorted(held), "what was committed must stay"
-    assert len(set(held)) > kills // 4, "the kills should have met reading at many places"
+    assert len(set(held)) > kills // 5, "the kills should have met reading at many places"
     read_here(folder)
     with memstore.open(tmp_path / "undisturbed", mode="r") as a, memstore.open(folder, mode="r") as b:
         assert_same(answer(a), answer(b))
