@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN, VectorIndex, files
+from memstore.memory.history import hash_before
 from memstore.memory.places import Places
 from memstore.memory.runs import Runs
 from memstore.memory.spec import MemorySpec
@@ -28,9 +29,9 @@ from memstore.memory.tensors import byte_rows
 from memstore.store import paths
 from memstore.stored import anything, fit, members, parse, table, text, whole
 
-FORMAT = 1
+FORMAT = 2
 SAMPLES = 16
-"""Blocks whose landmarks are compared, evenly spaced, before a file is used."""
+"""Blocks whose landmarks are compared, evenly spaced, before a file is used: that of the same text, read otherwise."""
 FOLDER = "index"
 
 _STEM = r"\d+-\d+-[0-9a-f]{8}-[0-9a-f]{16}"
@@ -67,6 +68,7 @@ class Source(NamedTuple):
     layer: int
     state: DocumentState
     landmarks: Runs
+    history: Runs
     places: Places
 
 
@@ -76,6 +78,7 @@ class IndexFiles:
     def __init__(self, folder: Path | None, spec: MemorySpec, kind: str, *, writable: bool) -> None:
         self._folder = folder
         self._spec = _digest(spec.to_dict())
+        self._fingerprint = spec.fingerprint
         self._kind = kind
         self.writable = writable and folder is not None
         """Whether ``save`` keeps anything."""
@@ -154,8 +157,16 @@ class IndexFiles:
             "edits": source.state.edits,
             "first": blocks.start,
             "stop": blocks.stop,
+            "history": self._history(source, blocks.stop),
             "landmarks": {str(block): _sum(source, block) for block in _spread(blocks)},
         }
+
+    def _history(self, source: Source, stop: int) -> str | None:
+        """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
+        state = source.state
+        if state.digest is None:
+            return None
+        return hash_before(source.history, source.places, state, stop, self._fingerprint).hex()
 
     def _fits(self, about: Mapping[str, Any], source: Source, blocks: range) -> bool:
         """Whether the landmarks of a file are those of the store, of blocks that are complete now."""
@@ -164,6 +175,7 @@ class IndexFiles:
             if not held or held.stop > blocks.stop or held.stop <= blocks.start or held.start > blocks.start:
                 return False
             expected = self._about(source, range(0)) | {"first": held.start, "stop": held.stop}
+            expected["history"] = self._history(source, held.stop)
             kept = {str(block): _sum(source, block) for block in _spread(held) if block in blocks}
             told = {block: value for block, value in about["landmarks"].items() if int(block) in blocks}
             return told == kept and all(about[name] == expected[name] for name in expected if name != "landmarks")

@@ -144,8 +144,8 @@ class LayerIndex:
     def _source(self) -> Source:
         number, state = self._handle.id, self._handle.current()
         assert number is not None
-        runs = self._handle.shared.runs(self._layer)
-        return Source(number, self._layer, state, runs, self._handle.places)
+        shared = self._handle.shared
+        return Source(number, self._layer, state, shared.runs(self._layer), shared.history, self._handle.places)
 
     def _keep_file(self) -> None:
         assert self._index is not None

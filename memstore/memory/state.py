@@ -10,7 +10,7 @@ from memstore.store.contract import Key, Record, Table
 from memstore.stored import anything, array, fit, maybe, members, ranges, row, table, text, whole
 
 LAST_DOCUMENT = 2**32 - 2
-LAST_ITEM = 2**63 - 1
+LAST_ITEM = 2**32 - 1
 
 HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""

@@ -13,7 +13,7 @@ from memstore.store.records import MAX_DIMENSIONS, describe
 
 MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb.py``
 MAX_LAYER = 2**32 - 1
-MAX_ITEM = 2**64 - 1
+MAX_ITEM = 2**32 - 1
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def translated(*, closed: type[Exception], full: type[Exception]) -> Iterator[No
 def check_key(key: Key) -> None:
     """Raise ``InvalidArgument`` for a key whose numbers are out of range."""
     if not (0 <= key.document <= MAX_DOCUMENT and 0 <= key.layer <= MAX_LAYER and 0 <= key.item <= MAX_ITEM):
-        raise InvalidArgument(f"document and layer are numbers of 32 bits, the item has 64; {key} does not fit")
+        raise InvalidArgument(f"document, layer and item are numbers of 32 bits; {key} does not fit")
 
 
 def check_range(first: Key, last: Key) -> None:

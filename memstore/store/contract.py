@@ -48,8 +48,8 @@ class Table(IntEnum):
     HISTORY = 5
 
 
-_KEY = struct.Struct(">BIIQ")
-_ITEM_BYTES = 8
+_KEY = struct.Struct(">BIII")
+_ITEM_BYTES = 4
 
 
 class Key(NamedTuple):
@@ -62,12 +62,12 @@ class Key(NamedTuple):
     """Block, run of blocks, or number of an entry, depending on the table."""
 
     def to_bytes(self) -> bytes:
-        """17 bytes, big-endian, so that they sort as keys do."""
+        """13 bytes, big-endian, so that they sort as keys do."""
         return _KEY.pack(*self)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Key:
-        """The inverse of ``to_bytes``."""
+        """The inverse of ``to_bytes``. Raises ``ValueError`` or ``struct.error``."""
         table, *numbers = _KEY.unpack(raw)
         return cls(Table(table), *numbers)
 

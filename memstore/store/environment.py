@@ -13,9 +13,11 @@ import secrets
 import stat
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -278,17 +280,24 @@ def _truncated(data: Path, what: str) -> DamagedError:
     )
 
 
-def tree_problem(env: lmdb.Environment, folder: Path, key_bytes: int) -> str | None:
-    """What is wrong with the pages that lead to the values, or None; see ``tree.py``."""
+def tree_problem(
+    env: lmdb.Environment, folder: Path, key_bytes: int, checks: Callable[[Any], int | None]
+) -> str | None:
+    """What is wrong with the pages that lead to the values, or None; see ``tree.py``.
+
+    ``checks`` reads in a transaction what the last four bytes of all keys add up to; None: that is not known.
+    """
     for _ in range(_ATTEMPTS):
         with env.begin() as txn:
             transaction = txn.id()
             try:
-                what = tree.problem(folder / DATA_NAME, transaction, env.stat()["psize"], key_bytes)
+                what, found = tree.survey(folder / DATA_NAME, transaction, env.stat()["psize"], key_bytes)
             except OSError as error:
                 raise shortage(error.errno, folder) or DamagedError(
                     f"{folder / DATA_NAME} cannot be read ({error.strerror}); check the disk", memory=folder
                 ) from error
+            if found is not None and checks(txn) not in (None, found):
+                what = "they lead to other values than those that were written last"
         # A reader that may not even lock can be overtaken by a writer; then it looks again.
         with env.begin() as txn:
             if what is None or txn.id() == transaction:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import tee
 from pathlib import Path
 from shlex import quote
-from typing import Self
+from typing import Any, Self
 
 import lmdb
 
@@ -46,14 +46,16 @@ from memstore.store.contract import (
 from memstore.store.environment import MAP_BYTES, Environment
 from memstore.store.lmdb_changes import Changes, Deletes, Puts
 from memstore.store.lmdb_erasing import check_known, erase, wait_for_readers
-from memstore.store.lmdb_values import KEY, STORE_KEY, Transaction, Values, pack, used_bytes
+from memstore.store.lmdb_values import Transaction, Values, used_bytes
+from memstore.store.naming import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.records import HEADER_BYTES, decode_value, value_reader
 from memstore.store.space import Reserve
 from memstore.store.writer import WriterLock
 
-FORMAT = 1
-TAIL_FORMAT = 1001
-"""Of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
+FORMATS = 1, 2
+"""That can be read and written; memories are made in the last one."""
+TAIL_FORMATS = 1001, 1002
+"""The same, of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
 READER_PATIENCE = 10.0
 """Seconds that ``compact`` waits for those who still read an older commit."""
 
@@ -65,7 +67,7 @@ class LmdbStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
 
     capabilities = Capabilities(durable=True, shared=True)
-    _format = FORMAT
+    _formats = FORMATS
 
     def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
         """Not for callers: use ``create`` or ``open``."""
@@ -73,10 +75,11 @@ class LmdbStore(BlockStore):
         self.read_only = writer is None
         self._environment = environment
         self._env = environment.env
-        self._lengths = [1] * len(Table)  # items per LMDB value, by table
-        self.values = Values(self.path, self._lengths)
+        self._naming = Naming()
+        self._use_format(self._formats[-1])
+        self.values = Values(self.path, self._naming)
         """What a transaction shows; for the stores that are made of this one."""
-        self._changes = Changes(self._lengths)
+        self._changes = Changes(self._naming)
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
         self._reserve = None if writer is None else Reserve(self.path)
         self._close = weakref.finalize(self, _release, environment, writer)
@@ -117,7 +120,7 @@ class LmdbStore(BlockStore):
         writer = None if read_only else WriterLock(folder)
         store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
         try:
-            if check and (what := environments.tree_problem(store._env, folder, KEY.size)):
+            if check and (what := store._tree_problem()):
                 if not environments.looks_like_ours(folder):
                     raise NotAMemory(f"{folder} holds an LMDB environment of something else, not a memory")
                 raise DamagedError(
@@ -159,29 +162,41 @@ class LmdbStore(BlockStore):
             raise
 
     def _initialise(self, blocks_per_value: int, batch: Batch) -> None:
-        if self._raw(STORE_KEY) is not None:
+        if self._facts() is not None:
             raise InvalidArgument(f"{self.path} holds a memory already; open it, or choose another folder")
         if self._env.stat()["entries"]:
             raise self._without_facts()
         check_batch(batch)
-        self._lengths[Table.BLOCKS] = blocks_per_value
-        self._commit(batch.deletes, [(STORE_KEY, (self._facts(),)), *batch.puts])
+        self._naming.lengths[Table.BLOCKS] = blocks_per_value
+        self._commit(batch.deletes, batch.puts)
         for folder in (self.path, self.path.absolute().parent):
             paths.sync_folder(folder)
 
     def _read_facts(self) -> None:
-        value = self._raw(STORE_KEY)
-        if value is None and self._env.stat()["entries"]:
-            value = self._raw(STORE_KEY)  # of a memory that somebody made in this very moment
-        if value is None:
+        facts = self._facts()
+        if facts is None and self._env.stat()["entries"]:
+            facts = self._facts()  # of a memory that somebody made in this very moment
+        if facts is None:
             raise self._without_facts()
-        facts = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
-        if facts["format"] != self._format:
+        if facts["format"] not in self._formats:
             raise self._other_format(facts["format"])
-        self._lengths[Table.BLOCKS] = facts["blocks_per_value"]
+        self._use_format(facts["format"])
+        self._naming.lengths[Table.BLOCKS] = facts["blocks_per_value"]
+
+    def _use_format(self, number: int) -> None:
+        self._format = number
+        self._naming.checked = number != self._formats[0]
+
+    def _facts(self) -> dict[str, Any] | None:
+        """What the store says of itself; None where it was never finished. Raises ``DamagedError``."""
+        try:
+            with self._env.begin(buffers=True) as txn:
+                return _facts(txn)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
 
     def _other_format(self, number: int) -> ForeignMemory:
-        if number == TAIL_FORMAT:
+        if number in TAIL_FORMATS:
             return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
         return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
 
@@ -193,7 +208,7 @@ class LmdbStore(BlockStore):
     @property
     def blocks_per_value(self) -> int:
         """How many consecutive blocks share one LMDB value."""
-        return self._lengths[Table.BLOCKS]
+        return self._naming.lengths[Table.BLOCKS]
 
     def write(self, batch: Batch) -> None:
         """Apply ``batch`` in one durable transaction.
@@ -231,7 +246,7 @@ class LmdbStore(BlockStore):
         try:
             self._attempt(deletes, puts, then, needed)
         except StoreFull:
-            if not deletes or needed > _SMALL_BYTES or not (self._reserve and self._reserve.give()):
+            if (puts and not deletes) or needed > _SMALL_BYTES or not (self._reserve and self._reserve.give()):
                 raise
             self._attempt(deletes, puts, then, needed)
         finally:
@@ -243,11 +258,29 @@ class LmdbStore(BlockStore):
             environments.check_room(self.path, needed, self.used_bytes())
         try:
             with self._env.begin(write=True, buffers=True) as txn:
+                self._changes.added = 0
                 self._changes.apply(txn, deletes, puts)
                 if then:
                     then(txn)
+                self._put_facts(txn)
         except lmdb.Error as error:
             raise self._failure(error, needed) from error
+
+    def _put_facts(self, txn: Transaction) -> None:
+        """Say which commit this is, and what the checks of all values are then: see ``naming.py``."""
+        before = _facts(txn)
+        facts = {"format": self._format, "blocks_per_value": self.blocks_per_value}
+        if self._naming.checked:
+            total = self._changes.added + (before or {"checks": 0})["checks"]
+            self._changes.apply(
+                txn, [], [(STORE_KEY, (Record.from_json(facts | {"commit": txn.id(), "checks": total}),))]
+            )
+        elif before != facts:
+            self._changes.apply(txn, [], [(STORE_KEY, (Record.from_json(facts),))])
+
+    def _tree_problem(self) -> str | None:
+        """What is wrong with the tree that leads to the values, or with which values it leads to; or None."""
+        return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks)
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
@@ -294,8 +327,11 @@ class LmdbStore(BlockStore):
         """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
         self._check_open()
         check_key(key)
-        value = self._raw(self.values.run(key))
-        return None if value is None else self.values.get(value, key)
+        try:
+            with self._env.begin(buffers=True) as txn:
+                return self.values.get(txn, key)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
 
     def checksums(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
         """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
@@ -315,7 +351,7 @@ class LmdbStore(BlockStore):
     def scan(self) -> Iterator[Scanned]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
-        if what := environments.tree_problem(self._env, self.path, KEY.size):
+        if what := self._tree_problem():
             yield Scanned(STORE_KEY, (), DamagedError(f"the tree of memory {self.path} is damaged: {what}"))
         try:
             with self._env.begin(buffers=True) as txn:
@@ -350,7 +386,7 @@ class LmdbStore(BlockStore):
         check_known(self.path)
         before = self.size_bytes()
         for _ in range(2):  # so that neither of the last two commits has what was deleted before
-            self._commit([(STORE_KEY, STORE_KEY)], [(STORE_KEY, (self._facts(),))])
+            self._commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
         try:
             with self._env.begin(write=True) as txn:  # nothing changes now
                 wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
@@ -360,9 +396,6 @@ class LmdbStore(BlockStore):
         if self._reserve:
             self._reserve.keep(self.used_bytes())
         return Compacted(before, self.size_bytes())
-
-    def _facts(self) -> Record:
-        return Record.from_json({"format": self._format, "blocks_per_value": self.blocks_per_value})
 
     def version(self) -> int:
         """Number of the last committed transaction, of whichever process."""
@@ -386,13 +419,6 @@ class LmdbStore(BlockStore):
             raise InvalidArgument(f"this store of memory {self.path} is closed; open the memory again")
         self._environment.check_process()
 
-    def _raw(self, run: Key) -> bytes | None:
-        try:
-            with self._env.begin() as txn:
-                return txn.get(pack(run))
-        except lmdb.Error as error:
-            raise self._failure(error) from error
-
     def _failure(self, error: lmdb.Error, needed: int = 0) -> Exception:
         """The error to raise for one of LMDB's; ``needed`` are the bytes that were to be written."""
         if not self._close.alive:
@@ -404,3 +430,21 @@ def _release(environment: Environment, writer: WriterLock | None) -> None:
     environments.release(environment)
     if writer:
         writer.release()
+
+
+def _facts(txn: Transaction) -> dict[str, Any] | None:
+    """What the store says of itself, in a transaction. Raises ``DamagedError``."""
+    value = txn.get(Naming().whole(STORE_KEY.to_bytes(), b""))
+    if value is None:
+        return None
+    facts: dict[str, Any] = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
+    return facts
+
+
+def _checks(txn: Transaction) -> int | None:
+    """What the checks in all keys must add up to; None in format 1, and where the store's facts are damaged."""
+    with suppress(DamagedError, ForeignMemory):
+        facts = _facts(txn) or {}
+        # A copy that LMDB has compacted begins with commit 1.
+        return -1 if facts.get("commit", txn.id()) != txn.id() != 1 else facts.get("checks")
+    return None

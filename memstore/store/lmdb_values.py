@@ -16,34 +16,33 @@ from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, NotFound
 from memstore.store import paging, runs
-from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Table
-from memstore.store.records import ValueReader, damaged, decode_value, describe
+from memstore.store.naming import STORE_KEY, Naming
+from memstore.store.records import ValueReader, damaged, decode_value, describe, header_sums
 
-STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
-"""Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
-
-KEY = struct.Struct(">BIIQ")  # table, document, layer, item; big-endian: bytes sort as keys do
-_MOST_SUMS = 1 << 16  # remembered: about 10 MB
+_MOST_KNOWN = 1 << 16  # remembered: about 16 MB
+_UNKNOWN = (b"\xff", 0)  # no value has this key
+OLDER = "it is an older value than the one that was written last (a write was lost, or rolled back)"
+Cursor = Any  # lmdb.Cursor[memoryview]
 Transaction = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 
 
 class Values:
-    """Reads in transactions of the LMDB environment in the folder ``path``.
+    """Reads in transactions of the LMDB environment in the folder ``path``; its owner may change the ``naming``."""
 
-    ``lengths`` are the items per LMDB value, by table: a list that its owner may change.
-    """
-
-    def __init__(self, path: Path, lengths: Sequence[int]) -> None:
+    def __init__(self, path: Path, naming: Naming) -> None:
         self._path = path
-        self._lengths = lengths
-        # Checksums of whole values that were verified, headers and all, by reader and key: what has the same is the
-        # same, and one checksum in place of four and two comparisons of headers is a seventh of a gather.
-        self._sums: dict[ValueReader, dict[bytes, int]] = {}
+        self._naming = naming
+        # Whole keys of values that were verified, and the checksum of all their bytes, headers too, by reader and name:
+        # what has the same is the same, and one checksum in place of four and two comparisons of headers is a seventh
+        # of a gather. The whole key says which value it was: another version is found under another one.
+        self._known: dict[ValueReader, dict[bytes, tuple[bytes, int]]] = {}
+        self._runs: dict[bytes, frozenset[int]] = {}
+        """Header checksums of whole runs that were found to be those of their keys."""
 
     def run(self, key: Key) -> Key:
         """The key of the LMDB value that ``key`` lies in."""
-        return runs.run_start(key, self._lengths[key.table])
+        return runs.run_start(key, self._naming.lengths[key.table])
 
     def take(self, txn: Transaction, keys: Sequence[Key], reader: ValueReader, *, waits: bool) -> Bytes:
         """Copies of values, one to each row ``[len(keys), reader.size]``, verified.
@@ -51,72 +50,116 @@ class Values:
         ``waits`` says that the disk will have to be waited for. Raises ``NotFound`` or ``DamagedError``.
         """
         values = np.empty((len(keys), reader.size), np.uint8)
-        names = keys.to_bytes() if isinstance(keys, BlockKeys) else [KEY.pack(*key) for key in keys]
-        places = names if max(self._lengths) == 1 else [pack(self.run(key)) for key in keys]
-        if waits:
-            self._fetch(txn, dict(sorted(zip(places, keys, strict=True))))
-        known = self._sums.setdefault(reader, {}).get
+        names = keys.to_bytes() if isinstance(keys, BlockKeys) else [key.to_bytes() for key in keys]
+        known = self._known.setdefault(reader, {}).get
         flat, size = values.reshape(-1).data, reader.size
         with txn.cursor() as cursor:  # its ``get`` leaves the pages to whoever copies them, a transaction's touches all
+            if waits:
+                self._fetch(cursor, {self.run(key): key for key in sorted(keys, reverse=True)})
             find = cursor.get
-            for start, name, place in zip(range(0, len(flat), size), names, places, strict=True):
-                view = find(place)
-                if view is None or len(view) != size:
-                    view = self._part(view, keys[start // size], reader)
+            for start, name in zip(range(0, len(flat), size), names, strict=True):
                 copy = flat[start : start + size]
-                copy[:] = view
-                if checksum(copy) != known(name):
-                    self._verify(txn, copy, keys[start // size], reader)
+                place, total = known(name, _UNKNOWN)
+                view = find(place)
+                if view is not None:
+                    copy[:] = view if len(view) == size else self._part(view, keys[start // size], reader)
+                    if checksum(copy) == total:
+                        continue
+                self._verify(cursor, copy, name, keys[start // size], reader)
         return values
 
-    def _verify(self, txn: Transaction, copy: memoryview, key: Key, reader: ValueReader) -> None:
-        """Raise the error for a copy that is not, to the last bit, a value of ``key``; remember it if it is one."""
+    def _verify(self, cursor: Cursor, copy: memoryview, name: bytes, key: Key, reader: ValueReader) -> None:
+        """Copy the value of ``key``; remember it if it is, to the last bit, the one that was written last."""
+        place, view = self._place(cursor, key)
+        copy[:] = self._part(view, key, reader)
         if not reader.holds(copy, key):
-            reader.explain(self._part(txn.get(pack(self.run(key))), key, reader), 0, key)
-        sums = self._sums.setdefault(reader, {})
-        if len(sums) >= _MOST_SUMS:
-            sums.clear()
-        sums[pack(key)] = checksum(copy)
+            reader.explain(self._part(view, key, reader), 0, key)
+        if not self._is_last(place, view, header_sums(copy)):
+            raise older(key)
+        known = self._known[reader]
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[name] = place, checksum(copy)
 
-    def _part(self, view: memoryview | None, key: Key, reader: ValueReader) -> memoryview:
+    def _place(self, cursor: Cursor, key: Key) -> tuple[bytes, memoryview]:
+        """The whole key of the LMDB value that has ``key``, and the value. Raises ``NotFound``."""
+        place = self._naming.find(cursor, self.run(key).to_bytes())
+        view = None if place is None else cursor.get(place)
+        if place is None or view is None:
+            raise self._lacks(key)
+        return place, view
+
+    def _lacks(self, key: Key) -> NotFound:
+        return NotFound(f"there is no {describe(key)} in memory {self._path}")
+
+    def _is_last(self, place: bytes, view: memoryview, sums: list[int]) -> bool:
+        """Whether headers with the checksums ``sums`` are of the value that was written last under ``place``."""
+        if self._naming.lengths[place[0]] == 1:
+            return self._naming.holds(place, sums)
+        known = self._runs.get(place)
+        if known is None:  # walked over once, not for each of its items
+            all_sums = header_sums(view)
+            if not self._naming.holds(place, all_sums):
+                return False
+            if len(self._runs) >= _MOST_KNOWN:
+                self._runs.clear()
+            known = self._runs[place] = frozenset(all_sums)
+        return known.issuperset(sums)
+
+    def _part(self, view: memoryview, key: Key, reader: ValueReader) -> memoryview:
         """What the LMDB value ``view`` has of ``key``: as many bytes as there should be, yet to be verified."""
-        length = self._lengths[key.table]
+        length = self._naming.lengths[key.table]
         start: int | None = 0
-        if view is not None and length > 1:
+        if length > 1:
             start = runs.find(view, key, runs.run_start(key, length), length, reader)
-        if view is None or start is None:
-            raise NotFound(f"there is no {describe(key)} in memory {self._path}")
+        if start is None:
+            raise self._lacks(key)
         if len(view) < start + reader.size or (length == 1 and len(view) > reader.size):
             reader.explain(view, start, key)
         return view[start : start + reader.size]
 
-    def _fetch(self, txn: Transaction, values: Mapping[bytes, Key]) -> None:
+    def _fetch(self, cursor: Cursor, values: Mapping[Key, Key]) -> None:
         """Let the disk bring all values at once; read one after the other, each would wait for the one before it.
 
         Also turns an I/O error into one of ours: met in the map, it would end the process.
         """
-        with txn.cursor() as cursor:
+        places = []
+        for run, key in sorted(values.items()):
             # Unlike a transaction's ``get``, a cursor does not touch the pages of what it finds.
-            places = [(values[bytes(raw)], *_place(value)) for raw, value in cursor.getmulti(values)]
+            if (raw := self._naming.find(cursor, run.to_bytes())) and (view := cursor.get(raw)) is not None:
+                places.append((key, *_place(view)))
         for _, address, length in places:
             paging.will_need(address, length)
         for key, address, length in places:
             if not paging.bring(address, length):
                 raise damaged(key, "the disk failed to read it (I/O error)")
 
-    def get(self, value: bytes, key: Key) -> tuple[Record, ...] | None:
-        """The verified records of ``key``, copied from the LMDB value that it lies in; None where it does not."""
-        view = memoryview(value)
-        start = next((entry.start for entry in self._entries(view, self.run(key)) if entry.key == key), None)
-        return None if start is None else decode_value(view, start, key)[0]
+    def value(self, txn: Transaction, run: Key) -> memoryview | None:
+        """The LMDB value ``run``, as it was written last, its records yet to be verified. Raises ``DamagedError``."""
+        with txn.cursor() as cursor:
+            raw = self._naming.find(cursor, run.to_bytes())
+            view: memoryview | None = None if raw is None else cursor.get(raw)
+        if raw is not None and view is not None and not self._naming.holds(raw, header_sums(view)):
+            for _ in self._entries(view, run):  # which has better words for what is damaged
+                pass
+            raise older(run)
+        return view
+
+    def get(self, txn: Transaction, key: Key) -> tuple[Record, ...] | None:
+        """The verified records of ``key``, copied; None where there are none. Raises ``DamagedError``."""
+        run = self.run(key)
+        view = self.value(txn, run)
+        entries = () if view is None else self._entries(view, run)
+        start = next((entry.start for entry in entries if entry.key == key), None)
+        return None if view is None or start is None else decode_value(view, start, key)[0]
 
     def checksums(self, txn: Transaction, keys: Sequence[Key]) -> list[tuple[int, ...]]:
         """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
         found: dict[Key, tuple[int, ...]] = {}
         for run in dict.fromkeys(map(self.run, keys)):
-            value = txn.get(pack(run))
-            if value is not None:
-                found |= runs.checksums(memoryview(value), run, self._lengths[run.table])
+            view = self.value(txn, run)
+            if view is not None:
+                found |= runs.checksums(view, run, self._naming.lengths[run.table])
         if missing := [key for key in keys if key not in found]:
             raise NotFound(f"there is no {describe(missing[0])}")
         return [found[key] for key in keys]
@@ -125,9 +168,9 @@ class Values:
         """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         found: list[Key] = []
         with txn.cursor() as cursor:
-            valid = cursor.set_range(pack(self.run(first)))
-            while valid and (run := _unpack(cursor.key())) <= last:
-                found += [run] if self._lengths[run.table] == 1 else self._items(cursor.value(), run)
+            valid = cursor.set_range(self._naming.first(self.run(first).to_bytes()))
+            while valid and (run := self._naming.key(bytes(cursor.key()))) <= last:
+                found += [run] if self._naming.lengths[run.table] == 1 else self._items(cursor.value(), run)
                 valid = cursor.next()
         return [key for key in found if first <= key <= last]
 
@@ -140,11 +183,14 @@ class Values:
         run, before, met = Key(Table.META), b"", 0
         try:
             with txn.cursor() as cursor:
-                for raw, value in cursor:
-                    run = _unpack(raw)
-                    lost = _lost(txn, before, bytes(raw), value)
-                    before, met = bytes(raw), met + 1
-                    for scanned in runs.scan(value, run, self._lengths[run.table]):
+                for view, value in cursor:
+                    raw = bytes(view)
+                    run = self._naming.key(raw)
+                    lost = _lost(txn, before, raw, value)
+                    if not lost and not self._naming.holds(raw, header_sums(value)):
+                        lost = OLDER
+                    before, met = raw, met + 1
+                    for scanned in runs.scan(value, run, self._naming.lengths[run.table]):
                         if lost:
                             yield Scanned(scanned.key, (), scanned.damage or damaged(scanned.key, lost))
                         elif scanned.key != STORE_KEY or scanned.damage:
@@ -156,26 +202,21 @@ class Values:
             yield Scanned(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
 
     def _entries(self, view: memoryview, run: Key) -> Iterator[runs.Entry]:
-        return runs.entries(view, run, self._lengths[run.table])
+        return runs.entries(view, run, self._naming.lengths[run.table])
 
     def _items(self, view: memoryview, run: Key) -> list[Key]:
         return [entry.key for entry in self._entries(view, run)]
 
 
-def pack(key: Key) -> bytes:
-    """The key as LMDB has it."""
-    return KEY.pack(*key)
+def older(key: Key) -> DamagedError:
+    """The error for a whole value that is not the one that should lie there."""
+    return damaged(key, OLDER)
 
 
 def used_bytes(txn: Transaction) -> int:
     """Bytes of the pages of the tree of values, as this transaction sees it."""
     stat = txn.stat()
     return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
-
-
-def _unpack(raw: memoryview) -> Key:
-    table, document, layer, item = KEY.unpack(raw)
-    return Key(Table(table), document, layer, item)
 
 
 def _lost(txn: Transaction, before: bytes, raw: bytes, value: memoryview) -> str | None:

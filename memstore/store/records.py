@@ -34,9 +34,10 @@ _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, reco
 _ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
 _EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
 _HEADER = struct.Struct("<12sIIIQ48sQQ")  # all of it, without a look into its first and its last part but one
+_LENGTH_AND_SUM = struct.Struct("<Q16xQ")  # payload length in bytes; checksum of the header, behind what it covers
 _SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
 _ZEROS = bytes(ALIGNMENT)
-_ADDRESS_AT, _EXTENT_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 80, 88
+_ADDRESS_AT, _EXTENT_AT, _LENGTH_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 64, 80, 88
 
 
 class Header(NamedTuple):
@@ -88,6 +89,16 @@ def encode_value(key: Key, records: Sequence[Record]) -> bytes:
         if rest := payload.nbytes % ALIGNMENT:
             parts.append(_ZEROS[rest:])
     return b"".join(parts)
+
+
+def header_sums(value: bytes | memoryview) -> list[int]:
+    """The header checksum of each record of a value, or of all values of a run; nothing is verified."""
+    sums, start = list[int](), 0
+    while start + HEADER_BYTES <= len(value):
+        nbytes, header_sum = _LENGTH_AND_SUM.unpack_from(value, start + _LENGTH_AT)
+        sums.append(header_sum)
+        start += HEADER_BYTES + nbytes + padding(nbytes)
+    return sums
 
 
 def _raw(payload: Bytes) -> memoryview:

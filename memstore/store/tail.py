@@ -14,8 +14,8 @@ import numpy.typing as npt
 from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.store.checks import MAX_LAYER
 from memstore.store.contract import Key, Layout, Record, Scanned
-from memstore.store.lmdb import TAIL_FORMAT, LmdbStore
-from memstore.store.lmdb_values import pack, used_bytes
+from memstore.store.lmdb import TAIL_FORMATS, LmdbStore
+from memstore.store.lmdb_values import used_bytes
 from memstore.store.manifest import COUNTERS, COUNTERS_VALUE, STORE, Extent, Series, from_record
 from memstore.store.records import damaged, decode_value, value_reader
 from memstore.stored import fit
@@ -34,7 +34,7 @@ _SUM_BYTES = 8
 class Tail(LmdbStore):
     """An ``LmdbStore`` that also knows which blocks are sealed. Its format number keeps it from being opened alone."""
 
-    _format = TAIL_FORMAT
+    _formats = TAIL_FORMATS
 
     @classmethod
     def _url(cls, folder: Path) -> str:
@@ -145,5 +145,5 @@ class Snapshot:
                 target[:] = payload.data
 
     def _raw(self, key: Key) -> bytes | None:
-        view = self._txn.get(pack(key))
+        view = self._tail.values.value(self._txn, key)
         return None if view is None else bytes(view)

@@ -62,6 +62,8 @@ class _Met:
     """First pages of large values."""
     spare: int = 0
     """Pages of large values that their trees count, and that their lengths do not ask for."""
+    ends: int = 0
+    """Sum of the last four bytes of each key."""
 
     def take(self, starts: _Array, lengths: _Array) -> None:
         self.starts.append(starts.astype(np.int64))
@@ -72,21 +74,21 @@ class _Damaged(Exception):
     """What is wrong."""
 
 
-def problem(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> str | None:
+def survey(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> tuple[str | None, int | None]:
     """What is wrong with the tree of the commit ``transaction`` in the file ``data``; None if nothing is.
 
-    A read transaction must hold that commit. Keys have ``key_bytes``.
+    And what the last four bytes of all keys, numbers with their first byte in front, add up to, where that is
+    known: see ``naming.py``. A read transaction must hold that commit. Keys have ``key_bytes``.
     """
     if not transaction or not layout.is_known():
-        return None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted
+        return None, None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted
     with os.fdopen(paths.open_file(data.parent, data.name, os.O_RDONLY), "rb") as file:
         count = os.fstat(file.fileno()).st_size // page_bytes
         pages = np.memmap(file, np.uint8, "r", shape=(count, page_bytes))
     try:
-        _Check(pages, transaction, key_bytes).run()
+        return None, _Check(pages, transaction, key_bytes).run()
     except _Damaged as error:
-        return str(error)
-    return None
+        return str(error), None
 
 
 class _Check:
@@ -105,8 +107,8 @@ class _Check:
         self._free, self._values = _Tree(*found[4:12]), _Tree(*found[12:20])
         self._before = (_Tree(*other[4:12]), before) if before < number else None
 
-    def run(self) -> None:
-        """Raises ``_Damaged``."""
+    def run(self) -> int:
+        """The sum of the ends of all keys. Raises ``_Damaged``."""
         _require(
             (self._free.pad, self._free.flags & _TREE_FLAGS) == (self._size, _INTEGER_KEYS)
             and (self._values.pad, self._values.flags) == (0, 0),
@@ -126,6 +128,7 @@ class _Check:
             older = max((freed for freed, _ in self._free_pages(self._before[0], _Met())), default=0)
             _require(older == self._before[1], "a later commit is hidden")
         self._tile(met)
+        return met.ends
 
     def _tile(self, met: _Met) -> None:
         """Every page belongs to one thing: what seems lost is behind a value that became shorter, which says so."""
@@ -168,6 +171,7 @@ class _Check:
         met.lengths += found.lengths
         met.big += found.big
         met.spare += spare
+        met.ends += found.ends
 
     def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> tuple[_Array, _Array]:
         """The pages one level below, in order, and the smallest key that a search looks for in each."""
@@ -196,6 +200,9 @@ class _Check:
             met.big.append(own)
             met.overflow += int(sizes.sum())
             met.entries += len(keys)
+            if key_bytes == self._key_bytes:
+                ends = keys.view(np.uint8).reshape(-1, key_bytes)[:, -4:].copy().view(">u4")
+                met.ends += int(ends.sum(dtype=np.int64))
             if key_bytes == 8:
                 places[big] = own * self._size + layout.HEADER_BYTES
                 yield from zip(keys.tolist(), places.tolist(), lengths.tolist(), strict=True)

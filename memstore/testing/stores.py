@@ -24,7 +24,7 @@ LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
 
 LARGE = 1 << 19
 
-BLOCKS = (Key(Table.BLOCKS), Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**64 - 1))
+BLOCKS = (Key(Table.BLOCKS), Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**32 - 1))
 """The range of all keys of the table of blocks."""
 
 

@@ -31,6 +31,7 @@ from tests.faults.kill_writers import kill_writers
 from tests.faults.outcome import Outcome
 from tests.faults.read_only import forbid_writing
 from tests.faults.readers import read_beside_a_writer
+from tests.faults.rolled_back import roll_back
 from tests.faults.truncations import truncate_files
 from tests.faults.world import STORES, warm_up
 
@@ -50,6 +51,7 @@ FAULTS = {
     "full-disk": Fault(fill_disks, 3, 6, 60),
     "read-only": Fault(forbid_writing, 3, 3, 60),
     "bit-flips": Fault(flip_bits, 40, 150, 10_000),
+    "rolled-back": Fault(roll_back, 30, 100, 10_000),
     "truncations": Fault(truncate_files, 10, 20, 1_000),
     "readers": Fault(read_beside_a_writer, 25, 100, 3_000),
 }

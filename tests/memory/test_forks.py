@@ -27,7 +27,7 @@ def written(memory: Memory, text: torch.Tensor = TEXT, name: str = "parent") -> 
 
 def stored_blocks(memory: Memory) -> int:
     """States of one layer that lie in the store, of whichever document."""
-    last = Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**63 - 1)
+    last = Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**32 - 1)
     return len(memory._shared.store.keys(Key(Table.BLOCKS), last)) // LAYERS
 
 

@@ -204,6 +204,19 @@ def test_the_index_of_another_memory_is_not_used(tmp_path: Path) -> None:
         check_search(memory, random_tokens(400, seed=5))
 
 
+@pytest.mark.parametrize("index", [*KINDS, "clusters"])
+def test_the_index_of_a_text_that_differs_in_one_block_is_not_used(tmp_path: Path, index: str) -> None:
+    """Not of one whose landmarks are looked at before a file is used: the history of the document says it."""
+    other = TOKENS.clone()
+    other[30 * S : 31 * S] = random_tokens(S, seed=9)
+    make(str(tmp_path / "other"), index, tokens=other)
+    make(str(tmp_path / "m"), index)
+    shutil.rmtree(tmp_path / "m" / "index")
+    shutil.copytree(tmp_path / "other" / "index", tmp_path / "m" / "index")
+    with memstore.open(tmp_path / "m", mode="r", index=index) as memory:
+        check_search(memory)
+
+
 def test_the_index_of_a_document_that_was_truncated_since_is_not_used(tmp_path: Path) -> None:
     make(str(tmp_path / "m"))
     truncated(tmp_path / "m")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,7 @@ def test_a_document_that_lost_blocks_and_then_its_entry_keeps_the_others(path: P
 def test_a_damaged_place_far_behind_the_others_makes_no_long_document(path: Path) -> None:
     flip(path, b'"name": "whale"', 10)
     last = len(TOKENS) // S
-    flip(path, b"\x11\x00" + struct.pack(">BIIQ", *WHALE.tokens(last)), 2 + 12)  # a bit of the block in the key
+    flip(path, b"\x11\x00" + WHALE.tokens(last).to_bytes(), 2 + 9)  # a bit of the block in the key
     with memstore.open(path) as memory:
         assert memory.repair().left == []
         check_content(memory.document("recovered-1"), TOKENS[: last * S])
@@ -135,7 +134,7 @@ def test_a_damaged_place_far_behind_the_others_makes_no_long_document(path: Path
 def test_an_entry_under_a_damaged_key_is_not_a_document_that_is_not_there(path: Path) -> None:
     """A bit of the item in the key of an entry, in LMDB's own page: a look for the document finds nothing."""
     add_ship(path)
-    flip(path, b"\x11\x00" + struct.pack(">BIIQ", *WHALE.entry), 2 + 16)
+    flip(path, b"\x11\x00" + WHALE.entry.to_bytes(), 2 + 12)
     with memstore.open(path, mode="r") as memory:
         with pytest.raises(DamagedError, match=r"the entry of document 1 lies under a damaged key; run verify"):
             memory.document("whale")

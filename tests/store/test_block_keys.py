@@ -5,7 +5,7 @@ from __future__ import annotations
 from memstore.store import Key, Table
 from memstore.store.contract import BlockKeys
 
-OWNERS, BLOCKS = [7, 7, 3, 2**32 - 1], [0, 255, 256, 2**40]
+OWNERS, BLOCKS = [7, 7, 3, 2**32 - 1], [0, 255, 256, 2**32 - 1]
 KEYS = [Key(Table.BLOCKS, owner, 5, block) for owner, block in zip(OWNERS, BLOCKS, strict=True)]
 
 

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -20,7 +21,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table, lmdb_values
-from memstore.store.lmdb_values import STORE_KEY
+from memstore.store.naming import STORE_KEY
 from memstore.store.records import encode_value
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
 
@@ -240,24 +241,24 @@ def test_an_environment_without_facts_is_an_interrupted_creation(tmp_path: Path)
 
 def test_a_memory_that_is_made_while_it_is_opened_is_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LmdbStore.create(tmp_path / "m").close()
-    looks: list[bytes | None] = []
-    look = LmdbStore._raw
+    looks: list[dict[str, Any] | None] = []
+    look = LmdbStore._facts
 
-    def before_the_first_commit(store: LmdbStore, run: Key) -> bytes | None:
-        looks.append(look(store, run) if looks else None)
+    def before_the_first_commit(store: LmdbStore) -> dict[str, Any] | None:
+        looks.append(look(store) if looks else None)
         return looks[-1]
 
-    monkeypatch.setattr(LmdbStore, "_raw", before_the_first_commit)
+    monkeypatch.setattr(LmdbStore, "_facts", before_the_first_commit)
     LmdbStore.open(tmp_path / "m", read_only=True).close()
     assert len(looks) == 2
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = LmdbStore.create(tmp_path / "m")
-    newer = Record.from_json({"format": 2, "blocks_per_value": 1})
-    store._commit([], [(STORE_KEY, (newer,))])
+    store._use_format(3)
+    put_blocks(store, range(1))
     store.close()
-    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 2\); upgrade"):
+    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 3\); upgrade"):
         LmdbStore.open(tmp_path / "m")
 
 
@@ -323,7 +324,7 @@ def test_what_was_sound_once_is_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, most: int
 ) -> None:
     """Whatever bit of it changes after it was read, in a payload or in a header; what is written again is read."""
-    monkeypatch.setattr(lmdb_values, "_MOST_SUMS", most)
+    monkeypatch.setattr(lmdb_values, "_MOST_KNOWN", most)
     store = LmdbStore.create(tmp_path / "m", blocks_per_value=length)
     put_blocks(store, range(10))
     keys = [block(item) for item in range(10)]
@@ -379,7 +380,8 @@ def test_a_value_under_a_wrong_key_is_damage(tmp_path: Path) -> None:
         txn.put(key, other)
     with pytest.raises(DamagedError, match="wrong address"):
         store.read([block(0)], LAYOUTS, rows(1))
-    assert [scanned.key for scanned in store.scan() if scanned.damage] == [block(0)]
+    # The first one says that somebody else has written to the tree.
+    assert [scanned.key for scanned in store.scan() if scanned.damage] == [STORE_KEY, block(0)]
     store.close()
 
 
