@@ -33,7 +33,7 @@ demo: $(READY) ## Let a small model read a million tokens into a memory and answ
 	$(BIN)/memstore demo
 
 test: lint $(READY) ## Lint; check types and run the tests side by side
-	$(MAKE) --jobs 2 --output-sync types pytest
+	$(MAKE) --jobs 2 types pytest
 
 test-slow: $(READY) ## Run the tests that `make test` leaves out (trainings, demos, compilation for GPUs, a browser)
 	$(BIN)/python -m pytest -m slow $(PYTEST)
