@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from memstore.eval.resources import hardware
+from memstore.kernels._backends import Backend
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
-from memstore.kernels.grouped_cross_attention.api import Backend
 from memstore.tools.output import Page
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"

@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from memstore.kernels._tuning import config, padded
 from memstore.kernels.grouped_cross_attention import triton as gca
 
 TARGETS = {
@@ -79,10 +80,10 @@ def main() -> None:
 def representative(target: str) -> Iterator[Resources]:
     """Every kernel in both precisions."""
     for kernel in KERNELS:
-        yield compiled(kernel, target, "bf16", 64, 64, gca._config(64, 64, 4, 2), rows=128)
-        yield compiled(kernel, target, "fp32", 33, 24, gca._config(16, 16, 4, 1), rows=16)
+        yield compiled(kernel, target, "bf16", 64, 64, config(4, 2, BM=64, BS=64), rows=128)
+        yield compiled(kernel, target, "fp32", 33, 24, config(4, 1, BM=16, BS=16), rows=16)
         if target == "sm_90":
-            yield compiled(kernel, target, "bf16", 64, 64, gca._config(16, 64, 4, 2), rows=16, counts=1)
+            yield compiled(kernel, target, "bf16", 64, 64, config(4, 2, BM=16, BS=64), rows=16, counts=1)
 
 
 def every(target: str) -> Iterator[Resources]:
@@ -90,8 +91,8 @@ def every(target: str) -> Iterator[Resources]:
     for kernel in KERNELS:
         for dtype in ("bf16", "fp32"):
             for size, dim in ((32, 16), (64, 64), (63, 128), (64, 256)):
-                for config in gca.admissible(gca.CONFIGS, constants(kernel, size, dim, 128)):
-                    yield compiled(kernel, target, dtype, size, dim, config, rows=128)
+                for tiles in gca.admissible(gca.CONFIGS, constants(kernel, size, dim, 128)):
+                    yield compiled(kernel, target, dtype, size, dim, tiles, rows=128)
 
 
 def constants(kernel: str, size: int, dim: int, rows: int) -> dict[str, Any]:
@@ -101,8 +102,8 @@ def constants(kernel: str, size: int, dim: int, rows: int) -> dict[str, Any]:
         "S": size,
         "D": dim,
         "DV": dim,
-        "BD": gca.padded(dim),
-        "BDV": gca.padded(dim),
+        "BD": padded(dim),
+        "BDV": padded(dim),
         "PRECISION": "ieee",
         "OFF_BY_ONE": True,
         "SAVE": True,

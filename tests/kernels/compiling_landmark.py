@@ -18,6 +18,7 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
+from memstore.kernels._tuning import config, padded
 from memstore.kernels.landmark_attention import triton as landmark
 from tests.kernels.compiling import SHARED_LIMIT, TARGETS, Resources, usage
 
@@ -47,9 +48,9 @@ def representative(target: str) -> Iterator[Resources]:
     """Every kernel once: with matrix units, in float32 with documents or a window on the oldest."""
     for kernel in KERNELS:
         if target == "sm_80":
-            yield compiled(kernel, target, "fp32", 16, 24, landmark._config(16, 4, 1), limited=True)
+            yield compiled(kernel, target, "fp32", 16, 24, config(4, 1, BM=16), limited=True)
         else:
-            yield compiled(kernel, target, "bf16", 64, 64, landmark._config(64, 4, 2))
+            yield compiled(kernel, target, "bf16", 64, 64, config(4, 2, BM=64))
 
 
 def every(target: str) -> Iterator[Resources]:
@@ -57,8 +58,8 @@ def every(target: str) -> Iterator[Resources]:
     for kernel in KERNELS:
         for dtype in ("bf16", "fp32"):
             for size, dim in ((8, 16), (50, 64), (64, 128), (128, 128), (64, 256)):
-                for config in landmark.admissible(landmark.CONFIGS, constants(kernel, size, dim)):
-                    yield compiled(kernel, target, dtype, size, dim, config)
+                for tiles in landmark.admissible(landmark.CONFIGS, constants(kernel, size, dim)):
+                    yield compiled(kernel, target, dtype, size, dim, tiles)
 
 
 def constants(kernel: str, size: int, dim: int, *, limited: bool = False) -> dict[str, Any]:
@@ -67,9 +68,9 @@ def constants(kernel: str, size: int, dim: int, *, limited: bool = False) -> dic
         "ROWS": 128,
         "D": dim,
         "DV": dim,
-        "BD": landmark.padded(dim),
-        "BDV": landmark.padded(dim),
-        "BS": landmark.padded(size),
+        "BD": padded(dim),
+        "BDV": padded(dim),
+        "BS": padded(size),
         "LIMITED": limited,
         "PRECISION": "ieee",
     }

@@ -183,11 +183,12 @@ def _largest(x: Tensor) -> float:
 
 def interpreted() -> dict[str, Any]:
     """Errors of the kernels by the names of the cases, and whether a token that does not exist gives NaN."""
+    from memstore.kernels import _tuning
     from memstore.kernels.knn_attention import triton
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
-    assert triton.interpreted()
+    assert _tuning.interpreted()
     found: dict[str, Any] = {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(public("triton"), inputs(CASES[name], dtype))
         for dtype, names in ((torch.float32, CASES), (torch.float16, HALF))
@@ -204,14 +205,15 @@ def compiled(target: str) -> list[dict[str, Any]]:
     import triton
     from triton.compiler import ASTSource
 
+    from memstore.kernels._tuning import config
     from memstore.kernels.knn_attention import triton as knn
     from tests.kernels.compiling import SHARED_LIMIT, TARGETS, usage
 
     rows = []
     for kernel in (knn._forward_kernel.fn, knn._backward_kernel.fn):
-        for dtype, dim, config in (("bf16", 128, knn._config(32, 4)), ("fp32", 24, knn._config(16, 1))):
+        for dtype, dim, tiles in (("bf16", 128, config(4, 2, BK=32)), ("fp32", 24, config(1, 2, BK=16))):
             told = {"CHOSEN": 32, "D": dim, "DV": dim, "BD": triton.next_power_of_2(dim), "GATED": True}
-            told |= {"BDV": told["BD"], **config.kwargs}
+            told |= {"BDV": told["BD"], **tiles.kwargs}
             states = ("q", "k", "v", "local", "out", "dout", "dq", "dlocal")
             floats = ("scale", "gate", "lse", "dlse", "dscale", "dgate")
             kinds = {"ids": "*i64"} | dict.fromkeys(states, f"*{dtype}") | dict.fromkeys(floats, "*fp32")
@@ -219,7 +221,7 @@ def compiled(target: str) -> list[dict[str, Any]]:
             result = triton.compile(
                 ASTSource(kernel, types, told),
                 target=TARGETS[target],
-                options={"num_warps": config.num_warps, "enable_fp_fusion": True},
+                options={"num_warps": tiles.num_warps, "enable_fp_fusion": True},
             )
             registers, spilled = usage(result.asm)
             fits = result.metadata.shared <= SHARED_LIMIT[target]

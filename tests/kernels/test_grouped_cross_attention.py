@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.grouped_cross_attention import api, attend, attend_folded, fold, grouped_cross_attention, prepare
+from memstore.kernels._backends import Backend
+from memstore.kernels.grouped_cross_attention import attend, attend_folded, fold, grouped_cross_attention, prepare
 from tests.kernels.gca import CASES, NAMES, Case, Inputs, allowed, errors, exact, inputs, results
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "gca_kernel_mha_K4.npz"
@@ -124,7 +125,7 @@ def summed_in_loops(given: Inputs) -> np.ndarray:
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("off_by_one", [False, True])
-def test_it_agrees_with_the_published_implementation(backend: api.Backend, off_by_one: bool) -> None:
+def test_it_agrees_with_the_published_implementation(backend: Backend, off_by_one: bool) -> None:
     with np.load(PUBLISHED) as file:
         data = {name: torch.from_numpy(file[name]) for name in file.files}
     tensors = [data[name].requires_grad_() for name in ("q", "k", "v", "weights")]
@@ -140,7 +141,7 @@ def test_it_agrees_with_the_published_implementation(backend: api.Backend, off_b
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("off_by_one", [False, True])
-def test_gradients_are_those_of_differences(backend: api.Backend, off_by_one: bool) -> None:
+def test_gradients_are_those_of_differences(backend: Backend, off_by_one: bool) -> None:
     given = inputs(Case(b=2, h=2, g=1, t=3, d=4, dv=3, s=3, k=3, n=3))
     tensors = [x.requires_grad_() for x in (given.q, given.k, given.v, given.weights)]
     assert torch.autograd.gradcheck(
@@ -160,7 +161,7 @@ def test_one_gradient_alone_is_the_same(wanted: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_what_was_not_chosen_may_be_nan(backend: api.Backend) -> None:
+def test_what_was_not_chosen_may_be_nan(backend: Backend) -> None:
     given = inputs(CASES["NaN in what was not chosen"])
     clean = replace(given, k=given.k.nan_to_num(), v=given.v.nan_to_num(), weights=given.weights.nan_to_num())
     got, want = (results(grouped_cross_attention, x, backend=backend) for x in (given, clean))
@@ -171,7 +172,7 @@ def test_what_was_not_chosen_may_be_nan(backend: api.Backend) -> None:
 @pytest.mark.parametrize(
     "empty", [Case(k=0), Case(n=0), Case(s=0), Case(c=0), Case(t=0)], ids=["K", "N", "S", "C", "T"]
 )
-def test_nothing_to_attend_to_gives_zero(backend: api.Backend, empty: Case) -> None:
+def test_nothing_to_attend_to_gives_zero(backend: Backend, empty: Case) -> None:
     given = inputs(empty if empty.n else Case(n=0, blocks=((-1, -1), (-1, -1))))
     got = results(grouped_cross_attention, given, backend=backend)
     assert got["out"].shape == given.dout.shape
@@ -215,7 +216,7 @@ def test_wrong_inputs_are_named() -> None:
         grouped_cross_attention(q, k, v, weights[..., :1], blocks)
     with pytest.raises(InvalidArgument, match="block 4 does not exist; there are 4"):
         grouped_cross_attention(q, k, v, weights, blocks.clamp(min=4))
-    with pytest.raises(InvalidArgument, match=r"on one device.* k meta"):
+    with pytest.raises(InvalidArgument, match=r"on one device.* k on meta"):
         grouped_cross_attention(q, k.to("meta"), v, weights, blocks)
     with pytest.raises(InvalidArgument, match=r"weights \[B, K\] \(or blocks"):
         grouped_cross_attention(q, k, v, weights)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.kernels._backends import Backend
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
-from memstore.kernels.knn_attention.api import Backend
 from tests.kernels.child import program
 from tests.kernels.knn import CASES, HALF, Case, Inputs, errors, inputs, plain, public, results
 

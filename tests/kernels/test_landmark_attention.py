@@ -13,11 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.landmark_attention import api, fused, landmark_attention
+from memstore.kernels._backends import Backend
+from memstore.kernels.landmark_attention import fused, landmark_attention
 from tests.kernels.landmark import CASES, EVERYWHERE, Case, Inputs, errors, exact, inputs, results
 
 DATA = Path(__file__).parents[1] / "data"
-BACKENDS: list[api.Backend] = ["reference", "torch"]
+BACKENDS: list[Backend] = ["reference", "torch"]
 ALL = CASES | EVERYWHERE
 SIZES = [
     Case(t=1, landmarks=50, h=1, g=1),
@@ -115,7 +116,7 @@ def test_the_fast_form_is_as_exact_as_plain_low_precision(case: Case, dtype: tor
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("version", ["llama", "lmb"])
 @pytest.mark.parametrize("name", ["b8_T61", "b51_T130", "irreg_off5_b11"])
-def test_it_agrees_with_the_published_implementations(backend: api.Backend, version: str, name: str) -> None:
+def test_it_agrees_with_the_published_implementations(backend: Backend, version: str, name: str) -> None:
     with np.load(DATA / f"landmark_gsm_{name}.npz") as file:
         data = {name: torch.from_numpy(file[name]) for name in file.files}
     tensors = [data[name].requires_grad_() for name in ("q", "k", "v")]
@@ -129,7 +130,7 @@ def test_it_agrees_with_the_published_implementations(backend: api.Backend, vers
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ramp", [0.0, 0.4, 1.0])
-def test_gradients_are_those_of_differences(backend: api.Backend, ramp: float) -> None:
+def test_gradients_are_those_of_differences(backend: Backend, ramp: float) -> None:
     case = Case(t=13, h=2, g=1, d=3, dv=2, landmarks=((2, 3, 7, 11),), padded=((5,),), documents=(6,), ramp=ramp)
     given = inputs(case)
     tensors = [x.requires_grad_() for x in (given.q, given.k, given.v)]
@@ -139,14 +140,14 @@ def test_gradients_are_those_of_differences(backend: api.Backend, ramp: float) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_may_be_nan(backend: api.Backend) -> None:
+def test_padding_may_be_nan(backend: Backend) -> None:
     given = inputs(CASES["NaN in padding"])
     found = results(landmark_attention, given, backend=backend)
     assert all(x.isfinite().all() for x in found.values())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_changes_nothing(backend: api.Backend) -> None:
+def test_padding_changes_nothing(backend: Backend) -> None:
     alone = inputs(Case(t=20, landmarks=8))
     left, right = (torch.nn.functional.pad(alone.is_landmark, pad, value=True) for pad in ((7, 0), (0, 7)))
     want = landmark_attention(alone.q, alone.k, alone.v, alone.is_landmark, backend=backend)
@@ -159,7 +160,7 @@ def test_padding_changes_nothing(backend: api.Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_documents_in_one_row_are_as_if_each_had_its_own(backend: api.Backend) -> None:
+def test_documents_in_one_row_are_as_if_each_had_its_own(backend: Backend) -> None:
     given = inputs(Case(t=40, landmarks=((4, 11, 18, 30, 35),)))
     q, k, v = given.q, given.k, given.v
     documents = torch.tensor([[9] * 15 + [2] * 8 + [9] * 17])
@@ -171,7 +172,7 @@ def test_documents_in_one_row_are_as_if_each_had_its_own(backend: api.Backend) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_window_is_as_if_what_lies_before_it_were_not_there(backend: api.Backend) -> None:
+def test_a_window_is_as_if_what_lies_before_it_were_not_there(backend: Backend) -> None:
     given = inputs(Case(t=40, landmarks=8))
     windowed = landmark_attention(given.q, given.k, given.v, given.is_landmark, window=13, backend=backend)
     for i in (5, 12, 13, 23, 24, 39):
@@ -243,7 +244,7 @@ def test_tensors_made_for_inference_are_taken() -> None:
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 @pytest.mark.parametrize("empty", ["queries", "batch", "keys", "values"])
-def test_nothing_gives_nothing(backend: api.Backend, empty: str) -> None:
+def test_nothing_gives_nothing(backend: Backend, empty: str) -> None:
     rows, queries, tokens = 0 if empty == "batch" else 2, 0 if empty in ("queries", "keys") else 5, 9
     tokens = 0 if empty == "keys" else tokens
     q, k = torch.randn(rows, 4, queries, 8), torch.randn(rows, 2, tokens, 8)
@@ -271,7 +272,7 @@ def test_wrong_inputs_are_named() -> None:
         landmark_attention(q, k, v, lm, key_padding=lm.long())
     with pytest.raises(InvalidArgument, match=r"documents must be .* int32 or int64, got \[1, 23\] of torch.bool"):
         landmark_attention(q, k, v, lm, documents=lm)
-    with pytest.raises(InvalidArgument, match="got is_landmark on cpu and k on meta"):
+    with pytest.raises(InvalidArgument, match="got is_landmark on cpu, k on meta"):
         landmark_attention(q.to("meta"), k.to("meta"), v.to("meta"), lm)
     with pytest.raises(InvalidArgument, match="one device, got q on meta"):
         landmark_attention(q.to("meta"), k, v, lm)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.kernels._backends import check_grouped, shapes
 
 Backend = Literal["auto", "reference", "torch"]
 
@@ -121,11 +122,5 @@ def _flat(x: Tensor) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise InvalidArgument(f"expected q [B, H, T, D] and k, v [B, G, N, D], got {_shapes(q, k, v)}")
-    batch, heads, _, dim = q.shape
-    if k.shape[0] != batch or k.shape[3] != dim or k.shape[:3] != v.shape[:3] or heads % k.shape[1]:
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {_shapes(q, k, v)}")
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise InvalidArgument(f"expected q [B, H, T, D] and k, v [B, G, N, D], got {shapes(q=q, k=k, v=v)}")
+    check_grouped(q, k, v)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-
-Backend = Literal["auto", "reference", "torch", "triton"]
-_INTEGERS = (torch.int32, torch.int64)
-_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
 
 
 def grouped_cross_attention(
@@ -70,10 +63,8 @@ def grouped_cross_attention(
         return one.squeeze(1)
     _check(q, k, v, weights, blocks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "auto":
-        backend = "triton" if q.device.type == "cuda" and triton_problem(q, k, v) is None else "torch"
-    elif backend == "triton" and (problem := triton_problem(q, k, v)):
-        raise InvalidArgument(f"backend 'triton' {problem}")
+    largest = max(q.shape[-1], v.shape[-1])
+    backend = pick(backend, q.device, lambda: triton_problem(q, k, v, largest=largest))
     if not (q.numel() and blocks.numel() and k.shape[1] and k.shape[3]):
         return _nothing(q, k, v, weights)
     match backend:
@@ -85,35 +76,10 @@ def grouped_cross_attention(
             from memstore.kernels.grouped_cross_attention import fused
 
             return fused.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
-        case "reference":
+        case _:
             from memstore.kernels.grouped_cross_attention import reference
 
             return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
-        case _:
-            raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
-
-
-def triton_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why Triton cannot compute this, and what to do; None if it can."""
-    largest = max(q.shape[-1], v.shape[-1])
-    if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'torch'"
-    if largest > _LARGEST_HEAD:
-        return f"has heads of at most {_LARGEST_HEAD}, got {largest}; use 'auto' or 'torch'"
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _TRITON_TYPES:
-        return (
-            "takes float32, float16 or bfloat16, the same for q, k and v, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them, or use 'auto' or 'torch'"
-        )
-    if q.device.type != "cuda":
-        from memstore.kernels.grouped_cross_attention import triton
-
-        if not triton.interpreted():
-            return (
-                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on {q.device}; "
-                "use 'auto' or 'torch'"
-            )
-    return None
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
@@ -126,7 +92,7 @@ def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or weights.shape != (q.shape[0], k.shape[2]):
         raise InvalidArgument(
             "expected q [B, H, T, D], k and v [B, G, K, S, D] and weights [B, K] (or blocks, and the indexed form), "
-            f"got {_shapes(q, k, v)}, weights {tuple(weights.shape)}"
+            f"got {shapes(q=q, k=k, v=v, weights=weights)}"
         )
 
 
@@ -134,16 +100,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> 
     if q.dim() != 5 or k.dim() != 5 or v.dim() != 5 or blocks.dim() != 3:
         raise InvalidArgument(
             "expected q [B, C, H, T, D], k and v [B, N, G, S, D] and blocks [B, C, K], "
-            f"got {_shapes(q, k, v)}, blocks {tuple(blocks.shape)}"
+            f"got {shapes(q=q, k=k, v=v, blocks=blocks)}"
         )
-    if len(k) != len(q) or k.shape[-1] != q.shape[-1] or k.shape[:4] != v.shape[:4] or q.shape[2] % k.shape[2]:
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {_shapes(q, k, v)}")
-    if len({x.device for x in (q, k, v, weights, blocks)}) > 1:
-        raise InvalidArgument(
-            f"expected all tensors on one device, got q {q.device}, k {k.device}, v {v.device}, "
-            f"weights {weights.device}, blocks {blocks.device}"
-        )
-    if blocks.dtype not in _INTEGERS:
+    check_grouped(q, k, v, heads=2)
+    check_device(q=q, k=k, v=v, weights=weights, blocks=blocks)
+    if blocks.dtype not in INTEGERS:
         raise InvalidArgument(f"blocks must be int32 or int64, got {blocks.dtype}")
     if blocks.shape != weights.shape or blocks.shape[:2] != q.shape[:2]:
         raise InvalidArgument(
@@ -152,7 +113,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> 
         )
     if blocks.device.type == "cpu" and blocks.numel() and int(blocks.max()) >= k.shape[1]:
         raise InvalidArgument(f"block {int(blocks.max())} does not exist; there are {k.shape[1]}")
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

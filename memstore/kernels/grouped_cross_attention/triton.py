@@ -42,29 +42,25 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memstore.kernels._tuning import config, padded, tuned
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST = 16
-"""Shortest side of a tile that the matrix units of all devices take."""
 SIMULATED_PROCESSORS = 8
 """What the interpreter counts as, so that small inputs are shared by several programs and others are not."""
 
 
-def _config(queries: int, keys: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"BM": queries, "BS": keys}, num_warps=warps, num_stages=stages)
-
-
-INTERPRETED_CONFIG = _config(32, 32, 1, 1)
+INTERPRETED_CONFIG = config(1, 1, BM=32, BS=32)
 CONFIGS = [
-    _config(16, 16, 4, 1),
-    _config(16, 32, 4, 2),
-    _config(16, 64, 4, 3),
-    _config(32, 32, 4, 2),
-    _config(32, 64, 4, 2),
-    _config(64, 32, 4, 3),
-    _config(64, 64, 4, 2),
-    _config(64, 64, 8, 2),
-    _config(128, 32, 8, 2),
-    _config(128, 64, 8, 3),
+    config(4, 1, BM=16, BS=16),
+    config(4, 2, BM=16, BS=32),
+    config(4, 3, BM=16, BS=64),
+    config(4, 2, BM=32, BS=32),
+    config(4, 2, BM=32, BS=64),
+    config(4, 3, BM=64, BS=32),
+    config(4, 2, BM=64, BS=64),
+    config(8, 2, BM=64, BS=64),
+    config(8, 2, BM=128, BS=32),
+    config(8, 3, BM=128, BS=64),
 ]
 
 
@@ -82,17 +78,7 @@ def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) 
     return [config for config in configs if fits(config)] or configs[:1]
 
 
-def padded(length: int) -> int:
-    """The side of a tile that covers ``length``."""
-    return max(SMALLEST, 1 << (length - 1).bit_length())
-
-
-def _tuned(kernel: Any) -> Any:
-    """Tiles are chosen by measuring, once for each kind of shape; the interpreter cannot measure."""
-    key = ["ROWS", "S", "D", "DV", "PRECISION"]
-    if isinstance(kernel, triton.JITFunction):
-        return triton.autotune(CONFIGS, key, {"early_config_prune": admissible})(kernel)
-    return triton.autotune([INTERPRETED_CONFIG], key)(kernel)
+_tuned = tuned(CONFIGS, ["ROWS", "S", "D", "DV", "PRECISION"], INTERPRETED_CONFIG, admissible)
 
 
 @triton.jit
@@ -310,11 +296,6 @@ def _blocks_kernel(
     place = block * groups + group
     _store_rows(dk + place * S * D, keys_gradient * scale, key, S, D, BD)
     _store_rows(dv + place * S * DV, values_gradient, key, S, DV, BDV)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
-    return not isinstance(_forward_kernel.fn, triton.JITFunction)
 
 
 def grouped_cross_attention(

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-
-Backend = Literal["auto", "reference", "torch", "triton"]
-_INTEGERS = (torch.int32, torch.int64)
-_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
 
 
 def knn_attention(
@@ -97,10 +90,8 @@ def _run(
     factors = _factors(q, scale)
     _check(q, k, v, ids, factors, local, gate)
     k, v = k.detach(), v.detach()
-    if backend == "auto":
-        backend = "triton" if q.device.type == "cuda" and triton_problem(q, k, v) is None else "torch"
-    elif backend == "triton" and (problem := triton_problem(q, k, v)):
-        raise InvalidArgument(f"backend 'triton' {problem}")
+    given, largest = (q, k, v), max(q.shape[-1], v.shape[-1])
+    backend = pick(backend, q.device, lambda: triton_problem(*given, largest=largest, mixed=True))
     if not k.shape[2]:  # an empty memory: nothing to look up, whatever the ids
         k, v, ids = k.new_zeros((*k.shape[:2], 1, k.shape[3])), v.new_zeros((*v.shape[:2], 1, v.shape[3])), ids[..., :0]
     if not ids.shape[-1]:
@@ -114,42 +105,18 @@ def _run(
             from memstore.kernels.knn_attention import fused
 
             return fused.knn_attention(q, k, v, ids, factors, local, gate)
-        case "reference":
+        case _:
             from memstore.kernels.knn_attention import reference
 
             return reference.knn_attention(q, k, v, ids, factors, local, gate)
-        case _:
-            raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
-
-
-def triton_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why Triton cannot compute this, and what to do; None if it can."""
-    largest = max(q.shape[-1], v.shape[-1])
-    if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'torch'"
-    if largest > _LARGEST_HEAD:
-        return f"has heads of at most {_LARGEST_HEAD}, got {largest}; use 'auto' or 'torch'"
-    if not {q.dtype, k.dtype, v.dtype} <= set(_TRITON_TYPES):
-        return (
-            f"takes float32, float16 or bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}; "
-            "cast them, or use 'auto' or 'torch'"
-        )
-    if q.device.type != "cuda":
-        from memstore.kernels.knn_attention import triton
-
-        if not triton.interpreted():
-            return (
-                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on {q.device}; "
-                "use 'auto' or 'torch'"
-            )
-    return None
 
 
 def _looked_up(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """What was given for each query as a memory of its own for each head, and where in it."""
     if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or k.shape[:3] != q.shape[:3] or v.shape[:4] != k.shape[:4]:
         raise InvalidArgument(
-            f"expected q [B, H, T, D] and k, v [B, H, T, K, D] (or ids, and k, v [B, G, N, D]), got {_shapes(q, k, v)}"
+            "expected q [B, H, T, D] and k, v [B, H, T, K, D] (or ids, and k, v [B, G, N, D]), "
+            f"got {shapes(q=q, k=k, v=v)}"
         )
     tokens, chosen = k.shape[2:4]
     ids = torch.arange(tokens * chosen, device=q.device).view(tokens, chosen).expand(*q.shape[:2], -1, -1)
@@ -175,12 +142,10 @@ def _check(
 ) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or ids.dim() != 4:
         raise InvalidArgument(
-            f"expected q [B, H, T, D], k and v [B, G, N, D] and ids [B, H, T, K], got {_shapes(q, k, v)}, "
-            f"ids {tuple(ids.shape)}"
+            f"expected q [B, H, T, D], k and v [B, G, N, D] and ids [B, H, T, K], got {shapes(q=q, k=k, v=v, ids=ids)}"
         )
-    if len(k) != len(q) or k.shape[-1] != q.shape[-1] or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {_shapes(q, k, v)}")
-    if ids.dtype not in _INTEGERS or ids.shape[:3] != q.shape[:3]:
+    check_grouped(q, k, v)
+    if ids.dtype not in INTEGERS or ids.shape[:3] != q.shape[:3]:
         raise InvalidArgument(
             f"ids must be int32 or int64 [B, H, T, K] with B, H, T = {tuple(q.shape[:3])}, "
             f"got {ids.dtype} of {tuple(ids.shape)}"
@@ -190,12 +155,6 @@ def _check(
             raise InvalidArgument(f"local must be {[*q.shape[:3], v.shape[-1]]}, got {list(local.shape)}")
         if gate.shape != (q.shape[1],):
             raise InvalidArgument(f"gate must have one number for each of {q.shape[1]} heads, got {list(gate.shape)}")
-    tensors = [x for x in (q, k, v, ids, scale, local, gate) if x is not None]
-    if len({x.device for x in tensors}) > 1:
-        raise InvalidArgument(f"expected all tensors on one device, got {', '.join(str(x.device) for x in tensors)}")
+    check_device(q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate)
     if ids.device.type == "cpu" and ids.numel() and k.shape[2] and int(ids.max()) >= k.shape[2]:
         raise InvalidArgument(f"token {int(ids.max())} does not exist; there are {k.shape[2]}")
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

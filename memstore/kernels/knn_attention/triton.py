@@ -30,24 +30,23 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memstore.kernels._tuning import config, tuned
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def _config(keys: int, warps: int) -> triton.Config:
-    return triton.Config({"BK": keys}, num_warps=warps, num_stages=2)
+INTERPRETED_CONFIG = config(1, 2, BK=16)
+CONFIGS = [
+    config(1, 2, BK=16),
+    config(2, 2, BK=16),
+    config(1, 2, BK=32),
+    config(2, 2, BK=32),
+    config(4, 2, BK=32),
+    config(4, 2, BK=64),
+]
 
-
-INTERPRETED_CONFIG = _config(16, 1)
-CONFIGS = [_config(16, 1), _config(16, 2), _config(32, 1), _config(32, 2), _config(32, 4), _config(64, 4)]
-
-
-def _tuned(kernel: Any) -> Any:
-    """Tiles are chosen by measuring, once for each kind of shape; the interpreter cannot measure."""
-    key = ["CHOSEN", "D", "DV"]
-    if isinstance(kernel, triton.JITFunction):
-        return triton.autotune(CONFIGS, key)(kernel)
-    return triton.autotune([INTERPRETED_CONFIG], key)(kernel)
+_tuned = tuned(CONFIGS, ["CHOSEN", "D", "DV"], INTERPRETED_CONFIG)
 
 
 @triton.jit
@@ -197,11 +196,6 @@ def _backward_kernel(
     if GATED:
         difference = tl.sum(gradient * (attended - _row(local, place, DV, BDV)), 0)
         tl.store(dgate + place + one, opened * (1.0 - opened) * difference)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
-    return not isinstance(_forward_kernel.fn, triton.JITFunction)
 
 
 def knn_attention(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-
-Backend = Literal["auto", "reference", "torch", "triton"]
-_INTEGERS = (torch.int32, torch.int64)
-_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes
+from memstore.kernels._backends import triton_problem as common_problem
 
 
 def landmark_attention(
@@ -75,10 +71,7 @@ def landmark_attention(
     if not (q.numel() and v.shape[-1]):
         return _nothing(q, k, v)
     rows = (is_landmark, key_padding, documents)
-    if backend == "auto":
-        backend = "torch" if q.device.type != "cuda" or triton_problem(q, k, v, rows, window, causal) else "triton"
-    elif backend == "triton" and (problem := triton_problem(q, k, v, rows, window, causal)):
-        raise InvalidArgument(f"backend 'triton' {problem}")
+    backend = pick(backend, q.device, lambda: triton_problem(q, k, v, rows, window, causal))
     options: dict[str, Any] = {
         "key_padding": key_padding,
         "documents": documents,
@@ -95,12 +88,10 @@ def landmark_attention(
             from memstore.kernels.landmark_attention import fused
 
             return fused.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
-        case "reference":
+        case _:
             from memstore.kernels.landmark_attention import reference
 
             return reference.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
-        case _:
-            raise InvalidArgument(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
 
 
 def triton_problem(
@@ -108,24 +99,12 @@ def triton_problem(
 ) -> str | None:
     """Why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
     largest = max(q.shape[-1], v.shape[-1])
-    if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'torch'"
     if not causal:
         return "has causal attention only; use 'auto' or 'torch'"
-    if largest > _LARGEST_HEAD:
-        return f"has heads of at most {_LARGEST_HEAD}, got {largest}; use 'auto' or 'torch'"
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _TRITON_TYPES:
-        return (
-            "takes float32, float16 or bfloat16, the same for q, k and v, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them, or use 'auto' or 'torch'"
-        )
+    if problem := common_problem(q, k, v, largest=largest):
+        return problem
     from memstore.kernels.landmark_attention import triton
 
-    if q.device.type != "cuda" and not triton.interpreted():
-        return (
-            f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on {q.device}; "
-            "use 'auto' or 'torch'"
-        )
     longest = triton.tiles(*rows, window=window).size
     if longest > triton.LONGEST:
         return f"has blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
@@ -139,21 +118,16 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise InvalidArgument(f"expected q [B, H, Tq, D], k [B, G, Tk, D] and v [B, G, Tk, Dv], got {shapes}")
-    if len(k) != len(q) or k.shape[-1] != q.shape[-1] or k.shape[:3] != v.shape[:3]:
-        raise InvalidArgument(f"shapes of queries, keys and values do not fit: {shapes}")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise InvalidArgument(f"the number of query heads must be a multiple of that of key-value heads: {shapes}")
-    if not q.device == k.device == v.device:
         raise InvalidArgument(
-            f"expected all tensors on one device, got q on {q.device}, k on {k.device} and v on {v.device}"
+            f"expected q [B, H, Tq, D], k [B, G, Tk, D] and v [B, G, Tk, Dv], got {shapes(q=q, k=k, v=v)}"
         )
+    check_grouped(q, k, v)
+    check_device(q=q, k=k, v=v)
     if q.shape[2] > k.shape[2]:
         raise InvalidArgument(
-            f"queries are those of the last positions, so there must be as many keys at least: {shapes}; "
-            "pass the keys of all positions that are queried"
+            f"queries are those of the last positions, so there must be as many keys at least: "
+            f"{shapes(q=q, k=k, v=v)}; pass the keys of all positions that are queried"
         )
 
 
@@ -162,7 +136,7 @@ def _check_rows(is_landmark: Tensor, key_padding: Tensor | None, documents: Tens
     for name, x, kind, types in (
         ("is_landmark", is_landmark, "boolean", (torch.bool,)),
         ("key_padding", key_padding, "boolean", (torch.bool,)),
-        ("documents", documents, "int32 or int64", _INTEGERS),
+        ("documents", documents, "int32 or int64", INTEGERS),
     ):
         if x is None:
             continue
@@ -170,5 +144,4 @@ def _check_rows(is_landmark: Tensor, key_padding: Tensor | None, documents: Tens
             raise InvalidArgument(
                 f"{name} must be [B, Tk] = {list(expected)} and {kind}, got {list(x.shape)} of {x.dtype}"
             )
-        if x.device != k.device:
-            raise InvalidArgument(f"expected all tensors on one device, got {name} on {x.device} and k on {k.device}")
+        check_device(**{name: x, "k": k})

@@ -34,32 +34,27 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memstore.kernels._tuning import config, padded, tuned
 from memstore.kernels.landmark_attention import layout
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Finite, so that differences of it are numbers."""
-SMALLEST = 16
-"""Shortest side of a tile that the matrix units of all devices take."""
 LONGEST = 256
 """Tokens of a complete block."""
 
 
-def _config(queries: int, warps: int, stages: int) -> triton.Config:
-    return triton.Config({"BM": queries}, num_warps=warps, num_stages=stages)
-
-
-INTERPRETED_CONFIG = _config(64, 1, 1)
+INTERPRETED_CONFIG = config(1, 1, BM=64)
 CONFIGS = [
-    _config(16, 4, 2),
-    _config(32, 4, 2),
-    _config(32, 8, 2),
-    _config(64, 4, 2),
-    _config(64, 4, 3),
-    _config(64, 8, 2),
-    _config(128, 4, 3),
-    _config(128, 8, 2),
-    _config(128, 8, 3),
+    config(4, 2, BM=16),
+    config(4, 2, BM=32),
+    config(8, 2, BM=32),
+    config(4, 2, BM=64),
+    config(4, 3, BM=64),
+    config(8, 2, BM=64),
+    config(4, 3, BM=128),
+    config(8, 2, BM=128),
+    config(8, 3, BM=128),
 ]
 
 
@@ -76,17 +71,7 @@ def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) 
     return [config for config in configs if fits(config)] or configs[:1]
 
 
-def padded(length: int) -> int:
-    """The side of a tile that covers ``length``."""
-    return max(SMALLEST, 1 << (length - 1).bit_length())
-
-
-def _tuned(kernel: Any) -> Any:
-    """Tiles are chosen by measuring, once for each kind of shape; the interpreter cannot measure."""
-    key = ["ROWS", "BS", "D", "DV", "PRECISION", "LIMITED"]
-    if isinstance(kernel, triton.JITFunction):
-        return triton.autotune(CONFIGS, key, {"early_config_prune": admissible})(kernel)
-    return triton.autotune([INTERPRETED_CONFIG], key)(kernel)
+_tuned = tuned(CONFIGS, ["ROWS", "BS", "D", "DV", "PRECISION", "LIMITED"], INTERPRETED_CONFIG, admissible)
 
 
 @triton.jit
@@ -446,11 +431,6 @@ def _keys_kernel(
                 )  # fmt: skip
         _store_rows(dk + matrix * tokens * D, keys_gradient * scale, start, end, BS, D, BD)
         _store_rows(dv + matrix * tokens * DV, values_gradient, start, end, BS, DV, BDV)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
-    return not isinstance(_forward_kernel.fn, triton.JITFunction)
 
 
 @layout.remembered

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.search_blocks import native
+from memstore.kernels._backends import check_device, check_known, shapes
+from memstore.kernels._backends import triton_problem as common_problem
 from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyLists, search_chunks
 
 __all__ = [
@@ -25,9 +25,7 @@ __all__ = [
 ]
 
 Backend = Literal["auto", "reference", "native", "triton"]
-_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NATIVE_TYPES = (torch.float32, torch.bfloat16)
-_LARGEST_HEAD = 256
 _PASSED_PRODUCTS = 1 << 23
 """Products up to which one pass over the keys in C is fastest."""
 
@@ -54,6 +52,7 @@ def search_blocks(
         InvalidArgument: shapes, types or devices do not fit, or the back end is not available.
     """
     _check(queries, landmarks, k, wanted)
+    check_known(backend, Backend)
     if backend == "auto":
         backend = fastest(
             queries, landmarks, k, queries.shape[0] // len(landmarks) * queries.shape[1] * landmarks.numel()
@@ -69,13 +68,13 @@ def search_blocks(
 
             return triton.search_blocks(queries, landmarks, k, wanted)
         case "native":
+            from memstore.kernels.search_blocks import native
+
             return native.search_blocks(queries, landmarks, k, wanted)
-        case "reference" | "triton":
+        case _:
             from memstore.kernels.search_blocks import reference
 
             return reference.search_blocks(queries, landmarks, k, wanted)
-        case _:
-            raise InvalidArgument(f"backend must be 'auto', 'reference', 'native' or 'triton', got {backend!r}")
 
 
 def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backend:
@@ -93,24 +92,7 @@ def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backen
 
 def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
     """Why Triton cannot search this, and what to do; None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "is not installed: pip install 'torch-memstore[gpu]', or use 'auto' or 'reference'"
-    if queries.shape[-1] > _LARGEST_HEAD:
-        return f"has keys of at most {_LARGEST_HEAD} numbers, got {queries.shape[-1]}; use 'auto' or 'reference'"
-    if not {queries.dtype, landmarks.dtype} <= set(_TRITON_TYPES):
-        return (
-            f"takes float32, float16 or bfloat16, got {queries.dtype} and {landmarks.dtype}; "
-            "cast them, or use 'auto' or 'reference'"
-        )
-    if queries.device.type != "cuda":
-        from memstore.kernels.search_blocks import triton
-
-        if not triton.interpreted():
-            return (
-                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on "
-                f"{queries.device}; use 'auto' or 'reference'"
-            )
-    return None
+    return common_problem(queries, landmarks, largest=queries.shape[-1], mixed=True, instead="reference")
 
 
 def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
@@ -120,22 +102,24 @@ def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
             f"takes queries in float32 and landmarks in float32 or bfloat16 on the CPU, got {queries.dtype} and "
             f"{landmarks.dtype} on {queries.device}; cast them, or use 'auto' or 'reference'"
         )
-    return native.problem()
+    return lists_problem()
 
 
 def lists_problem() -> str | None:
     """Why ``KeyLists`` cannot be searched, which is done in C alone; None if they can."""
+    from memstore.kernels.search_blocks import native
+
     return native.problem()
 
 
 def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> None:
-    shapes = f"queries {tuple(queries.shape)}, landmarks {tuple(landmarks.shape)}"
+    found = shapes(queries=queries, landmarks=landmarks)
     if queries.dim() != 3 or landmarks.dim() != 4:
-        raise InvalidArgument(f"expected queries [H, T, D] and landmarks [G, N, P, D], got {shapes}")
+        raise InvalidArgument(f"expected queries [H, T, D] and landmarks [G, N, P, D], got {found}")
     if queries.shape[2] != landmarks.shape[3] or not len(landmarks) or len(queries) % len(landmarks):
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {shapes}")
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {found}")
     if not landmarks.shape[2]:
-        raise InvalidArgument(f"a block has at least one key, got {shapes}")
+        raise InvalidArgument(f"a block has at least one key, got {found}")
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise InvalidArgument(f"k must be an integer of at least 1, got {k!r}")
     if not queries.is_floating_point() or not landmarks.is_floating_point():
@@ -146,6 +130,4 @@ def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) ->
         raise InvalidArgument(
             f"wanted must be boolean [{landmarks.shape[1]}], got {wanted.dtype} of {list(wanted.shape)}"
         )
-    devices = {str(x.device) for x in (queries, landmarks, wanted) if x is not None}
-    if len(devices) > 1:
-        raise InvalidArgument(f"expected all tensors on one device, got {', '.join(sorted(devices))}")
+    check_device(queries=queries, landmarks=landmarks, wanted=wanted)

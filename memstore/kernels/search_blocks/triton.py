@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memstore.kernels._tuning import padded
+
 RUN = 64
 """Blocks of a run."""
 QUERIES = 32
@@ -97,11 +99,6 @@ def _score_runs_kernel(
     tl.store(scores + (place * k + which) * RUN + tl.arange(0, RUN), highest)
 
 
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
-    return not isinstance(_score_runs_kernel, triton.JITFunction)
-
-
 def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
     """See the public function; there are queries and landmarks."""
     heads, tokens, dim = queries.shape
@@ -112,7 +109,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     rows, runs = flat.shape[1], triton.cdiv(count, RUN)
     filtered = wanted is not None
     mask = wanted.view(torch.uint8) if wanted is not None else flat  # not read
-    sizes = {"D": dim, "BD": max(16, triton.next_power_of_2(dim)), "FILTERED": filtered, "RUN": RUN}
+    sizes = {"D": dim, "BD": padded(dim), "FILTERED": filtered, "RUN": RUN}
     warps = THREADS // (64 if torch.version.hip else 32)
     best = flat.new_empty(groups, rows, runs)
     _best_of_runs_kernel[runs, triton.cdiv(rows, QUERIES), groups](

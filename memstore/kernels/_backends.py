@@ -1,0 +1,89 @@
+"""What the public functions of all operations share: checks of shapes and devices, and the choice of a back end."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+"""Back ends of the attention operations."""
+INTEGERS = (torch.int32, torch.int64)
+TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256
+"""Numbers of a head that Triton's kernels hold in registers."""
+
+
+def shapes(**tensors: Tensor) -> str:
+    """The names and shapes of ``tensors``, for an error."""
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def check_grouped(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> None:
+    """Queries must fit keys and values: one batch, ``H`` a multiple of ``G`` (dimension ``heads``), the same ``D``.
+
+    ``D`` is the last dimension; all others of keys and values are the same.
+    """
+    fit = len(k) == len(q) and k.shape[-1] == q.shape[-1] and k.shape[:-1] == v.shape[:-1]
+    if not fit or not k.shape[heads] or q.shape[heads] % k.shape[heads]:
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {shapes(q=q, k=k, v=v)}")
+
+
+def check_device(**tensors: Tensor | None) -> None:
+    """All ``tensors`` that are given must be on one device."""
+    places = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(places.values())) > 1:
+        where = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise InvalidArgument(f"expected all tensors on one device, got {where}")
+
+
+def check_known(backend: str, known: Any) -> None:
+    """``backend`` must be one of the Literal type ``known``."""
+    names = known.__args__
+    if backend not in names:
+        listed = ", ".join(repr(name) for name in names[:-1])
+        raise InvalidArgument(f"backend must be {listed} or {names[-1]!r}, got {backend!r}")
+
+
+def pick(backend: Backend, device: torch.device, problem: Callable[[], str | None]) -> Backend:
+    """The back end to use: ``"auto"`` is Triton on a GPU unless it has a ``problem``, and PyTorch elsewhere.
+
+    Raises ``InvalidArgument`` for an unknown back end, and for Triton with a problem.
+    """
+    check_known(backend, Backend)
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and problem() is None else "torch"
+    if backend == "triton" and (reason := problem()) is not None:
+        raise InvalidArgument(f"backend 'triton' {reason}")
+    return backend
+
+
+def triton_problem(*tensors: Tensor, largest: int, mixed: bool = False, instead: str = "torch") -> str | None:
+    """Why Triton cannot compute with floating-point ``tensors`` and heads of ``largest``; None if it can.
+
+    ``mixed``: whether they may differ in type. ``instead`` is the back end that an error names beside ``"auto"``.
+    """
+    way_out = f"use 'auto' or {instead!r}"
+    if importlib.util.find_spec("triton") is None:
+        return f"is not installed: pip install 'torch-memstore[gpu]', or {way_out}"
+    if largest > LARGEST_HEAD:
+        return f"has heads of at most {LARGEST_HEAD}, got {largest}; {way_out}"
+    types = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    if not set(types) <= set(TRITON_TYPES) or (len(types) > 1 and not mixed):
+        alike = "" if mixed else ", the same for all tensors"
+        found = " and ".join(map(str, types))
+        return f"takes float32, float16 or bfloat16{alike}, got {found}; cast them, or {way_out}"
+    if tensors[0].device.type != "cuda":
+        from memstore.kernels._tuning import interpreted
+
+        if not interpreted():
+            return (
+                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on "
+                f"{tensors[0].device}; {way_out}"
+            )
+    return None
