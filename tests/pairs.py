@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations, cycle, islice, product
 from typing import Any
 
 import pytest
@@ -29,6 +29,13 @@ def pairs(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
         rows.append(best)
     cases = [tuple(values[axis][index] for axis, index in enumerate(row)) for row in sorted(rows)]
     return pytest.mark.parametrize(",".join(names), cases)
+
+
+def each(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every value of every dimension, but as few instances as the longest dimension has: the others take turns."""
+    most = max(len(values) for values in dimensions.values())
+    cases = list(zip(*(islice(cycle(values), most) for values in dimensions.values()), strict=True))
+    return pytest.mark.parametrize(",".join(dimensions), cases, ids=str)
 
 
 def _pairs(row: tuple[int, ...]) -> list[tuple[int, int, int, int]]:

@@ -68,8 +68,7 @@ class IndexTests(ABC):
             assert_found(found, expected)
         assert set(found.ids.flatten().tolist()) <= {-1, *ids.tolist()}
 
-    @pytest.mark.parametrize("k", [1, 5, 63, 64])
-    @pytest.mark.parametrize("query_heads", [2, 6])
+    @pytest.mark.parametrize(("k", "query_heads"), [(1, 2), (5, 6), (63, 2), (64, 6)])
     def test_a_search_finds_the_best_blocks_for_every_query_head(self, k: int, query_heads: int) -> None:
         index, ids, keys = self.filled(63)
         self.check(index, ids, keys, small_integers(query_heads, 7, 8, seed=1), k)

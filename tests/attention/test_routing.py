@@ -100,12 +100,12 @@ def late_interaction_by_hand(scores: Tensor, span: int, pool: str) -> list[float
 
 
 @pytest.mark.parametrize("pool", ["max", "mean"])
-@pytest.mark.parametrize("blocks", [1, 2, 63])
-@pytest.mark.parametrize(("tokens", "span"), [(1, 1), (1, 32), (31, 32), (32, 32), (33, 32), (111, 32), (9, 4), (5, 1)])
-def test_late_interaction_is_the_loop(tokens: int, span: int, blocks: int, pool: Any) -> None:
-    scores = random_scores(tokens, blocks)
-    got = late_interaction(scores, span=span, pool=pool)
-    assert got.tolist() == pytest.approx(late_interaction_by_hand(scores, span, pool), rel=1e-4)
+@pytest.mark.parametrize(("tokens", "span"), [(1, 32), (31, 32), (33, 32), (111, 32), (9, 4), (5, 1)])
+def test_late_interaction_is_the_loop(tokens: int, span: int, pool: Any) -> None:
+    for blocks in (1, 2, 63):
+        scores = random_scores(tokens, blocks)
+        got = late_interaction(scores, span=span, pool=pool)
+        assert got.tolist() == pytest.approx(late_interaction_by_hand(scores, span, pool), rel=1e-4)
 
 
 def test_tokens_for_which_no_block_stands_out_do_not_choose() -> None:
@@ -139,8 +139,7 @@ def pooled_by_hand(scores: Tensor, pool: str, lists: int) -> Tensor:
 
 
 @pytest.mark.parametrize("pool", ["max", "mean"])
-@pytest.mark.parametrize("lists", [1, 2, 6])
-@pytest.mark.parametrize("tokens", [1, 31])
+@pytest.mark.parametrize(("tokens", "lists"), [(1, 2), (31, 1), (31, 6)])
 def test_lists_of_heads_are_the_loop(tokens: int, lists: int, pool: Any) -> None:
     scores = random_scores(6, tokens, 11)
     torch.testing.assert_close(pooled(scores, pool=pool, lists=lists), pooled_by_hand(scores, pool, lists))
@@ -194,13 +193,13 @@ def test_as_many_landmarks_as_tokens_are_the_keys() -> None:
     assert torch.equal(sub_block_means(keys, 12), keys)
 
 
-@pytest.mark.parametrize("count", [1, 2, 9, 40])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize("seed", range(5))
-def test_heirs_of_the_best_blocks_are_all_the_heirs_that_count(count: int, top_k: int, seed: int) -> None:
-    scores = 1 + torch.rand(count, generator=torch.Generator().manual_seed(seed)) * (20 if seed % 2 else 0.2)
-    top = scores.topk(min(top_k, count))
-    found = best_inherited(top.values, top.indices, count, top_k)
-    expected = choose(inherited(scores, torch.arange(count) > 0), top_k)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_heirs_of_the_best_blocks_are_all_the_heirs_that_count(count: int, top_k: int) -> None:
+    for seed in range(5):
+        scores = 1 + torch.rand(count, generator=torch.Generator().manual_seed(seed)) * (20 if seed % 2 else 0.2)
+        top = scores.topk(min(top_k, count))
+        found = best_inherited(top.values, top.indices, count, top_k)
+        expected = choose(inherited(scores, torch.arange(count) > 0), top_k)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memstore.attention.sliding import Window, alibi_slopes
+from tests.pairs import each, pairs
 
 TOLERANCE = 1e-12  # float64: what remains is the order of sums of some hundred terms
 
@@ -54,9 +55,7 @@ def assert_same(
     return window
 
 
-@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
-@pytest.mark.parametrize("size", [1, 11, 64])
-@pytest.mark.parametrize("tokens", [1, 63, 64, 111])
+@pairs(tokens=[1, 63, 64, 111], size=[1, 11, 64], alibi=[False, True])
 def test_it_equals_plain_masked_attention_without_a_past_with_half_of_one_and_with_a_whole_one(
     tokens: int, size: int, alibi: bool
 ) -> None:
@@ -64,8 +63,7 @@ def test_it_equals_plain_masked_attention_without_a_past_with_half_of_one_and_wi
         assert_same(tokens, past, size, alibi=alibi)
 
 
-@pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
-@pytest.mark.parametrize("tokens", [1, 9, 44, 45, 111])
+@each(tokens=[1, 9, 44, 45, 111], alibi=[False, True, True, False])
 def test_rows_may_lack_different_parts_of_the_past(tokens: int, alibi: bool) -> None:
     assert_same(tokens, 10, 11, empty=[0, 4, 10], rows=3, alibi=alibi)
 
@@ -128,8 +126,8 @@ def test_what_lies_outside_the_window_has_no_influence_at_all() -> None:
     q, k, v = inputs(90, 0, rows=1)
     out = Window(90, 0, 11, dtype=q.dtype).attend(q, k, v)
     gradient = torch.autograd.grad(out[:, :, 50].sum(), (k, v))
-    for each in gradient:
-        seen = each.abs().sum((0, 1, 3)).nonzero().flatten().tolist()
+    for part in gradient:
+        seen = part.abs().sum((0, 1, 3)).nonzero().flatten().tolist()
         assert seen == list(range(40, 51))
 
 

@@ -15,7 +15,10 @@ from memstore.index import VectorIndex, open_index
 from memstore.testing.indexes import IndexTests
 
 pytest.importorskip("milvus_lite", reason="the embedded engine of Milvus is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Milvus's own, and of what it needs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Milvus's own, and of what it needs
+]
 
 
 class TestMilvus(IndexTests):

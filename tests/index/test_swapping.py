@@ -22,6 +22,7 @@ from memstore.models import drt, landmark, memorizing
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 from tests.eval.memorizing import small_memorizing
+from tests.pairs import each
 from tests.readers.models import generate, tiny, tokens
 
 pytest.importorskip("faiss", reason="FAISS is not installed")
@@ -122,8 +123,10 @@ CERTAIN = [
 ]
 """Indexes that find the best blocks, or are told to look everywhere."""
 SWAPS = [
-    *((family, index) for family in SEARCHING for index in CERTAIN),
-    *((family, index) for family in SCORING for index in ("exact", "clusters:1", "faiss:IVF8,Flat;nprobe=8")),
+    *((with_drt, index) for index in CERTAIN),
+    *((with_landmarks, index) for index in CERTAIN[::2]),
+    *((with_tokens, index) for index in CERTAIN[1::2]),
+    *((family, index) for family in SCORING for index in ("clusters:1", "faiss:IVF8,Flat;nprobe=8")),
 ]
 Family = Callable[[Path, str], Any]
 
@@ -210,8 +213,7 @@ def test_it_is_the_index_that_chooses(family: Family, tmp_path: Path, monkeypatc
         assert not torch.allclose(session.logits(), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("index", ["faiss:IVF8,SQ8;nprobe=1", "faiss:HNSW4;ef_search=1"])
-@pytest.mark.parametrize("family", SEARCHING)
+@each(family=SEARCHING, index=["faiss:IVF8,SQ8;nprobe=1", "faiss:HNSW4;ef_search=1"])
 def test_an_index_that_misses_blocks_gives_answers_all_the_same(family: Family, index: str, tmp_path: Path) -> None:
     with family(tmp_path / "m", index) as session:
         read(session)
@@ -268,6 +270,7 @@ def test_pruned_routing_scores_all_blocks_of_several_documents(tmp_path: Path) -
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SEARCHING)
 def test_milvus_finds_what_exact_search_finds(family: Family, tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite", reason="the embedded engine of Milvus is not installed")
@@ -278,6 +281,7 @@ def test_milvus_finds_what_exact_search_finds(family: Family, tmp_path: Path) ->
     assert collections(tmp_path / "landmarks.db") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SCORING)
 def test_milvus_under_a_model_that_scores_every_block_is_refused(family: Family, tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite", reason="the embedded engine of Milvus is not installed")
@@ -288,6 +292,7 @@ def test_milvus_under_a_model_that_scores_every_block_is_refused(family: Family,
     assert collections(tmp_path / "landmarks.db") == []
 
 
+@pytest.mark.slow
 def test_milvus_keeps_nothing_of_what_was_truncated_or_forgotten(tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite", reason="the embedded engine of Milvus is not installed")
     with with_drt(tmp_path / "m", f"milvus:{tmp_path}/landmarks.db") as session:

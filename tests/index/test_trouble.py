@@ -19,7 +19,7 @@ from tests.memory.helpers import KEY_DIM, G, P, S, append, in_blocks, landmarks,
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Milvus's own, and of what it needs
 
 TEXT, OTHER = random_tokens(200), random_tokens(200, seed=5)
-KINDS = ["exact", "auto", "codes", "clusters", "faiss:Flat", "faiss:IVF2,Flat", "milvus"]
+KINDS = ["exact", "auto", "codes", "clusters", "faiss:Flat", "faiss:IVF2,Flat"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def every_index_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_index, "WORTH_KEEPING", 1)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, pytest.param("milvus", marks=pytest.mark.slow)])
 def index(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The name of an index that can be made here."""
     kind, _, _ = request.param.partition(":")
@@ -137,10 +137,10 @@ def missing(folder: Path, _: str) -> torch.Tensor:
 
 
 # The files of Milvus are made like those of the others, and its engine takes seconds to start.
+HARMS = [of_another_memory, stale, damaged, missing]
 HARM = [
-    (kind, harm)
-    for kind in KINDS
-    for harm in ([stale] if kind == "milvus" else [of_another_memory, stale, damaged, missing])
+    *((kind, harm) for at, kind in enumerate(KINDS) for harm in (HARMS[at % 4], HARMS[(at + 1) % 4])),
+    pytest.param("milvus", stale, marks=pytest.mark.slow),
 ]
 
 

@@ -13,6 +13,7 @@ from memstore.kernels import best_products
 from memstore.kernels.best_products import native, reference, torch_int
 from memstore.kernels.best_products.api import backend_problem
 from memstore.kernels.native import Unavailable
+from tests.pairs import each
 
 SIZES = [
     (7, 32, 64, 64),
@@ -63,9 +64,7 @@ def test_back_ends_agree_with_the_reference(sizes: tuple[int, int, int, int], ba
 
 
 @in_c
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("matrices", [False, True])
-@pytest.mark.parametrize("threads", [1, 3])
+@each(sizes=SIZES, matrices=[False, True, True, False], threads=[1, 3])
 def test_vectors_and_matrices_agree_on_any_number_of_threads(
     sizes: tuple[int, int, int, int], matrices: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

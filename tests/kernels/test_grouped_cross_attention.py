@@ -15,6 +15,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import Backend
 from memstore.kernels.grouped_cross_attention import attend, attend_folded, fold, grouped_cross_attention, prepare
 from tests.kernels.gca import CASES, NAMES, Case, Inputs, allowed, errors, exact, inputs, results
+from tests.pairs import each
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "gca_kernel_mha_K4.npz"
 SIZES = [
@@ -31,15 +32,13 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("case", [*SIZES, *CASES.values()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each(case=[*SIZES, *CASES.values()], dtype=[torch.float64, torch.float32])
 def test_the_fast_form_is_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
     found = errors(grouped_cross_attention, inputs(case, dtype), backend="torch")
     assert all(error <= most for error, most in found.values()), found
 
 
-@pytest.mark.parametrize("case", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each(case=SIZES, dtype=[torch.float16, torch.bfloat16])
 def test_the_fast_form_is_as_exact_as_plain_low_precision(case: Case, dtype: torch.dtype) -> None:
     found = errors(grouped_cross_attention, inputs(case, dtype), backend="torch")
     assert all(error <= most for error, most in found.values()), found
@@ -55,8 +54,7 @@ def from_prepared(given: Inputs) -> torch.Tensor:
     return out.view(*q.transpose(1, 2).shape[:3], v.shape[-1]).transpose(1, 2).view(*given.q.shape[:-1], v.shape[-1])
 
 
-@pytest.mark.parametrize("tokens", [None, 0, 1, 3])
-@pytest.mark.parametrize("case", [*SIZES, *CASES.values()], ids=str)
+@each(case=[*SIZES, *CASES.values()], tokens=[None, 0, 1, 3])
 def test_a_prepared_list_gives_the_same(case: Case, tokens: int | None) -> None:
     given = inputs(case if tokens is None else replace(case, t=tokens))
     want = exact(given.q, given.k, given.v, given.weights, given.blocks, off_by_one=given.off_by_one)
@@ -64,8 +62,7 @@ def test_a_prepared_list_gives_the_same(case: Case, tokens: int | None) -> None:
     torch.testing.assert_close(from_prepared(given.to(torch.float32)), want.float(), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-@pytest.mark.parametrize("case", [*SIZES, *CASES.values()], ids=str)
+@each(case=[*SIZES, *CASES.values()], tokens=[1, 3, 0])
 def test_projections_may_be_in_the_list(case: Case, tokens: int) -> None:
     given = inputs(replace(case, t=tokens))
     batch, lists, heads, _, dim = given.q.shape
@@ -89,8 +86,7 @@ def test_projections_of_large_models_stay_outside() -> None:
     assert fold(prepared, torch.ones(768, 768), torch.ones(768, 768)) is None
 
 
-@pytest.mark.parametrize("case", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each(case=SIZES, dtype=[torch.float16, torch.bfloat16])
 def test_a_prepared_list_is_as_exact_as_plain_low_precision(case: Case, dtype: torch.dtype) -> None:
     given = inputs(case, dtype)
     high = given.to(torch.float64)
@@ -168,10 +164,7 @@ def test_what_was_not_chosen_may_be_nan(backend: Backend) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
-@pytest.mark.parametrize(
-    "empty", [Case(k=0), Case(n=0), Case(s=0), Case(c=0), Case(t=0)], ids=["K", "N", "S", "C", "T"]
-)
+@each(empty=[Case(k=0), Case(n=0), Case(s=0), Case(c=0), Case(t=0)], backend=["auto", "reference", "torch"])
 def test_nothing_to_attend_to_gives_zero(backend: Backend, empty: Case) -> None:
     given = inputs(empty if empty.n else Case(n=0, blocks=((-1, -1), (-1, -1))))
     got = results(grouped_cross_attention, given, backend=backend)

@@ -15,13 +15,13 @@ from memstore.kernels._backends import Backend
 from memstore.kernels.knn_attention import knn_attention, knn_attention_with_lse
 from tests.kernels.child import program
 from tests.kernels.knn import CASES, HALF, Case, Inputs, errors, inputs, plain, public, results
+from tests.pairs import each
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 INTERPRETED = [f"{name} (float32)" for name in CASES] + [f"{name} (float16)" for name in HALF]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@each(case=list(CASES.values()), dtype=[torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_the_fast_form_is_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
     found = errors(public("torch"), inputs(case, dtype))
     assert all(error <= allowed for error, allowed in found.values()), found
@@ -114,15 +114,19 @@ def interpreted() -> dict[str, Any]:
     return json.loads(program("tests.kernels.knn", TRITON_INTERPRET="1"))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_kernels_are_as_exact_as_plain_attention(interpreted: dict[str, Any], case: str) -> None:
-    assert all(error <= allowed for error, allowed in interpreted[case].values()), interpreted[case]
+@pytest.mark.slow
+def test_kernels_are_as_exact_as_plain_attention(interpreted: dict[str, Any]) -> None:
+    cases = {case: interpreted[case] for case in INTERPRETED}
+    wrong = {case for case, found in cases.items() if any(error > allowed for error, allowed in found.values())}
+    assert not wrong, {case: cases[case] for case in wrong}
 
 
+@pytest.mark.slow
 def test_a_token_that_does_not_exist_gives_its_query_nan(interpreted: dict[str, Any]) -> None:
     assert interpreted["missing"] == [False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_kernels_compile_without_spills(target: str, tmp_path: Path, record_property: Any) -> None:
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
@@ -133,8 +137,7 @@ def test_kernels_compile_without_spills(target: str, tmp_path: Path, record_prop
 
 
 @on_a_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each(case=list(CASES.values()), dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_a_gpu_are_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
     found = errors(public("triton"), inputs(case, dtype), device="cuda")
     assert all(error <= allowed for error, allowed in found.values()), found

@@ -16,6 +16,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import Backend
 from memstore.kernels.landmark_attention import fused, landmark_attention
 from tests.kernels.landmark import CASES, EVERYWHERE, Case, Inputs, errors, exact, inputs, results
+from tests.pairs import each, pairs
 
 DATA = Path(__file__).parents[1] / "data"
 BACKENDS: list[Backend] = ["reference", "torch"]
@@ -99,23 +100,19 @@ def weights(
     return given
 
 
-@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each(case=list(ALL.values()), dtype=[torch.float64, torch.float32])
 def test_the_fast_form_is_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
     found = errors(landmark_attention, inputs(case, dtype), backend="torch")
     assert all(error <= allowed for error, allowed in found.values()), found
 
 
-@pytest.mark.parametrize("case", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each(case=SIZES, dtype=[torch.float16, torch.bfloat16])
 def test_the_fast_form_is_as_exact_as_plain_low_precision(case: Case, dtype: torch.dtype) -> None:
     found = errors(landmark_attention, inputs(case, dtype), backend="torch")
     assert all(error <= allowed for error, allowed in found.values()), found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("version", ["llama", "lmb"])
-@pytest.mark.parametrize("name", ["b8_T61", "b51_T130", "irreg_off5_b11"])
+@pairs(name=["b8_T61", "b51_T130", "irreg_off5_b11"], version=["llama", "lmb"], backend=BACKENDS)
 def test_it_agrees_with_the_published_implementations(backend: Backend, version: str, name: str) -> None:
     with np.load(DATA / f"landmark_gsm_{name}.npz") as file:
         data = {name: torch.from_numpy(file[name]) for name in file.files}
@@ -242,8 +239,7 @@ def test_tensors_made_for_inference_are_taken() -> None:
             torch.testing.assert_close(got, exact(given.q, given.k, given.v, given.is_landmark, **given.options))
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
-@pytest.mark.parametrize("empty", ["queries", "batch", "keys", "values"])
+@each(empty=["queries", "batch", "keys", "values"], backend=[*BACKENDS, "auto"])
 def test_nothing_gives_nothing(backend: Backend, empty: str) -> None:
     rows, queries, tokens = 0 if empty == "batch" else 2, 0 if empty in ("queries", "keys") else 5, 9
     tokens = 0 if empty == "keys" else tokens

@@ -13,6 +13,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels.landmark_attention import landmark_attention
 from tests.kernels.child import program
 from tests.kernels.landmark import CASES, HALF, Case, errors, inputs, results
+from tests.pairs import each
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
 from tests.kernels.test_grouped_cross_attention_triton import TARGETS, on_a_gpu
@@ -26,11 +27,14 @@ def interpreted() -> dict[str, Any]:
     return json.loads(program("tests.kernels.landmark", TRITON_INTERPRET="1"))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_kernels_are_as_exact_as_plain_attention(interpreted: dict[str, Any], case: str) -> None:
-    assert all(error <= allowed for error, allowed in interpreted[case].values()), interpreted[case]
+@pytest.mark.slow
+def test_kernels_are_as_exact_as_plain_attention(interpreted: dict[str, Any]) -> None:
+    cases = {case: interpreted[case] for case in INTERPRETED}
+    wrong = {case for case, found in cases.items() if any(error > allowed for error, allowed in found.values())}
+    assert not wrong, {case: cases[case] for case in wrong}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_and_fit(target: str, tmp_path: Any, record_property: Any) -> None:
     printed = program("tests.kernels.compiling_landmark", "--targets", target, TRITON_CACHE_DIR=str(tmp_path))
@@ -64,8 +68,7 @@ def test_long_blocks_are_refused_with_what_to_do_and_left_to_torch() -> None:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("case", CASES)
+@each(case=list(CASES), dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_a_gpu_are_as_exact_as_plain_attention(case: str, dtype: torch.dtype) -> None:
     found = errors(landmark_attention, inputs(CASES[case], dtype), device="cuda", backend="triton")
     assert all(error <= allowed for error, allowed in found.values()), found
