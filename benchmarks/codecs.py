@@ -24,7 +24,7 @@ import memstore
 from memstore.eval import needles
 from memstore.eval.filler import load_filler
 from memstore.eval.resources import hardware
-from memstore.eval.run import Plan, evaluate
+from memstore.eval.run import TaskPlan, evaluate
 from memstore.memory.spec import CODECS
 from memstore.models.drt.reader import memory_spec
 from memstore.readers import kinds
@@ -177,7 +177,7 @@ def passkey(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passkeys that the DRT of the package finds in filler."""
     model, tokenizer = kinds.load_model(kinds.shipped_model(kinds.PASSKEY))
     filler = load_filler(tokenizer, at_most=2 * options.passkey_tokens)
-    plan = Plan(task="passkey", lengths=[options.passkey_tokens], samples=options.samples, reuse=True)
+    plan = TaskPlan(task="passkey", lengths=[options.passkey_tokens], samples=options.samples, reuse=True)
     for codec in options.codecs:
         with memstore.open("ram:", spec=memory_spec(model, tokenizer, codec)) as memory:
             for row in evaluate(model, tokenizer, plan, filler, memory):

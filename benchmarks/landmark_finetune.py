@@ -26,7 +26,7 @@ from memstore.eval.filler import load_filler
 from memstore.eval.landmark import attention_size, check, retrieved, truncated, whole
 from memstore.eval.readers import memory_spec
 from memstore.eval.resources import hardware
-from memstore.eval.run import Plan, evaluate
+from memstore.eval.run import TaskPlan, evaluate
 from memstore.memory import Retrieval
 from memstore.models.landmark import make_landmark
 from memstore.readers.kinds import load_model
@@ -81,7 +81,7 @@ def passkeys(models: Mapping[str, Any], tokenizer: Any, options: argparse.Namesp
     if not options.passkeys:
         return
     filler = load_filler(tokenizer, [options.text], at_most=2 * max(options.passkeys), advance=_unheard)
-    plan = Plan(task="passkey", lengths=options.passkeys, samples=options.asked, reuse=True)
+    plan = TaskPlan(task="passkey", lengths=options.passkeys, samples=options.asked, reuse=True)
     for name in ("tuned", "before"):
         with memstore.open("ram:", spec=memory_spec(models[name], tokenizer)) as memory:
             for row in evaluate(models[name], tokenizer, plan, filler, memory):

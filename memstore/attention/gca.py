@@ -11,7 +11,7 @@ landmark ``l_k``                 the encoder's output at the landmark token
 ``(W_h h)^T W_l l / sqrt d``     ``CausalRetriever.queries(h) . l``; both projections are in the query, so that one
                                  landmark of a block serves every group and every index
 top-k with Gumbel noise          ``choose``: noise changes which blocks are taken, in training only, never their weights
-``w_k`` (softmax over the k)     ``BestBlocks.weights``
+``w_k`` (softmax over the k)     ``TopBlocks.weights``
 equations 2-3                    ``memstore.kernels.grouped_cross_attention``
 ===============================  ======================================================================================
 """
@@ -41,7 +41,7 @@ from memstore.kernels.grouped_cross_attention import (
 Fusion = Literal["grouped", "chunked"]
 
 
-class BestBlocks(NamedTuple):
+class TopBlocks(NamedTuple):
     """Lists of blocks, best first."""
 
     blocks: Tensor
@@ -65,7 +65,7 @@ class ListStates(NamedTuple):
     """``[B, C, K]``"""
 
 
-def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> BestBlocks:
+def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> TopBlocks:
     """The ``top_k`` blocks of ``scores [..., N]`` (-inf: not to be had), with ``gumbel`` times Gumbel noise.
 
     The noise decides which blocks are taken; their weights are the softmax of the scores without it.
@@ -79,12 +79,12 @@ def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> BestBlocks:
     return weighed(scores.gather(-1, blocks), blocks)
 
 
-def weighed(scores: Tensor, blocks: Tensor) -> BestBlocks:
+def weighed(scores: Tensor, blocks: Tensor) -> TopBlocks:
     """``scores [..., K]`` of chosen ``blocks [..., K]``, with their weights."""
     there = scores > -math.inf
     # Where a list is empty the softmax of nothing would be NaN, and its gradient too.
     weights = torch.where(there, scores, torch.finfo(scores.dtype).min).softmax(-1) * there
-    return BestBlocks(torch.where(there, blocks, -1), weights, scores)
+    return TopBlocks(torch.where(there, blocks, -1), weights, scores)
 
 
 class EncoderLayer(nn.Module):

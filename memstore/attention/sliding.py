@@ -117,7 +117,7 @@ class Window:
         return x.unfold(2, self.tile + self.size - 1, self.tile).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
-class Tiles:
+class WindowTiles:
     """Windows of one row on a CPU, in tiles of queries that share keys with their neighbours in memory.
 
     As ``Window`` does it, for those who have queries, keys and values by heads already: nothing is copied, and head by

@@ -130,7 +130,7 @@ def lookup(
     gains = losses[0] - losses[1]
     best = heapq.nlargest(examples, (n for n in range(1, len(tokens)) if kinds[n] == "far"), key=lambda n: gains[n - 1])
     seen = reading.watched(tokens, size, {number - 1 for number in best}, advance) if best else {}
-    pieces = Pieces(tokenizer, tokens)
+    pieces = TextPieces(tokenizer, tokens)
     return Lookup(
         memory_size=size,
         reach=reading.reach,
@@ -193,7 +193,7 @@ def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> WordKi
     return WordKind(kind=name, tokens=count, without=without, with_memory=with_memory)
 
 
-class Pieces:
+class TextPieces:
     """The text of single tokens."""
 
     def __init__(self, tokenizer: Any, tokens: Tensor) -> None:

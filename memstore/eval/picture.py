@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
 
 if TYPE_CHECKING:
-    from memstore.eval.run import Row
+    from memstore.eval.run import CellResult
 
 BINS = 5
 """Rows of the picture where depths are random."""
@@ -28,7 +28,7 @@ def check_picture(path: Path) -> None:
     figure_class()
 
 
-def draw_picture(rows: Sequence[Row], path: Path, *, title: str, caption: str) -> None:
+def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption: str) -> None:
     """Write the heat map of ``rows`` to ``path``, as its ending says. Needs matplotlib."""
     lengths = sorted({row.length for row in rows})
     labels, cells = _cells(rows, lengths)
@@ -72,7 +72,7 @@ def tokens_label(tokens: int) -> str:
     return f"{tokens:,}"
 
 
-def _cells(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[str], list[list[Cell]]]:
+def _cells(rows: Sequence[CellResult], lengths: Sequence[int]) -> tuple[list[str], list[list[Cell]]]:
     """Labels of the picture's rows, and what is in each cell."""
     if all(row.depth is not None for row in rows):
         depths = sorted({row.depth for row in rows if row.depth is not None})

@@ -30,7 +30,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TaskPlan:
     """What to measure. Raises ``InvalidArgument`` for what cannot be."""
 
     task: str
@@ -91,7 +91,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class CellResult:
     """The samples of one length and one depth."""
 
     length: int
@@ -156,11 +156,11 @@ class Row:
 def evaluate(
     model: Any,
     tokenizer: Any,
-    plan: Plan,
+    plan: TaskPlan,
     filler: Filler,
     memory: Memory,
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[Row]:
+) -> Iterator[CellResult]:
     """The rows of ``plan``, each as soon as it is there. ``memory`` holds one haystack at a time.
 
     ``advance`` hears of every token read. Raises ``InvalidArgument`` for a length that is too short, before reading.
@@ -174,17 +174,19 @@ def evaluate(
             outcomes = _outcomes(samples, model, filler, memory, name, plan.reuse, advance)
         repeats = max(filler.repeats(sample.filler_tokens) for sample in samples)
         for depth, row in zip(plan.places, rows, strict=True):
-            yield Row(length, depth, tuple(outcomes[id(sample)] for sample in row), repeats, peak.anonymous_bytes)
+            yield CellResult(
+                length, depth, tuple(outcomes[id(sample)] for sample in row), repeats, peak.anonymous_bytes
+            )
 
 
-def check_lengths(plan: Plan, tokenizer: Any, tokens_per_block: int) -> None:
+def check_lengths(plan: TaskPlan, tokenizer: Any, tokens_per_block: int) -> None:
     """Raise ``InvalidArgument`` for a haystack without room for its needles, or a tokenizer that cannot write them."""
     riddle = make(plan.task, Phrases(tokenizer), random.Random(0), **plan.options)
     for length in plan.lengths:
         check_room(riddle, length, tokens_per_block)
 
 
-def draw(plan: Plan, length: int, tokenizer: Any, filler: Filler, tokens_per_block: int) -> list[list[Sample]]:
+def draw(plan: TaskPlan, length: int, tokenizer: Any, filler: Filler, tokens_per_block: int) -> list[list[Sample]]:
     """The samples of each row of one length; the same for the same plan and filler."""
     phrases = Phrases(tokenizer)
     shared = random.Random(f"{plan.seed}/{length}").randrange(len(filler)) if plan.reuse else None

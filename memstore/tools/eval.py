@@ -21,7 +21,7 @@ from memstore.tools.output import Json, Page, Report
 from memstore.tools.texts import read_documents, read_text
 
 if TYPE_CHECKING:
-    from memstore.eval.run import Plan, Row
+    from memstore.eval.run import CellResult, TaskPlan
 
 COLUMNS = ("length", "depth", "samples", "accuracy", "margin", "margin_min", "weight", "repeats", "tokens_per_second")
 RANDOM = "random"
@@ -86,12 +86,12 @@ class Setting:
             _draw(rows, self.picture, plan, name, filler)
         return _needle_report(task, name, filler, [row.to_dict(tokenizer.decode) for row in rows])
 
-    def _plan(self, task: str, options: dict[str, int]) -> Plan:
+    def _plan(self, task: str, options: dict[str, int]) -> TaskPlan:
         lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
         require_transformers()
-        from memstore.eval.run import Plan
+        from memstore.eval.run import TaskPlan
 
-        return Plan(
+        return TaskPlan(
             task=task,
             lengths=lengths,
             depths=depths,
@@ -101,7 +101,7 @@ class Setting:
             options=options,
         )
 
-    def _rows(self, plan: Plan, model: Any, tokenizer: Any) -> tuple[list[Row], str]:
+    def _rows(self, plan: TaskPlan, model: Any, tokenizer: Any) -> tuple[list[CellResult], str]:
         """All rows, and what the filler is called."""
         import memstore
         from memstore.eval.filler import load_filler
@@ -384,7 +384,7 @@ def _table(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -
     page.table(heads, [[row[column] for column in columns] for row in rows])
 
 
-def _draw(rows: Sequence[Row], path: Path, plan: Plan, model: str, filler: str) -> None:
+def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, filler: str) -> None:
     from memstore.eval.picture import draw_picture
 
     each = f"{plan.samples} samples of each length" + (" and depth" if plan.depths is not None else ", depths random")

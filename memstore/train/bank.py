@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from memstore.models.drt import DRTForCausalLM, Shared
+from memstore.models.drt import DRTForCausalLM, SharedBlocks
 from memstore.models.drt.modeling import DTYPES
 from memstore.train.recipes import Recipe
 
@@ -51,7 +51,7 @@ class Bank:
         if module.training:
             self._encoded = output[0].detach(), output[1].detach()
 
-    def shared(self, free: Tensor, progress: float) -> Shared | None:
+    def shared(self, free: Tensor, progress: float) -> SharedBlocks | None:
         """For rows in which ``free [B, T]`` holds no answer to anybody else's question, at a part of the training."""
         recipe = self._recipe
         count = round(recipe.bank**self.opened) if recipe.bank else 0
@@ -59,7 +59,7 @@ class Bank:
             return None
         # The blocks of other rows are more distractors all at once.
         rows = free if recipe.share_rows and count * self._size >= free.numel() else None
-        return Shared(rows=rows, states=self.states[:count], landmarks=self.landmarks[:count])
+        return SharedBlocks(rows=rows, states=self.states[:count], landmarks=self.landmarks[:count])
 
     def pace(self, found: float, progress: float, steps: int) -> None:
         """Open or close by a step, for the part of the needles that was found at a part of a training of ``steps``."""

@@ -13,7 +13,7 @@ from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import shipped_model
 from memstore.train.corpora import Documents, digest, encoded, sources, topics
 from memstore.train.family import DRT, LANDMARK, Family
-from memstore.train.needles import Rows
+from memstore.train.needles import NeedleRows
 from memstore.train.recipes import LANDMARK_RECIPES, RECIPES, LandmarkRecipe, Recipe, find_recipe
 from memstore.train.segments import collate, cut, held_out
 from memstore.train.session import Report, Session, session
@@ -184,7 +184,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
     tokens = list(encoded(texts, tokenizer))
     size, seed = start.config.tokens_per_block, recipe.optimisation.seed
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
-    data = Rows(recipe, tokenizer, tokens, size, batches, seed)
+    data = NeedleRows(recipe, tokenizer, tokens, size, batches, seed)
     assert start.family.needle_trainer is not None, f"no recipe trains a {start.family.kind.name}"
     trainer = start.family.needle_trainer(
         recipe,
@@ -197,11 +197,11 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
         tokenizer=tokenizer,
         fresh=start.init is None,
     )
-    fresh = Rows(recipe.asking_only(recipe.task), tokenizer, tokens, size, recipe.checked, seed + 1)
+    fresh = NeedleRows(recipe.asking_only(recipe.task), tokenizer, tokens, size, recipe.checked, seed + 1)
     return opened.fit(trainer, lambda: _measured(trainer.trained, recipe, fresh, opened))
 
 
-def _measured(model: Any, recipe: Recipe, fresh: Rows, opened: Session) -> Report:
+def _measured(model: Any, recipe: Recipe, fresh: NeedleRows, opened: Session) -> Report:
     """Whole answers on rows that training has not seen."""
     return {
         "recipe": recipe.name,

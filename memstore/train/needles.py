@@ -158,7 +158,7 @@ class Row(NamedTuple):
     free: NDArray[np.bool_]
 
 
-class Rows(Dataset[Any]):
+class NeedleRows(Dataset[Any]):
     """Item ``i`` is the batch of step ``i``: a function of the recipe, the seed and ``i`` alone."""
 
     def __init__(

@@ -20,7 +20,7 @@ from memstore.errors import TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.memorizing import MemorizingConfig
 from memstore.train.bank import Bank
-from memstore.train.needles import Rows
+from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe
 from memstore.train.run import COMPLETE, Run, complete, write_json
 from memstore.train.settings import Optimisation, Runtime
@@ -118,7 +118,7 @@ class MemoryTrainer(Trainer):
         self.callback_handler.callbacks = [
             each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
         ]
-        self.add_callback(Keeper(self))
+        self.add_callback(CheckpointCallback(self))
 
     @property
     def progress(self) -> float:
@@ -257,7 +257,7 @@ def first_right(logits: Tensor, targets: Tensor, asked: Tensor) -> float:
 
 
 @torch.no_grad()
-def measure_answers(model: Any, rows: Rows, count: int) -> float:
+def measure_answers(model: Any, rows: NeedleRows, count: int) -> float:
     """The part of ``count`` rows of which ``model`` gives the whole answer."""
     model.train(False)
     right, seen, number = 0, 0, 0
@@ -282,7 +282,7 @@ def perplexity(model: Any, segments: Any, batch: int) -> float:
     return math.exp(total / segments[:, 1:].size)
 
 
-class Keeper(TrainerCallback):
+class CheckpointCallback(TrainerCallback):
     """Says when a checkpoint is whole, lets the trainer add to it, and writes the log."""
 
     def __init__(self, trainer: MemoryTrainer) -> None:

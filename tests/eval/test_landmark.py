@@ -13,7 +13,7 @@ from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.eval.landmark import attention_size, by_cutoff, by_granularity, by_length, retrieved, rows_of, whole
 from memstore.eval.landmark_asking import layer_found
 from memstore.eval.readers import memory_spec
-from memstore.eval.run import Plan, draw, evaluate
+from memstore.eval.run import TaskPlan, draw, evaluate
 from memstore.memory import Retrieval
 from memstore.models.landmark.cache import LandmarkCache
 from tests.eval.drts import byte_tokenizer
@@ -143,7 +143,7 @@ def test_a_layer_saw_the_needle_as_the_head_did_that_ranked_it_best() -> None:
 
 def test_the_answer_through_a_memory_is_that_of_the_model_alone_and_layers_say_what_they_saw() -> None:
     model, filler, tokenizer = small_landmark(), noise(), byte_tokenizer()
-    plan = Plan(task="passkey", lengths=[300], samples=4, reuse=True)
+    plan = TaskPlan(task="passkey", lengths=[300], samples=4, reuse=True)
     with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
         (row,) = evaluate(model, tokenizer, plan, filler, memory)
     assert {layer["layer"] for layer in row.to_dict()["layers"]} <= {0, 1}

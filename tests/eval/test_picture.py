@@ -9,12 +9,12 @@ from PIL import Image
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.eval.asking import Reply
 from memstore.eval.picture import check_picture, draw_picture, tokens_label
-from memstore.eval.run import Outcome, Row
+from memstore.eval.run import CellResult, Outcome
 
 
-def row(length: int, depth: float | None, *samples: tuple[float, bool]) -> Row:
+def row(length: int, depth: float | None, *samples: tuple[float, bool]) -> CellResult:
     outcomes = (Outcome(at, [1], Reply([1 if right else 2], ()), 1, 1.0, 1.0) for at, right in samples)
-    return Row(length, depth, tuple(outcomes), 0)
+    return CellResult(length, depth, tuple(outcomes), 0)
 
 
 GRID = [

@@ -15,7 +15,7 @@ import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.eval.asking import NeedleScore, Reply, ask, needle_blocks
 from memstore.eval.filler import Filler
-from memstore.eval.run import Outcome, Plan, Row, draw, evaluate
+from memstore.eval.run import CellResult, Outcome, TaskPlan, draw, evaluate
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.memory import Memory
 from memstore.models.drt import DRTCache, DRTForCausalLM, Reader
@@ -72,7 +72,7 @@ def test_the_answer_through_a_memory_is_that_of_one_pass(task: str) -> None:
 
 def test_what_is_reused_changes_nothing() -> None:
     model, filler = small_drt(), noise()
-    plan = Plan(task="passkey", lengths=[700], samples=6, depths=[0.1, 0.9], reuse=True)
+    plan = TaskPlan(task="passkey", lengths=[700], samples=6, depths=[0.1, 0.9], reuse=True)
     reused = rows_of(model, plan, filler)
     # The same samples, one reading each.
     shared = draw(plan, 700, TOKENIZER, filler, model.config.tokens_per_block)
@@ -90,7 +90,7 @@ def test_what_is_reused_changes_nothing() -> None:
     assert read < 0.7 * 12 * 700
 
 
-def rows_of(model: DRTForCausalLM, plan: Plan, filler: Filler, **options: Any) -> list[Row]:
+def rows_of(model: DRTForCausalLM, plan: TaskPlan, filler: Filler, **options: Any) -> list[CellResult]:
     with memory_for(model) as memory:
         return list(evaluate(model, TOKENIZER, plan, filler, memory, **options))
 
@@ -98,7 +98,7 @@ def rows_of(model: DRTForCausalLM, plan: Plan, filler: Filler, **options: Any) -
 def test_rows_come_by_length_and_depth() -> None:
     model = small_drt()
     heard: list[int] = []
-    plan = Plan(task="two-hop", lengths=[300, 400], samples=2, depths=[0.0, 0.5, 1.0])
+    plan = TaskPlan(task="two-hop", lengths=[300, 400], samples=2, depths=[0.0, 0.5, 1.0])
     rows = rows_of(model, plan, noise(350), advance=heard.append)
     assert [(row.length, row.depth) for row in rows] == [(n, d) for n in (300, 400) for d in (0.0, 0.5, 1.0)]
     assert sum(heard) == 2 * 3 * (300 + 400)
@@ -112,7 +112,7 @@ def test_rows_come_by_length_and_depth() -> None:
 
 def test_the_same_seed_gives_the_same_rows() -> None:
     model = small_drt()
-    plan = Plan(task="passkey", lengths=[300], samples=3)
+    plan = TaskPlan(task="passkey", lengths=[300], samples=3)
     replies = [[each.reply for each in rows_of(model, again, noise())[0].outcomes] for again in (plan, plan)]
     assert replies[0] == replies[1]
     other = rows_of(model, replace(plan, seed=1), noise())[0]
@@ -126,7 +126,7 @@ def test_a_memory_on_disk_is_left_as_it_was(tmp_path: Path) -> None:
         for name in ("mine", "eval/passkey/300"):  # the second: of a run that was interrupted
             with Reader(model, memory, name, tokenizer=TOKENIZER) as reader:
                 reader.read(list(range(100)))
-        plan = Plan(task="passkey", lengths=[300], samples=2)
+        plan = TaskPlan(task="passkey", lengths=[300], samples=2)
         on_disk = list(evaluate(model, TOKENIZER, plan, noise(), memory))
         assert [document.name for document in memory.documents()] == ["mine"]
         assert memory.document("mine").tokens().tolist() == list(range(100))
@@ -149,7 +149,7 @@ def test_an_interruption_leaves_nothing_behind() -> None:
         raise KeyboardInterrupt
 
     with memory_for(model) as memory:
-        plan = Plan(task="passkey", lengths=[300], samples=2)
+        plan = TaskPlan(task="passkey", lengths=[300], samples=2)
         with pytest.raises(KeyboardInterrupt):
             list(evaluate(model, TOKENIZER, plan, noise(), memory, stop))
         assert memory.documents() == []
@@ -160,7 +160,7 @@ def outcome(tokens: list[int], margin: float | None = None) -> Outcome:
 
 
 def test_only_whole_answers_count() -> None:
-    row = Row(100, None, (outcome([1, 2, 3], 2.0), outcome([1, 2, 4], 1.0), outcome([2, 2, 3], None)), 0)
+    row = CellResult(100, None, (outcome([1, 2, 3], 2.0), outcome([1, 2, 4], 1.0), outcome([2, 2, 3], None)), 0)
     found = row.to_dict()
     assert found["accuracy"] == pytest.approx(1 / 3, abs=1e-4)
     assert (found["margin"], found["margin_min"], found["weight"]) == (1.5, 1.0, 0.5)
@@ -170,7 +170,7 @@ def test_only_whole_answers_count() -> None:
 
 
 def test_random_retrieval_has_no_margins() -> None:
-    rows = rows_of(small_drt(retrieval="random"), Plan(task="passkey", lengths=[300], samples=2), noise())
+    rows = rows_of(small_drt(retrieval="random"), TaskPlan(task="passkey", lengths=[300], samples=2), noise())
     assert rows[0].to_dict()["margin"] is None
 
 
@@ -188,12 +188,12 @@ def test_random_retrieval_has_no_margins() -> None:
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any], says: str) -> None:
     settings: dict[str, Any] = {"task": "passkey", "lengths": [100], **wrong}
     with pytest.raises(InvalidArgument, match=says):
-        Plan(**settings)
+        TaskPlan(**settings)
 
 
 def test_a_length_that_is_too_short_is_refused_before_anything_is_read() -> None:
     model = small_drt()
     heard: list[int] = []
     with pytest.raises(InvalidArgument, match="too short for its needles"):
-        rows_of(model, Plan(task="passkey", lengths=[300, 20], samples=2), noise(), advance=heard.append)
+        rows_of(model, TaskPlan(task="passkey", lengths=[300, 20], samples=2), noise(), advance=heard.append)
     assert heard == []

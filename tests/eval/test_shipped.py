@@ -10,7 +10,7 @@ import pytest
 import memstore
 from memstore.eval.filler import Filler, load_filler
 from memstore.eval.readers import memory_spec
-from memstore.eval.run import Plan, evaluate
+from memstore.eval.run import TaskPlan, evaluate
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 
 MOST_BYTES = 3_500_000
@@ -37,7 +37,7 @@ def test_they_are_small() -> None:
 @pytest.mark.parametrize(("task", "name"), [("passkey", PASSKEY), ("two-hop", TWO_HOP), ("passkey", LANDMARK_PASSKEY)])
 def test_they_answer(task: str, name: str, tmp_path: Path) -> None:
     model, tokenizer = load_model(shipped_model(name))
-    plan = Plan(task=task, lengths=[8_192], samples=8, reuse=name == LANDMARK_PASSKEY)
+    plan = TaskPlan(task=task, lengths=[8_192], samples=8, reuse=name == LANDMARK_PASSKEY)
     with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
         (row,) = evaluate(model, tokenizer, plan, prose(tmp_path, tokenizer), memory)
     assert sum(outcome.correct for outcome in row.outcomes) >= FEWEST_RIGHT

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTForCausalLM
-from memstore.models.drt.at_once import Shared
+from memstore.models.drt.at_once import SharedBlocks
 from tests.models.drt import close, embed, logits, make, tokens
 
 BASELINES: dict[str, dict[str, Any]] = {
@@ -107,12 +107,12 @@ def trainable(kind: str = "rope") -> DRTForCausalLM:
 @pytest.mark.parametrize("length", [2, 20, 75])
 def test_sharing_nothing_changes_nothing(kind: str, length: int) -> None:
     model, ids = trainable(kind), tokens(length, rows=3)
-    nothing = Shared(rows=torch.zeros(3, length, dtype=torch.bool))
-    for shared in (nothing, Shared()):
+    nothing = SharedBlocks(rows=torch.zeros(3, length, dtype=torch.bool))
+    for shared in (nothing, SharedBlocks()):
         close(logits(model, ids, shared=shared), logits(model, ids))
 
 
-def influences(model: DRTForCausalLM, ids: Tensor, shared: Shared, row: int) -> Tensor:
+def influences(model: DRTForCausalLM, ids: Tensor, shared: SharedBlocks, row: int) -> Tensor:
     """How much the logits of ``row`` depend on each token of every row, ``[B, M]``."""
     embedded: list[Tensor] = []
 
@@ -133,18 +133,18 @@ def test_a_row_sees_blocks_of_another_only_where_all_their_tokens_are_shared() -
     free = torch.zeros(2, 35, dtype=torch.bool)
     free[1, 7:14] = True  # block 1
     free[1, 21:27] = True  # block 3, but for its last token
-    influence = influences(model, ids, Shared(rows=free), row=0)
+    influence = influences(model, ids, SharedBlocks(rows=free), row=0)
     # Items of the stream: a block has 8 of them, the last its landmark, which is no token. One lower layer of window 3
     # sees two items more before a block.
     assert influence[1].nonzero().flatten().tolist() == [6, *range(8, 15)]
-    assert bool((influences(model, ids, Shared(rows=free), row=1)[0] == 0).all())
+    assert bool((influences(model, ids, SharedBlocks(rows=free), row=1)[0] == 0).all())
 
 
 def test_blocks_that_a_shorter_row_does_not_have_are_not_shared() -> None:
     model, ids = make(gumbel=0.0, retrieval_top_k=40), tokens(35, rows=2)
     mask = torch.ones(2, 35, dtype=torch.long)
     mask[1, 10:] = 0
-    shared = Shared(rows=torch.ones(2, 35, dtype=torch.bool))
+    shared = SharedBlocks(rows=torch.ones(2, 35, dtype=torch.bool))
     out = model(ids, attention_mask=mask, shared=shared, use_cache=False, output_retrieval=True)
     assert sorted(set(out.retrieval[0].blocks[0].flatten().tolist())) == [-1, 0, 1, 2, 3, 5]
     assert set(out.retrieval[0].blocks[0, 0].tolist()) == {-1, 5}, "block 0 of the other row has number 5"
@@ -155,14 +155,14 @@ def test_states_of_earlier_steps_can_be_retrieved() -> None:
     model.config.retrieval_top_k = 1
     states = torch.randn(4, 8, 32)
     landmarks = 1000 * states[:, -1]
-    out = model(ids, use_cache=False, shared=Shared(states=states, landmarks=landmarks), output_retrieval=True)
+    out = model(ids, use_cache=False, shared=SharedBlocks(states=states, landmarks=landmarks), output_retrieval=True)
     assert bool((out.retrieval[0].blocks >= 10).any())
     assert bool((out.logits - logits(model, ids)).abs().max() > 0.1)
 
 
 def test_the_loss_of_a_row_reaches_what_it_shares() -> None:
     model, ids = trainable(), tokens(75, rows=3)
-    shared = Shared(rows=torch.ones(3, 75, dtype=torch.bool))
+    shared = SharedBlocks(rows=torch.ones(3, 75, dtype=torch.bool))
     model(ids, labels=ids, use_cache=False, shared=shared).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -172,12 +172,12 @@ def test_the_loss_of_a_row_reaches_what_it_shares() -> None:
 
 def test_sharing_that_cannot_be_is_refused() -> None:
     model, ids = make(), tokens(20, rows=2)
-    shared = Shared(rows=torch.ones(2, 20, dtype=torch.bool))
+    shared = SharedBlocks(rows=torch.ones(2, 20, dtype=torch.bool))
     with pytest.raises(InvalidArgument, match="use_cache=False"):
         model(ids, shared=shared, use_cache=True)
     with pytest.raises(InvalidArgument, match="retrieval='random'"):
         make(retrieval="random")(ids, shared=shared, use_cache=False)
     with pytest.raises(InvalidArgument, match="landmarks"):
-        model(ids, shared=Shared(states=torch.zeros(1, 8, 32)), use_cache=False)
+        model(ids, shared=SharedBlocks(states=torch.zeros(1, 8, 32)), use_cache=False)
     with pytest.raises(InvalidArgument, match="rows"):
-        model(ids, shared=Shared(rows=torch.ones(2, 19, dtype=torch.bool)), use_cache=False)
+        model(ids, shared=SharedBlocks(rows=torch.ones(2, 19, dtype=torch.bool)), use_cache=False)

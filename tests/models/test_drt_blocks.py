@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memstore.attention.sliding import Tiles, Window, alibi_slopes
+from memstore.attention.sliding import Window, WindowTiles, alibi_slopes
 from memstore.models.drt import DRTConfig, Reader
 from memstore.models.drt import blocks as drt_blocks
 from memstore.models.drt.blocks import BlockMaker, TooLarge
@@ -94,7 +94,9 @@ def test_tiles_see_what_windows_see(size: int, count: int, slopes: Tensor | None
     q, k, v = (torch.randn(heads, count, 6, generator=generator) for heads in (4, 2, 2))
     want = Window(count, 0, size, slopes=slopes).attend(q[None], k[None], v[None])[0]
     before = torch.full((2, size, 6), 3.0)  # what does not exist must not be seen
-    found = Tiles(size, slopes).attend(q * 6**-0.5, torch.cat([before, k], 1), torch.cat([before, v], 1), missing=size)
+    found = WindowTiles(size, slopes).attend(
+        q * 6**-0.5, torch.cat([before, k], 1), torch.cat([before, v], 1), missing=size
+    )
     assert found is not None
     torch.testing.assert_close(found, want, atol=2e-6, rtol=1e-5)
 

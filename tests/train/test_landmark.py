@@ -15,7 +15,7 @@ from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.train import Optimisation, Runtime, corpora, train_on_texts, train_recipe
 from memstore.train.family import LANDMARK
 from memstore.train.landmark import LandmarkTextTrainer, Ramp
-from memstore.train.needles import Rows
+from memstore.train.needles import NeedleRows
 from memstore.train.recipes import LANDMARK_RECIPES, TEXT_RECIPES, LandmarkRecipe
 from memstore.train.start import starting
 from memstore.train.tokens import train_tokenizer
@@ -59,7 +59,7 @@ def test_the_ramp_waits_for_answers_and_then_goes_to_its_end() -> None:
 
 def test_questions_end_anywhere_in_a_block(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = list(corpora.encoded([corpora.topics()[:60_000]], tokenizer))
-    rows = Rows(LANDMARK_RECIPES["landmark-cpu"], tokenizer, texts, BLOCK, 100, 0)
+    rows = NeedleRows(LANDMARK_RECIPES["landmark-cpu"], tokenizer, texts, BLOCK, 100, 0)
     places = set()
     for number in (5, 50, 99):
         batch = rows[number]

@@ -15,7 +15,7 @@ from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import RECIPES, Recipe, align, corpora, train_recipe
 from memstore.train.bank import Bank
-from memstore.train.needles import Rows
+from memstore.train.needles import NeedleRows
 from memstore.train.recipes import find_recipe
 from memstore.train.settings import Optimisation
 from memstore.train.start import grown, starting
@@ -31,9 +31,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer([corpora.topics()[:60_000]], 512)
 
 
-def rows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rows:
+def rows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> NeedleRows:
     texts = list(corpora.encoded([corpora.topics()[:60_000]], tokenizer))
-    return Rows(recipe, tokenizer, texts, BLOCK, 100, 0)
+    return NeedleRows(recipe, tokenizer, texts, BLOCK, 100, 0)
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -260,7 +260,7 @@ def test_the_trainer_does_what_a_plain_loop_would(tmp_path: Path, monkeypatch: p
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 1e-3}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    rows = Rows(recipe, tokenizer, texts, BLOCK, 4, optimisation.seed)
+    rows = NeedleRows(recipe, tokenizer, texts, BLOCK, 4, optimisation.seed)
     for step in range(4):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * rate(step, 4, optimisation)

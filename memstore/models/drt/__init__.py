@@ -5,13 +5,13 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memstore.models.drt.at_once import Shared
+from memstore.models.drt.at_once import SharedBlocks
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
 from memstore.models.drt.reader import Reader
 
-__all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "Reader", "Shared"]
+__all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "Reader", "SharedBlocks"]
 
 # So that transformers' own loaders know a saved DRT once this package is imported.
 AutoConfig.register(DRTConfig.model_type, DRTConfig, exist_ok=True)

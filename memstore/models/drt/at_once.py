@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.attention.gca import BestBlocks, BlockKeysValues, ListStates, choose
+from memstore.attention.gca import BlockKeysValues, ListStates, TopBlocks, choose
 from memstore.errors import InvalidArgument
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.packing import DRTPacking
@@ -20,7 +20,7 @@ from memstore.models.drt.tables import random_choice
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedBlocks:
     """Blocks beside a row's own that it may retrieve while training: distractors that cost no reading.
 
     A block depends on a window of tokens only, so blocks of other rows, or of earlier steps, are what a row would find
@@ -52,10 +52,10 @@ def retrieve(
     packing: DRTPacking,
     queries: Tensor,
     blocks: tuple[Tensor, Tensor],
-    shared: Shared | None = None,
+    shared: SharedBlocks | None = None,
     *,
     gumbel: float = 0.0,
-) -> tuple[BestBlocks, ListStates]:
+) -> tuple[TopBlocks, ListStates]:
     """What ``queries [B, n, e]`` choose among the blocks before their own, and what a segment's items attend to.
 
     Args:
@@ -96,7 +96,7 @@ def as_one_row(packing: DRTPacking) -> Callable[[Tensor, Callable[[Tensor], Tens
 
 
 def _with_shared(
-    packing: DRTPacking, queries: Tensor, states: Tensor, landmarks: Tensor, shared: Shared
+    packing: DRTPacking, queries: Tensor, states: Tensor, landmarks: Tensor, shared: SharedBlocks
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[B, n, N]`` of the blocks of all rows and of ``shared``, -inf where one may not be had; their states."""
     rows, count = queries.shape[:2]
@@ -117,8 +117,8 @@ def _with_shared(
 
 
 def _of_all_rows(
-    block_states: BlockKeysValues, packing: DRTPacking, chosen: BestBlocks, states: Tensor
-) -> tuple[BestBlocks, ListStates]:
+    block_states: BlockKeysValues, packing: DRTPacking, chosen: TopBlocks, states: Tensor
+) -> tuple[TopBlocks, ListStates]:
     """Keys and values of those of the blocks ``states [N, S, hidden]`` that anybody chose, for rows as one."""
     needed, places = chosen.blocks.clamp(min=0).unique(return_inverse=True)
     keys, values = block_states(states[needed].unsqueeze(0))
@@ -133,7 +133,7 @@ def _earlier(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)
 
 
-def _shifted(chosen: BestBlocks, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _shifted(chosen: TopBlocks, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Lists by their numbers: 0 is empty, ``1 + j`` is what block ``j`` chose."""
     blocks = F.pad(chosen.blocks, (0, 0, 1, 0), value=-1)
     weights = F.pad(chosen.weights, (0, 0, 1, 0))

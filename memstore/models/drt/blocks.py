@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from memstore.attention.gca import BlockEncoder, EncoderLayer
 from memstore.attention.layers import RMSNorm, SwiGLU, rotary, rotate
-from memstore.attention.sliding import Tiles, alibi_slopes, fits
+from memstore.attention.sliding import WindowTiles, alibi_slopes, fits
 from memstore.models.drt.layers import LowerLayer, SelfAttention
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class BlockMaker:
         self._input_norm = _weight(model.encoder.input_norm)
         self._last_norm = _weight(model.encoder.norm)
         slopes = alibi_slopes(config.num_attention_heads) if config.positions == "alibi" else None
-        self._tiles = Tiles(config.window, slopes)
+        self._tiles = WindowTiles(config.window, slopes)
 
     @staticmethod
     def serves(model: DRTModel) -> bool:

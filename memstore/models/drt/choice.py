@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from memstore.attention.gca import BestBlocks
+from memstore.attention.gca import TopBlocks
 from memstore.memory.look import Array, Look
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.packing import DRTPacking
@@ -29,7 +29,7 @@ class GroupSearch(NamedTuple):
     """``[B, n, e]``"""
     limits: Tensor
     """``[B, n]``: it chose among the blocks below."""
-    chosen: BestBlocks
+    chosen: TopBlocks
     """``[B, n, K]``"""
     tiers: Array
     """``[B, n, K]``: where the blocks were before they were fetched."""

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.gca import BestBlocks, BlockEncoder, BlockKeysValues, CausalRetriever, ListStates, weighed
+from memstore.attention.gca import BlockEncoder, BlockKeysValues, CausalRetriever, ListStates, TopBlocks, weighed
 from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM
-from memstore.models.drt.at_once import Shared, as_one_row, retrieve
+from memstore.models.drt.at_once import SharedBlocks, as_one_row, retrieve
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import GroupSearch
 from memstore.models.drt.configuration import DRTConfig
@@ -45,7 +45,7 @@ class DRTOutput(CausalLMOutputWithPast):
     """What ``DRTForCausalLM`` returns."""
 
     past_key_values: DRTCache | None = None  # type: ignore[assignment]  # a cache of its own kind
-    retrieval: tuple[BestBlocks, ...] | None = None
+    retrieval: tuple[TopBlocks, ...] | None = None
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
 
 
@@ -123,8 +123,8 @@ class DRTModel(nn.Module):
         return _rounded(states, dtype), _rounded(landmarks, dtype)
 
     def forward(
-        self, packing: DRTPacking, cache: DRTCache | None, shared: Shared | None = None
-    ) -> tuple[Tensor, tuple[BestBlocks, ...]]:
+        self, packing: DRTPacking, cache: DRTCache | None, shared: SharedBlocks | None = None
+    ) -> tuple[Tensor, tuple[TopBlocks, ...]]:
         """The stream of a segment ``[B, M, hidden]`` after the last norm, and what each group retrieved."""
         x = self.embed(packing.ids)
         sight = self.sight(packing, cache, x)
@@ -132,7 +132,7 @@ class DRTModel(nn.Module):
         blocks = self._blocks(packing, x, cache)
         by_list = packing.by_list if shared is None else as_one_row(packing)
         number = self.config.lower_layers
-        retrieval: list[BestBlocks] = []
+        retrieval: list[TopBlocks] = []
         for group, layers in enumerate(self.upper):
             retrieved = None
             if self.config.retrieval != "none":
@@ -219,8 +219,8 @@ class DRTModel(nn.Module):
         x: Tensor,
         blocks: tuple[Tensor, Tensor] | None,
         cache: DRTCache | None,
-        shared: Shared | None,
-    ) -> tuple[BestBlocks | None, ListStates | list[Ready] | None]:
+        shared: SharedBlocks | None,
+    ) -> tuple[TopBlocks | None, ListStates | list[Ready] | None]:
         """What the landmarks of a segment choose, and what its items attend to."""
         if cache is None:
             if blocks is None:
@@ -266,7 +266,7 @@ class DRTModel(nn.Module):
 
     def _look_up(
         self, cache: DRTCache, group: int, packing: DRTPacking, queries: Tensor, limits: Tensor, x: Tensor
-    ) -> tuple[BestBlocks, ListStates | None]:
+    ) -> tuple[TopBlocks, ListStates | None]:
         """What is chosen, and the keys and values of it."""
         begun = time.perf_counter()
         chosen = self._choose_cached(cache, queries, limits)
@@ -280,14 +280,14 @@ class DRTModel(nn.Module):
         cache.tell_lists(group, packing, GroupSearch(queries, limits, chosen, tiers, *spent))
         return chosen, fetched
 
-    def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> BestBlocks:
+    def _choose_cached(self, cache: DRTCache, queries: Tensor, limits: Tensor) -> TopBlocks:
         if self.config.retrieval == "random":
             blocks, _, scores = random_choice(limits, self.config.retrieval_top_k)
         else:
             scores, blocks = cache.table.search(queries, limits, self.config.retrieval_top_k)
         return weighed(*cache.table.readable(scores, blocks))
 
-    def _fetch(self, cache: DRTCache, group: int, chosen: BestBlocks, x: Tensor) -> ListStates | None:
+    def _fetch(self, cache: DRTCache, group: int, chosen: TopBlocks, x: Tensor) -> ListStates | None:
         """Keys and values of the chosen blocks, each list's own; None where nothing was ever chosen."""
         rows, lists, top_k = chosen.blocks.shape
         some = bool((chosen.blocks >= 0).any())
@@ -353,7 +353,7 @@ class DRTForCausalLM(CausalLM):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
-        shared: Shared | None = None,
+        shared: SharedBlocks | None = None,
         output_retrieval: bool = False,
         **kwargs: Any,
     ) -> DRTOutput:

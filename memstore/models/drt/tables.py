@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from memstore.attention.gca import BestBlocks, weighed
+from memstore.attention.gca import TopBlocks, weighed
 from memstore.errors import DamagedError
 
 OnError = Literal["raise", "miss"]
@@ -225,7 +225,7 @@ class MemoryTable(BlockTable):
         return scores[0].to(queries.dtype), blocks[0]
 
 
-def random_choice(limits: Tensor, top_k: int) -> BestBlocks:
+def random_choice(limits: Tensor, top_k: int) -> TopBlocks:
     """Random blocks below ``limits [B, n]`` with equal weights; the same for the same limit, wherever it is drawn."""
     rows = [[_sample(int(limit), top_k) for limit in row] for row in limits.tolist()]
     blocks = torch.tensor(rows, device=limits.device).view(*limits.shape, top_k)
