@@ -47,11 +47,11 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "kill-writers": Fault(kill_writers, 8, 30, 600),
-    "kill-readings": Fault(kill_readings, 6, 20, 400),
+    "kill-readings": Fault(kill_readings, 4, 20, 400),
     "full-disk": Fault(fill_disks, 3, 6, 60),
     "read-only": Fault(forbid_writing, 3, 3, 60),
-    "bit-flips": Fault(flip_bits, 40, 150, 10_000),
-    "rolled-back": Fault(roll_back, 30, 100, 10_000),
+    "bit-flips": Fault(flip_bits, 24, 150, 10_000),
+    "rolled-back": Fault(roll_back, 20, 100, 10_000),
     "truncations": Fault(truncate_files, 10, 20, 1_000),
     "readers": Fault(read_beside_a_writer, 25, 100, 3_000),
 }

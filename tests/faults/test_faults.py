@@ -16,6 +16,7 @@ def check(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("store", STORES)
 def test_no_promise_is_broken_in_a_few_rounds_of_every_fault(store: str) -> None:
     check("--brief", "--store", store)

@@ -290,7 +290,7 @@ def test_a_limit_without_room(cli: Cli, notes: Path, tmp_path: Path) -> None:
     assert cli("show", notes, "ship", 0).code == 0
 
 
-@pytest.mark.parametrize("store", ["lmdb", "zarr"])
+@pytest.mark.parametrize("store", ["lmdb", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_a_process_that_was_killed(cli: Cli, model_folder: Path, tmp_path: Path, store: str) -> None:
     """What it had committed is there, the lock is free, and the same command goes on."""
     text, folder = tmp_path / "log.txt", tmp_path / "log.mem"
