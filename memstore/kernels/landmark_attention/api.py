@@ -43,7 +43,7 @@ def landmark_attention(
         key_padding: ``[B, Tk]``, boolean, True for real tokens. The others are neither seen nor landmarks, and the
             output of their queries is 0.
         documents: ``[B, Tk]`` integers, for several documents in one row: where the number changes, a document ends,
-            and with it its last block. Attention stays within a document.
+            and with it its last block, also if the number occurred before. Attention stays within a document.
         window: a query sees the key at its own position and ``window - 1`` positions before it; others are as if they
             were not there. So a block that the window cuts keeps its landmark, which hands its weight to the tokens
             that are left in the window. None: no limit.

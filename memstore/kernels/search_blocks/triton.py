@@ -5,6 +5,9 @@ those has a block that is at least as good. So the first kernel reads all landma
 run and query; the second one scores the blocks of the ``k`` runs that are left. Equal runs and equal blocks are taken
 in their order, so that the result is the same as that of the reference.
 
+A running top k in registers, or a heap of each program, would need ``k`` to be small and known to the compiler, and its
+ties would depend on the order of programs.
+
 The first kernel is for matrix units, whose inputs have the type of the landmarks. A query in float32 is given to them
 as a sum of three numbers of that type, which holds all of its bits: what is sorted out is sorted out for certain, up to
 the order of a sum in float32.
