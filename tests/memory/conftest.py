@@ -19,7 +19,7 @@ def make_memory(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeMemory]:
     """A function that makes a new memory; its arguments change the spec."""
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
     # What ``verify`` finds is the same in this process; that a child finds it is shown by test_damage.py and others. A
     # child for each of a hundred calls takes longer than all else together.
     monkeypatch.setattr("memstore.memory.memory.on_disk", lambda _: False)

@@ -182,7 +182,7 @@ def same_bits(one: Document, other: Document) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_there_and_back_not_a_bit_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     """Also where encoding what was decoded would give other codes, and for forks, which stay forks."""
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 200)
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 200)
     spec = make_spec(codec=codec, dtype="bfloat16")
     with memstore.open(tmp_path / "one", spec=spec) as memory:
         append_states(memory.document("text"), 9 * S + 3, states_of(10 * S))
@@ -304,7 +304,7 @@ def test_a_source_that_loses_blocks_meanwhile_is_an_error(
 COPIED = """
 import memstore.memory.copy as copy
 copy.TRANSACTION_BYTES = 1000
-import memstore.store.zarr as zarr
+import memstore.store.zarr.store as zarr
 zarr.SHARD_BYTES = 400
 print("go", flush=True)
 memstore.copy(sys.argv[1], sys.argv[2])
@@ -313,7 +313,7 @@ memstore.copy(sys.argv[1], sys.argv[2])
 
 @pytest.mark.parametrize("kind", ["", "zarr:"])
 def test_a_copy_that_is_killed_is_sound_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 400)
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 400)
     source, target = str(tmp_path / "one"), f"{kind}{tmp_path / 'two'}"
     text = random_tokens(150 * S + 1)
     with memstore.open(source, spec=make_spec(codec="int8")) as memory:

@@ -23,7 +23,7 @@ from memstore.memory.exporting import export_memory
 from memstore.memory.importing import import_memory
 from memstore.memory.state import HEADER, NEXT_DOCUMENT, Address
 from memstore.store.contract import Batch, Key, Layout, Record, Table
-from memstore.store.manifest import COUNTERS, Series
+from memstore.store.zarr.extents import COUNTERS, Series
 from memstore.stored import DEEPEST, parse
 from tests.memory.helpers import S, append, make_spec, random_tokens
 

@@ -388,7 +388,7 @@ with memstore.open(sys.argv[1]) as memory:
 def test_compact_erases_dead_blocks_beside_living_ones_in_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 4 * 4 * G * S * D)  # four blocks of float32
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 4 * 4 * G * S * D)  # four blocks of float32
     tokens, path = random_tokens(10 * S), tmp_path / "m"
     with memstore.open(f"zarr:{path}", spec=make_spec()) as memory:
         append(memory.document("whale"), tokens)

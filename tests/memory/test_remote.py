@@ -22,7 +22,7 @@ TOKENS = random_tokens(9 * S + 1)
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 

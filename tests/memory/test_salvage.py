@@ -118,7 +118,7 @@ def test_a_memory_without_header_is_not_guessed_at(path: Path, tmp_path: Path) -
 
 def test_a_zarr_memory_is_saved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "z"
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 1 << 12)
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 1 << 12)
     with memstore.open(f"zarr:{path}", spec=make_spec()) as memory:
         append(memory.document("whale"), WHALE)
         append(memory.document("ship"), SHIP)

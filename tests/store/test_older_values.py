@@ -12,7 +12,7 @@ import pytest
 from memstore.errors import DamagedError, ForeignMemory
 from memstore.store import Batch, BlockStore, Layout, LmdbStore, Record, Table, ZarrStore
 from memstore.store.records import encode_value
-from memstore.store.tail import Tail
+from memstore.store.zarr.tail import Tail
 from memstore.testing.stores import LAYOUTS, block, put_blocks, rows, value
 
 PAGE = 4096  # bytes

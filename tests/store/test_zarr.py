@@ -448,7 +448,7 @@ def test_shards_whose_tail_has_gone_are_not_garbage(tmp_path: Path, lost: str) -
 
 
 def test_verify_names_the_document_whose_shard_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * G * S * D)
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 2 * 4 * G * S * D)
     url = f"zarr:{tmp_path}/m"
     with memstore.open(url, spec=make_spec()) as memory:
         append(memory.document("whale"), random_tokens(6 * S))

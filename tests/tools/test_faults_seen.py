@@ -59,7 +59,7 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
     """The same in Zarr, with two blocks in a shard."""
     path = tmp_path_factory.mktemp("seen") / "sealed"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memstore.store.zarr.SHARD_BYTES", 2 * 4 * 2 * 4 * 8)
+        patch.setattr("memstore.store.zarr.store.SHARD_BYTES", 2 * 4 * 2 * 4 * 8)
         return path, fill(f"zarr:{path}")
 
 

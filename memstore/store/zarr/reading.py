@@ -9,17 +9,15 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, MemstoreError
-from memstore.store import manifest
 from memstore.store.contract import Key, Layout, Record, Scanned, Table
-from memstore.store.manifest import Extent, Place, Series
-from memstore.store.objects import Objects, Piece
 from memstore.store.records import damaged
-from memstore.store.shards import shard_index
-from memstore.store.tail import Cache, Snapshot, Tail
+from memstore.store.zarr.extents import Extent, Place, Series, find_place, shard_index
+from memstore.store.zarr.objects import Objects, RangeRead
+from memstore.store.zarr.tail import ManifestCache, Snapshot, Tail
 
 
-class Sealed(NamedTuple):
-    """A sealed block that is wanted, and the rows it goes to."""
+class BlockRead(NamedTuple):
+    """A sealed block to be read, and the rows it goes to."""
 
     key: Key
     place: Place
@@ -27,10 +25,10 @@ class Sealed(NamedTuple):
     rows: list[memoryview]
 
 
-class Failed(NamedTuple):
+class Failure(NamedTuple):
     """A sealed block that could not be read."""
 
-    sealed: Sealed
+    read: BlockRead
     error: DamagedError
 
 
@@ -40,14 +38,14 @@ class SealedBlocks:
     def __init__(self, tail: Tail, objects: Objects) -> None:
         self._tail = tail
         self._objects = objects
-        self.cache = Cache()
+        self.cache = ManifestCache()
         """What was read of the manifest."""
 
     def from_tail(
         self, snapshot: Snapshot, keys: Sequence[Key], layouts: Sequence[Layout], rows: list[list[memoryview]]
-    ) -> list[Sealed]:
+    ) -> list[BlockRead]:
         """Fill the rows of what is not sealed; return what is."""
-        sealed: list[Sealed] = []
+        sealed: list[BlockRead] = []
         unsealed: dict[int, Key] = {}
         extents: dict[Series, tuple[Extent, ...]] = {}
         for row, key in enumerate(keys):
@@ -57,7 +55,7 @@ class SealedBlocks:
             else:
                 _check_sealed(key, place, layouts)
                 sums = snapshot.sums(place.extent, place.shard, self.cache)[place.slot].tolist()
-                sealed.append(Sealed(key, place, sums, rows[row]))
+                sealed.append(BlockRead(key, place, sums, rows[row]))
         snapshot.read(unsealed, tuple(layouts), rows)
         return sealed
 
@@ -68,26 +66,26 @@ class SealedBlocks:
         series = Series(key.document, key.layer)
         if series not in known:
             known[series] = snapshot.extents(series, self.cache)
-        return manifest.find(known[series], key.item)
+        return find_place(known[series], key.item)
 
-    def fill(self, sealed: list[Sealed]) -> Failed | None:
+    def fill(self, sealed: list[BlockRead]) -> Failure | None:
         """Fill the rows of sealed blocks: per shard and field one read for each row of neighbours, then checksums."""
         order = sorted(sealed, key=lambda one: (one.place.extent.number, one.place.shard, one.place.slot))
-        pieces: list[Piece] = []
-        blocks: list[list[Sealed]] = []
+        reads: list[RangeRead] = []
+        blocks: list[list[BlockRead]] = []
         for run in _neighbours(order):
             for record in range(len(run[0].rows)):
-                pieces.append(_piece(run, record))
+                reads.append(_range_read(run, record))
                 blocks.append(run)
-        for problem, run in zip(self._objects.read(pieces), blocks, strict=True):
+        for problem, run in zip(self._objects.read(reads), blocks, strict=True):
             if problem:
-                return Failed(run[0], damaged(run[0].key, problem))
+                return Failure(run[0], damaged(run[0].key, problem))
         for one in order:
             for record, (row, expected) in enumerate(zip(one.rows, one.sums, strict=True)):
                 if checksum(row) != expected:
                     path = one.place.extent.shard_path(record, one.place.shard)
                     what = f"the checksum of record {record} does not match (slot {one.place.slot} of shard {path})"
-                    return Failed(one, damaged(one.key, what))
+                    return Failure(one, damaged(one.key, what))
         return None
 
     def scan(self, snapshot: Snapshot) -> Iterator[Scanned]:
@@ -110,28 +108,26 @@ class SealedBlocks:
             sums = snapshot.sums(place.extent, place.shard, self.cache)[place.slot].tolist()
         except MemstoreError as error:
             return Scanned(key, (), damaged(key, f"its checksums are lost ({error})"))
-        failed = self.fill([Sealed(key, place, sums, [row.data for row in rows])])
-        if failed is None and (place.slot == 0 or key.item in {start for start, _ in place.extent.live}):
-            failed = self._check_index(Sealed(key, place, sums, []))
-        if failed is None:
+        failure = self.fill([BlockRead(key, place, sums, [row.data for row in rows])])
+        if failure is None and (place.slot == 0 or key.item in {start for start, _ in place.extent.live}):
+            failure = self._check_index(BlockRead(key, place, sums, []))
+        if failure is None:
             return Scanned(key, tuple(Record(*pair) for pair in zip(layouts, rows, strict=True)), None)
         with self._tail.snapshot() as newer:
             gone = self.place(newer, key, {}) != place
-        return None if gone else Scanned(key, (), failed.error)
+        return None if gone else Scanned(key, (), failure.error)
 
-    def _check_index(self, sealed: Sealed) -> Failed | None:
+    def _check_index(self, read: BlockRead) -> Failure | None:
         """What Zarr tools find blocks by; nothing here depends on it."""
-        extent, shard, _ = sealed.place
+        extent, shard, _ = read.place
         for record, layout in enumerate(extent.layouts):
             expected = shard_index(extent.shard_blocks, layout.nbytes)
             found = bytearray(len(expected))
             path = extent.shard_path(record, shard)
-            piece = Piece(path, extent.shard_blocks * layout.nbytes, (memoryview(found),))
-            (problem,) = self._objects.read([piece])
+            index = RangeRead(path, extent.shard_blocks * layout.nbytes, (memoryview(found),))
+            (problem,) = self._objects.read([index])
             if problem or found != expected:
-                return Failed(
-                    sealed, damaged(sealed.key, problem or f"the index of its shard {path} is not as written")
-                )
+                return Failure(read, damaged(read.key, problem or f"the index of its shard {path} is not as written"))
         return None
 
 
@@ -140,9 +136,9 @@ def items(extent: Extent) -> Iterator[int]:
     return (item for start, stop in extent.live for item in range(start, stop))
 
 
-def _neighbours(order: list[Sealed]) -> Iterator[list[Sealed]]:
-    """Sealed blocks in order of their places, those side by side together."""
-    run: list[Sealed] = []
+def _neighbours(order: list[BlockRead]) -> Iterator[list[BlockRead]]:
+    """BlockRead blocks in order of their places, those side by side together."""
+    run: list[BlockRead] = []
     for one in order:
         if run and not _follows(run[-1].place, one.place):
             yield run
@@ -156,11 +152,11 @@ def _follows(before: Place, after: Place) -> bool:
     return (before.extent.number, before.shard, before.slot + 1) == (after.extent.number, after.shard, after.slot)
 
 
-def _piece(run: list[Sealed], record: int) -> Piece:
+def _range_read(run: list[BlockRead], record: int) -> RangeRead:
     """The bytes of one field of neighbours."""
     extent, shard, slot = run[0].place
     start = slot * extent.layouts[record].nbytes
-    return Piece(extent.shard_path(record, shard), start, tuple(one.rows[record] for one in run))
+    return RangeRead(extent.shard_path(record, shard), start, tuple(one.rows[record] for one in run))
 
 
 def _check_sealed(key: Key, place: Place, layouts: Sequence[Layout]) -> None:

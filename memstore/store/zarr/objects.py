@@ -1,7 +1,6 @@
 """Where shards lie: a folder, or any store of the ``zarr`` library (object storage, memory).
 
-An object is written whole, under its final name, or not at all. Folders are
-written and read without the library: its ``LocalStore`` does not sync, and opens the file anew for each range.
+An object is written whole, under its final name, or not at all.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import numpy as np
 
 from memstore.errors import NotAMemory
 from memstore.store import paths
-from memstore.store.manifest import OBJECT
 from memstore.store.space import shortage
+from memstore.store.zarr.extents import OBJECT
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -32,7 +31,7 @@ _MOST_PARTS = 512  # buffers of one system call; the limit is 1,024
 
 
 @dataclass(frozen=True)
-class Piece:
+class RangeRead:
     """Consecutive bytes of an object, and where they go."""
 
     path: str
@@ -58,8 +57,8 @@ class Objects(ABC):
         """
 
     @abstractmethod
-    def read(self, pieces: Sequence[Piece]) -> list[str | None]:
-        """Fill the parts of all pieces. For each piece None, or why it could not be read."""
+    def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
+        """Fill the parts of all reads. For each read None, or why it could not be read."""
 
     @abstractmethod
     def names(self, folder: str) -> Iterator[str]:
@@ -81,6 +80,9 @@ class Objects(ABC):
 class FileObjects(Objects):
     """Objects in a folder."""
 
+    # Not through the Zarr library: its ``LocalStore`` does not sync, and opens the file anew for each range. A path is
+    # never used for two contents, so open files need no second look.
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: OrderedDict[str, _File] = OrderedDict()
@@ -90,16 +92,14 @@ class FileObjects(Objects):
         """Write ``parts`` to a file beside its place, sync it, and move it there. Raises ``NotAMemory`` for links."""
         paths.write(self._folder, path, parts, durable=durable)
 
-    def read(self, pieces: Sequence[Piece]) -> list[str | None]:
+    def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
         """Announce all ranges to the kernel, then copy them one by one, without the interpreter's lock."""
-        files = [self._file(piece.path) for piece in pieces]
-        if len(pieces) > 1:
-            for file, piece in zip(files, pieces, strict=True):
+        files = [self._file(read.path) for read in reads]
+        if len(reads) > 1:
+            for file, read in zip(files, reads, strict=True):
                 if isinstance(file, _File):
-                    os.posix_fadvise(file.handle, piece.start, piece.nbytes, os.POSIX_FADV_WILLNEED)
-        return [
-            _fill(file, piece) if isinstance(file, _File) else file for file, piece in zip(files, pieces, strict=True)
-        ]
+                    os.posix_fadvise(file.handle, read.start, read.nbytes, os.POSIX_FADV_WILLNEED)
+        return [_fill(file, read) if isinstance(file, _File) else file for file, read in zip(files, reads, strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
         """Every file below ``folder``, half-written ones included."""
@@ -164,17 +164,17 @@ class _File:
         os.close(self.handle)
 
 
-def _fill(file: _File, piece: Piece) -> str | None:
-    start = piece.start
-    for first in range(0, len(piece.parts), _MOST_PARTS):
-        parts = piece.parts[first : first + _MOST_PARTS]
+def _fill(file: _File, read: RangeRead) -> str | None:
+    start = read.start
+    for first in range(0, len(read.parts), _MOST_PARTS):
+        parts = read.parts[first : first + _MOST_PARTS]
         expected = sum(part.nbytes for part in parts)
         try:
             found = os.preadv(file.handle, parts, start)
         except OSError as error:
-            return f"its shard {piece.path} cannot be read ({error.strerror})"
+            return f"its shard {read.path} cannot be read ({error.strerror})"
         if found != expected:
-            return f"its shard {piece.path} is truncated: {found} of {expected} bytes at offset {start}"
+            return f"its shard {read.path} is truncated: {found} of {expected} bytes at offset {start}"
         start += expected
     return None
 
@@ -192,15 +192,15 @@ class ZarrObjects(Objects):
         whole = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
         _checked(self._store.set(path, default_buffer_prototype().buffer.from_array_like(whole)))
 
-    def read(self, pieces: Sequence[Piece]) -> list[str | None]:
+    def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
         """All ranges at once."""
         from zarr.abc.store import RangeByteRequest
         from zarr.core.buffer import default_buffer_prototype
 
         prototype = default_buffer_prototype()
-        ranges = [RangeByteRequest(piece.start, piece.start + piece.nbytes) for piece in pieces]
-        work = [self._store.get(piece.path, prototype, r) for piece, r in zip(pieces, ranges, strict=True)]
-        return [_spread(piece, found) for piece, found in zip(pieces, _wait(*work), strict=True)]
+        ranges = [RangeByteRequest(read.start, read.start + read.nbytes) for read in reads]
+        work = [self._store.get(read.path, prototype, r) for read, r in zip(reads, ranges, strict=True)]
+        return [_spread(read, found) for read, found in zip(reads, _wait(*work), strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
         """Every key below ``folder``."""
@@ -248,17 +248,17 @@ def _raise_os_error(result: Any) -> None:
         raise result
 
 
-def _spread(piece: Piece, buffer: Any) -> str | None:
-    """Copy what was read into the parts of its piece."""
+def _spread(read: RangeRead, buffer: Any) -> str | None:
+    """Copy what was read to where it goes."""
     if isinstance(buffer, BaseException):
-        return f"its shard {piece.path} cannot be read ({buffer})".splitlines()[0]
+        return f"its shard {read.path} cannot be read ({buffer})".splitlines()[0]
     if buffer is None:
-        return absent(piece.path)
+        return absent(read.path)
     raw = memoryview(buffer.to_bytes())
-    if raw.nbytes != piece.nbytes:
-        return f"its shard {piece.path} is truncated: {raw.nbytes} of {piece.nbytes} bytes at offset {piece.start}"
+    if raw.nbytes != read.nbytes:
+        return f"its shard {read.path} is truncated: {raw.nbytes} of {read.nbytes} bytes at offset {read.start}"
     start = 0
-    for part in piece.parts:
+    for part in read.parts:
         part[:] = raw[start : start + part.nbytes]
         start += part.nbytes
     return None

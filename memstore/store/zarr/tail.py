@@ -16,8 +16,8 @@ from memstore.store.checks import MAX_LAYER
 from memstore.store.contract import Key, Layout, Record, Scanned
 from memstore.store.lmdb import TAIL_FORMATS, LmdbStore
 from memstore.store.lmdb_values import used_bytes
-from memstore.store.manifest import COUNTERS, COUNTERS_VALUE, STORE, Extent, Series, from_record
 from memstore.store.records import damaged, decode_value, value_reader
+from memstore.store.zarr.extents import COUNTERS, COUNTERS_VALUE, STORE, Extent, Series, from_record
 from memstore.stored import fit
 
 _CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
@@ -62,7 +62,7 @@ class Tail(LmdbStore):
             yield Snapshot(self, txn)
 
 
-class Cache:
+class ManifestCache:
     """What was read of a manifest before: extents while their value is the same, checksums for good."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Snapshot:
         self._tail = tail
         self._txn = txn
 
-    def extents(self, series: Series, cache: Cache) -> tuple[Extent, ...]:
+    def extents(self, series: Series, cache: ManifestCache) -> tuple[Extent, ...]:
         """What is sealed of one layer of a document. Raises ``DamagedError``."""
         raw = self._raw(series.manifest)
         if raw is None:
@@ -97,7 +97,7 @@ class Snapshot:
             known = cache.extents[series] = (raw, extents)
         return known[1]
 
-    def sums(self, extent: Extent, shard: int, cache: Cache) -> Sums:
+    def sums(self, extent: Extent, shard: int, cache: ManifestCache) -> Sums:
         """Checksums of the blocks of a shard, ``[shard_blocks, fields]``. Raises ``DamagedError``."""
         name = (extent.number, shard)
         if (sums := cache.sums.get(name)) is None:

@@ -43,14 +43,11 @@ from memstore.store.contract import (
 )
 from memstore.store.environment import DATA_NAME
 from memstore.store.lmdb_values import used_bytes
-from memstore.store.manifest import COUNTERS, Extent, Series
-from memstore.store.objects import FileObjects, Objects, Piece, ZarrObjects, absent
-from memstore.store.shards import SHARD_BYTES
-from memstore.store.tail import Deletes, Puts, Snapshot, Tail
-from memstore.store.zarr_cutting import Cut, cuts_of, manifest_changes
-from memstore.store.zarr_garbage import Garbage, shard_paths
-from memstore.store.zarr_reading import Failed, SealedBlocks, items
-from memstore.store.zarr_sealing import Sealer
+from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
+from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
+from memstore.store.zarr.reading import Failure, SealedBlocks, items
+from memstore.store.zarr.sealing import Cut, Garbage, Sealer, cuts_of, manifest_changes, shard_paths
+from memstore.store.zarr.tail import Deletes, Puts, Snapshot, Tail
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -143,7 +140,9 @@ class ZarrStore(BlockStore):
 
         def evict(txn: Any) -> None:
             nonlocal evicted, rest
-            waiting, rest = tee(rest)  # a transaction may be tried twice
+            # A transaction that is tried again, with the room of the reserve, begins its evictions anew.
+            waiting, rest = tee(rest)
+            # Of the open transaction: each eviction is worked out from the manifest that the one before has left.
             evicted, snapshot = 0, Snapshot(self._tail, txn)
             cuts.clear()
             while (used := snapshot.counters()["bytes"] + used_bytes(txn)) > max_bytes:
@@ -169,7 +168,7 @@ class ZarrStore(BlockStore):
             for cut in (*cuts, *more):
                 self._garbage.drop(cut)
             self._garbage.sweep()
-            self._sealer.what_is_due(batch)
+            self._sealer.seal_due(batch)
 
     def _changes(self, batch: Batch, snapshot: Snapshot) -> tuple[list[Cut], Deletes, Puts]:
         """What ``batch`` does to the extents that ``snapshot`` shows, and to the tail with its manifest."""
@@ -184,17 +183,17 @@ class ZarrStore(BlockStore):
         """
         check_out(keys, layouts, out)
         rows = [[field[row].data for field in out] for row in range(len(keys))]
-        lost: Failed | None = None
+        lost: Failure | None = None
         while True:
             with self._tail.snapshot() as snapshot:
                 sealed = self._sealed.from_tail(snapshot, keys, layouts, rows)
-            failed = self._sealed.fill(sealed)
-            if failed is None:
+            failure = self._sealed.fill(sealed)
+            if failure is None:
                 return
             # A writer may have deleted a shard after the snapshot. Then a newer manifest does not name it.
-            if lost and (lost.sealed.key, lost.sealed.place) == (failed.sealed.key, failed.sealed.place):
-                raise failed.error
-            lost = failed
+            if lost and (lost.read.key, lost.read.place) == (failure.read.key, failure.read.place):
+                raise failure.error
+            lost = failure
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
@@ -278,6 +277,8 @@ class ZarrStore(BlockStore):
         """Move the living blocks of a shard to the tail, if there are dead ones in it; the shard is deleted then."""
         first = extent.first + shard * extent.shard_blocks
         living = [block for block in range(first, first + extent.shard_blocks) if extent.place(block)]
+        # A shard with one dead block goes as one with many does: what was forgotten shall be gone. The living blocks
+        # are a batch like any other, so a kill leaves a whole memory, and new shards follow by themselves.
         if len(living) == extent.shard_blocks:
             return
         batch = Batch()
@@ -322,7 +323,7 @@ class ZarrStore(BlockStore):
         if owner is None and counters["next_extent"] == 1 and not self.read_only:
             self._claim(counters)
             return
-        problem = owner and self._objects.read([Piece(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
+        problem = owner and self._objects.read([RangeRead(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
         if problem and problem != absent(f"owner.{owner}"):
             raise OSError(problem)
         if owner is None or problem:
