@@ -22,7 +22,6 @@ from memstore.errors import (
     ForeignMemory,
     InvalidArgument,
     NotAMemory,
-    NotFound,
     ReadOnlyMemory,
     StoreFull,
 )
@@ -164,8 +163,6 @@ class LmdbStore(BlockStore):
     def _initialise(self, blocks_per_value: int, batch: Batch) -> None:
         if self._facts() is not None:
             raise InvalidArgument(f"{self.path} holds a memory already; open it, or choose another folder")
-        if self._env.stat()["entries"]:
-            raise self._without_facts()
         check_batch(batch)
         self._naming.lengths[Table.BLOCKS] = blocks_per_value
         self._commit(batch.deletes, batch.puts)
@@ -174,10 +171,8 @@ class LmdbStore(BlockStore):
 
     def _read_facts(self) -> None:
         facts = self._facts()
-        if facts is None and self._env.stat()["entries"]:
-            facts = self._facts()  # of a memory that somebody made in this very moment
         if facts is None:
-            raise self._without_facts()
+            raise environments.unfinished(self.path)
         if facts["format"] not in self._formats:
             raise self._other_format(facts["format"])
         self._use_format(facts["format"])
@@ -188,22 +183,21 @@ class LmdbStore(BlockStore):
         self._naming.checked = number != self._formats[0]
 
     def _facts(self) -> dict[str, Any] | None:
-        """What the store says of itself; None where it was never finished. Raises ``DamagedError``."""
+        """What the store says of itself; None where it was never finished. Raises ``DamagedError``, ``NotAMemory``."""
         try:
+            # Of one transaction: while another process makes the memory, ``env.stat`` is ahead of what reads see.
             with self._env.begin(buffers=True) as txn:
-                return _facts(txn)
+                facts, entries = _facts(txn), txn.stat()["entries"]
         except lmdb.Error as error:
             raise self._failure(error) from error
+        if facts is None and entries:
+            raise NotAMemory(f"{self.path} holds an LMDB environment of something else, not a memory")
+        return facts
 
     def _other_format(self, number: int) -> ForeignMemory:
         if number in TAIL_FORMATS:
             return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
         return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
-
-    def _without_facts(self) -> NotFound | NotAMemory:
-        if self._env.stat()["entries"]:
-            return NotAMemory(f"{self.path} holds an LMDB environment of something else, not a memory")
-        return environments.unfinished(self.path)
 
     @property
     def blocks_per_value(self) -> int:
