@@ -14,7 +14,7 @@ from memstore.models.drt.choice import DRTChoice
 from memstore.models.landmark import Reader as LandmarkReader
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.readers.observer import Choice, Choices, Recording
-from memstore.readers.stock.choice import StockChoice
+from memstore.readers.stock.call import StockChoice
 from tests.models import drt, landmark
 from tests.readers.models import generate, tiny
 from tests.readers.test_retrieval import LAYERS, SHARES, prompt, reading

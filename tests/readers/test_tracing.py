@@ -73,7 +73,7 @@ def watched(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         return attend_plainly(q, k, v, mask=mask, **options)
 
     recording = [False]
-    monkeypatch.setattr("memstore.readers.stock.layer.attend", attend)
+    monkeypatch.setattr("memstore.readers.stock.call.attend", attend)
     recording[0] = True
     yield calls
     recording[0] = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -24,9 +25,8 @@ from memstore.memory.search import Match
 from memstore.readers.observer import Observer, Recording
 from memstore.readers.stock import calibration, rotary
 from memstore.readers.stock.architecture import Architecture, LayerPlan, implementation
-from memstore.readers.stock.call import Call
-from memstore.readers.stock.choice import BlockLists
-from memstore.readers.stock.layer import LayerStates
+from memstore.readers.stock.call import Call, LayerStates
+from memstore.readers.stock.draft import BlockList
 from memstore.readers.stock.reading import ReadResult, read
 from memstore.readers.stock.search import search
 from memstore.readers.stock.selection import Selection
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 NAME = "memstore"
+KEPT = 4096
+"""Lists that ``trace`` remembers."""
 NOTHING = Visible(range(0), Candidates(()), range(0))
 _PLANS: WeakKeyDictionary[nn.Module, tuple[Attached, LayerPlan]] = WeakKeyDictionary()
 
@@ -78,7 +80,7 @@ class Attached:
         self._tap: dict[int, Tensor] | None = None
         self.observers: list[Observer] = []
         """Told what the calls of the model retrieve; not what reading does."""
-        self.trace = BlockLists()
+        self.trace: deque[BlockList] = deque(maxlen=KEPT)
         """The lists of blocks that were chosen, oldest first, while reading too."""
         self._recorder: Recorder | None = None
 

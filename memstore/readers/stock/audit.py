@@ -28,9 +28,7 @@ from memstore.memory.ingest import progress_bar
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.attached import Attached
-from memstore.readers.stock.call import Call
-from memstore.readers.stock.choice import StockChoice
-from memstore.readers.stock.layer import LayerStates
+from memstore.readers.stock.call import Call, LayerStates, StockChoice
 from memstore.readers.stock.visible import Candidates
 
 READ = 256

@@ -1,45 +1,38 @@
-"""One sequence of forward passes over one cache: a prompt and its continuation, or a segment being read."""
+"""One sequence of forward passes over one cache: a prompt and its continuation, or a segment being read.
+
+A ``Call`` has what all layers share: local tokens, what they see of the memory, masks and positions. It has a
+``LayerStates`` for each attention layer, which is the layer of the cache that transformers knows.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from memstore.attention import Placement, place
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.kernels.block_attention import attend
+from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.choice import StockChoice
-from memstore.readers.stock.layer import ROOM, LayerStates
+from memstore.readers.stock.draft import BlockList, StockDraft
 from memstore.readers.stock.rotary import CosSin, LayerRotary
+from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
 from memstore.readers.stock.visible import Candidates, States, Visible, gather
 
 if TYPE_CHECKING:
     from memstore.memory import Document
-    from memstore.readers.observer import Observer
-    from memstore.readers.stock.choice import BlockLists
-    from memstore.readers.stock.selection import CandidateLists, Selection
 
+ROOM = 64
+"""Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""
 MEMOS = 1024
 """Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
-
-
-@dataclass(eq=False)
-class FetchedList:
-    """What a layer has of a list, once it has fetched the states."""
-
-    chosen: CandidateLists
-    """What could be read of it."""
-    start: int
-    """The key at which the retrieved blocks begin, which follow each other."""
-    tiers: dict[int, str] | None
-    """Where each candidate was when it was chosen; None where nobody was watching."""
-    gather_seconds: float
-    """Time it took."""
 
 
 class Call:
@@ -54,9 +47,9 @@ class Call:
         reading: bool = False,
         retrieve: bool = True,
         observers: Sequence[Observer] = (),
-        trace: BlockLists | None = None,
+        trace: deque[BlockList] | None = None,
     ) -> None:
-        """``observers``: told of what all layers retrieve; ``trace`` only of what was searched for."""
+        """``observers`` are told what every layer retrieves; lists that were searched for go into ``trace``."""
         self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
         self.room = 0 if reading else ROOM
         self.candidates = seen.candidates if retrieve else Candidates(())
@@ -173,14 +166,16 @@ class Call:
     ) -> None:
         """Tell who is watching what a layer attends to; see ``StockChoice``."""
         fetched, searched, states.searched = states.fetched, states.searched, False
-        observers = [self.trace, *self.observers] if searched and self.trace is not None else self.observers
-        if fetched is None or not observers:
+        remembered = searched and self.trace is not None
+        if fetched is None or not (remembered or self.observers):
             return
         searching, self.selection.search_seconds = self.selection.search_seconds, 0.0
         gathering, fetched.gather_seconds = fetched.gather_seconds, 0.0
         spent = (1e6 * searching, 1e6 * gathering)
         choice = StockChoice(states, fetched, searched, queries, turned, keys, mask, options, *spent)
-        for observer in observers:
+        if self.trace is not None and remembered:
+            self.trace.extend(choice.lists())
+        for observer in self.observers:
             observer.choice(choice)
 
     # Positions
@@ -377,3 +372,249 @@ class Call:
         batch = max(len(local), len(prefix))
         keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)
         return self.positions[:, None, :, None] - keys[:, :, None, :] < sliding
+
+
+class LayerStates(CacheLayerMixin):
+    """A cache layer of transformers whose beginning comes from the memory.
+
+    Keys and values lie in one buffer ``[B, heads, capacity, D]``: first the prefix (sink, retrieved, direct), then the
+    local tokens, all at the positions they are attended at.
+    """
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, call: Call, plan: LayerPlan) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
+        self.keys = self.values = torch.empty(0)
+        self.call, self.plan = call, plan
+        self.chosen: CandidateLists | None = None
+        """What is retrieved; None while nothing is."""
+        self.tiers: dict[int, str] | None = None
+        """Where each candidate of ``chosen`` was then; None where nobody was watching."""
+        self.searched = False
+        """``chosen`` was searched for since the layer last attended."""
+        self.chosen_at = 0
+        self.stale = True
+        self.prefix = 0
+        self.prefix_positions = torch.empty(1, 1, 0, dtype=torch.long)
+        self.fetched: FetchedList | None = None
+        """What was fetched of ``chosen``."""
+        self.fresh: States | None = None
+        """Position-free states of the segment, kept while reading."""
+
+    def set_chosen(self, chosen: CandidateLists) -> None:
+        """Attend to the candidates ``chosen`` from now on."""
+        if self.chosen is None or not self.chosen.same(chosen):
+            self.chosen, self.stale = chosen, True
+            self.tiers = self.call.tiers(self.plan, chosen)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention of position-free ``q [B, H, T, D]``, ``k, v [B, G, T, D]`` over prefix and local tokens."""
+        call, rotary = self.call, self.plan.rotary
+        if call.reading:
+            self.fresh = (k, v)
+        call.see_queries(self, q)
+        if self.stale:
+            self._fetch_prefix(k, v)
+        queries = q
+        q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
+        keys, values = self._append(k, v)
+        mask = call.mask(self, q.dtype)
+        call.tell(self, queries, q, keys, mask, **options)
+        return attend(q, keys, values, mask=mask, **options)
+
+    def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:
+        """Fill the beginning of the buffers from the memory, keeping the local tokens after it."""
+        local = self._local()
+        parts, self.prefix_positions, self.fetched = self.call.prefix(self.plan, self.chosen, self.tiers)
+        heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
+        self.prefix = self.prefix_positions.shape[-1]
+        self._allocate(k, v, heads, self.prefix + self.call.length + k.shape[2] + self.call.room)
+        start = 0
+        for keys, values in parts:
+            end = start + keys.shape[2] * keys.shape[3]
+            _fill(self.keys[:, :, start:end], keys)
+            _fill(self.values[:, :, start:end], values)
+            start = end
+        if self.prefix:
+            self._rotate_prefix()
+        self.stale = False
+        if local is not None:
+            self._write(*local, at=self.prefix)
+
+    def _rotate_prefix(self) -> None:
+        keys, rotary, positions = self.keys[:, :, : self.prefix], self.plan.rotary, self.prefix_positions
+        cos_sin = self.call.prefix_cos_sin(rotary, positions)
+        if cos_sin is None:
+            return
+        if positions.shape[1] == 1:
+            keys.copy_(rotary.rotate(keys, cos_sin))
+        else:  # every head has its own blocks and so its own positions
+            rotated = rotary.rotate(keys.flatten(0, 1).unsqueeze(1), cos_sin)
+            keys.copy_(rotated.view_as(keys))
+
+    def _local(self) -> States | None:
+        if not self.is_initialized or not self.call.length:
+            return None
+        local = slice(self.prefix, self.prefix + self.call.length)
+        return self.keys[:, :, local].clone(), self.values[:, :, local].clone()
+
+    def _allocate(self, k: Tensor, v: Tensor, heads: int, capacity: int) -> None:
+        self.keys = k.new_empty(k.shape[0], heads, capacity, k.shape[3])
+        self.values = v.new_empty(v.shape[0], heads, capacity, v.shape[3])
+        self.is_initialized = True
+
+    def _append(self, k: Tensor, v: Tensor) -> States:
+        start = self.prefix + self.call.length
+        end = start + k.shape[2]
+        if end > self.keys.shape[2]:
+            self._grow(end)
+        self._write(k, v, at=start)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _write(self, k: Tensor, v: Tensor, at: int) -> None:
+        heads = self.keys.shape[1]
+        self.keys[:, :, at : at + k.shape[2]] = self._matching(k, heads)
+        self.values[:, :, at : at + v.shape[2]] = self._matching(v, heads)
+
+    def _matching(self, x: Tensor, heads: int) -> Tensor:
+        """Repeat key-value heads where every query head has a list of its own."""
+        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+    def _grow(self, needed: int) -> None:
+        used = self.prefix + self.call.length
+        keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        self._allocate(keys, values, keys.shape[1], needed + max(ROOM, used // 4))
+        self.keys[:, :, :used], self.values[:, :, :used] = keys, values
+
+    # What transformers asks of a cache layer. Lengths are those of the local tokens: the memory does not count.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffers are made when the prefix is fetched."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
+        """Hand the segment on; it is stored by the attention function, which knows the positions."""
+        if self.call.selection.ended:
+            raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
+        return key_states, value_states
+
+    def crop(self, _tokens_to_remove: int) -> None:
+        """Not possible: what was retrieved for the removed tokens would stay."""
+        raise InvalidArgument(
+            "a cache with a memory cannot be cut back, for blocks were chosen by the tokens that would go: generate "
+            "without assistant_model and prompt_lookup_num_tokens"
+        )
+
+    def batch_repeat_interleave(self, _repeats: int) -> None:
+        """Not possible: pass the prompt as often as you want continuations."""
+        raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same as for beams."""
+        self.reorder_cache(indices)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the local keys."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Local tokens so far."""
+        return self.call.length
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget the local tokens and what was retrieved for them."""
+        self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
+        if self.plan.index == 0:
+            self.call.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take over the rows that beam search goes on with."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
+        if self.chosen is not None:
+            self.chosen = self.chosen.rows(beam_idx.cpu())
+        if self.fetched is not None:
+            self.fetched = replace(self.fetched, chosen=self.fetched.chosen.rows(beam_idx.cpu()))
+        if len(self.prefix_positions) > 1:
+            self.prefix_positions = self.prefix_positions.index_select(0, beam_idx.cpu())
+        if self.plan.index == 0:
+            self.call.reorder(beam_idx)
+
+
+def _fill(buffer: Tensor, blocks: Tensor) -> None:
+    """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``; heads repeat where it has more."""
+    repeats = buffer.shape[1] // blocks.shape[1]
+    blocks = blocks if repeats == 1 else blocks.repeat_interleave(repeats, dim=1)
+    buffer.unflatten(2, blocks.shape[2:4]).copy_(blocks)
+
+
+@dataclass(eq=False)
+class StockChoice(Choice):
+    """The lists that one attention layer attends to in one forward pass."""
+
+    states: LayerStates
+    fetched: FetchedList
+    searched: bool
+    """With ``share="model"`` the first layer that uses a list tells of the search for it."""
+    queries: Tensor
+    """``[B, H, T, D]`` without positions."""
+    turned: Tensor
+    """``[B, H, T, D]`` at their positions."""
+    keys: Tensor
+    """``[B, heads, n, D]`` at their positions: all that the layer attends to."""
+    mask: Tensor | None
+    """``[B or 1, heads or 1, T, M]``, added for the last ``M`` keys."""
+    options: dict[str, Any]
+    """``scale``, ``softcap`` and ``sinks`` of the attention."""
+    search_us: float
+    gather_us: float
+
+    @property
+    def layer(self) -> int:  # type: ignore[override]  # nobody sets it
+        """Its number."""
+        return self.states.plan.index
+
+    @property
+    def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
+        """See ``Choice``: a forward pass has one segment."""
+        return range(len(self.queries))
+
+    def draft(self) -> StockDraft:
+        """See ``Choice``."""
+        query = self.turned
+        call = self.states.call
+        return StockDraft(
+            layer=self.layer,
+            fetched=self.fetched,
+            candidates=call.candidates,
+            block_size=call.selection.block_size,
+            query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # without the rest of the prompt
+            keys=self.keys,
+            mask=None if self.mask is None else self.mask[:, :, -1:],
+            options=self.options,
+            search_us=self.search_us,
+            gather_us=self.gather_us,
+        )
+
+    def lists(self) -> list[BlockList]:
+        """The lists, one for each document that has a block in it."""
+        call, chosen = self.states.call, self.states.chosen
+        assert chosen is not None, "something was fetched of it"
+        step = call.length + call.tokens
+        found = []
+        for row, lists in enumerate(zip(chosen.numbers.tolist(), chosen.scores.tolist(), strict=True)):
+            for head, (numbers, scores) in enumerate(zip(*lists, strict=True)):
+                parts: dict[Document, tuple[list[int], list[float]]] = {}
+                for number, score in zip(numbers, scores, strict=True):
+                    document, block = call.candidates.locate(number)
+                    blocks, values = parts.setdefault(document, ([], []))
+                    blocks.append(block)
+                    values.append(score)
+                found += [BlockList(each.name, *part, step, row, self.layer, head) for each, part in parts.items()]
+        return found

@@ -48,6 +48,20 @@ class CandidateLists:
         return CandidateLists(*(each.index_select(0, rows) for each in (self.numbers, self.slots, self.scores)))
 
 
+@dataclass(eq=False)
+class FetchedList:
+    """What a layer has of a list, once it has fetched the states."""
+
+    chosen: CandidateLists
+    """What could be read of it."""
+    start: int
+    """The key at which the retrieved blocks begin, which follow each other."""
+    tiers: dict[int, str] | None
+    """Where each candidate was when it was chosen; None where nobody was watching."""
+    gather_seconds: float
+    """Time it took."""
+
+
 class Selection:
     """Chooses candidates by number; knows nothing of states and positions."""
 

@@ -1,4 +1,4 @@
-"""What a stock model with a memory retrieves, as an observer is told of it.
+"""What a stock model with a memory has retrieved, for traces.
 
 While the model runs, a layer only leaves its query and a view of its keys in a draft. Keys before the end of a step
 never change, so one matrix product gives the weights of all steps that attend to one list. Computed at every step they
@@ -7,10 +7,9 @@ would take longer than attention itself; for sixteen steps at once they take a q
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,84 +18,9 @@ from torch import Tensor
 
 from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory.look import TIERS, Array, Look
-from memstore.readers.observer import Choice, Draft, Observer
-
-if TYPE_CHECKING:
-    from memstore.memory import Document
-    from memstore.readers.stock.call import FetchedList
-    from memstore.readers.stock.layer import LayerStates
-    from memstore.readers.stock.visible import Candidates
-
-KEPT = 4096
-"""Lists that ``attached.trace`` remembers."""
-
-
-@dataclass(eq=False)
-class StockChoice(Choice):
-    """The lists that one attention layer attends to in one forward pass."""
-
-    states: LayerStates
-    fetched: FetchedList
-    searched: bool
-    """With ``share="model"`` the first layer that uses a list tells of the search for it."""
-    queries: Tensor
-    """``[B, H, T, D]`` without positions."""
-    turned: Tensor
-    """``[B, H, T, D]`` at their positions."""
-    keys: Tensor
-    """``[B, heads, n, D]`` at their positions: all that the layer attends to."""
-    mask: Tensor | None
-    """``[B or 1, heads or 1, T, M]``, added for the last ``M`` keys."""
-    options: dict[str, Any]
-    """``scale``, ``softcap`` and ``sinks`` of the attention."""
-    search_us: float
-    gather_us: float
-
-    @property
-    def layer(self) -> int:  # type: ignore[override]  # nobody sets it
-        """Its number."""
-        return self.states.plan.index
-
-    @property
-    def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
-        """See ``Choice``: a forward pass has one segment."""
-        return range(len(self.queries))
-
-    def draft(self) -> StockDraft:
-        """See ``Choice``."""
-        query = self.turned
-        call = self.states.call
-        return StockDraft(
-            layer=self.layer,
-            fetched=self.fetched,
-            candidates=call.candidates,
-            block_size=call.selection.block_size,
-            query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # without the rest of the prompt
-            keys=self.keys,
-            mask=None if self.mask is None else self.mask[:, :, -1:],
-            options=self.options,
-            search_us=self.search_us,
-            gather_us=self.gather_us,
-        )
-
-    def lists(self) -> list[BlockList]:
-        """The lists, one for each document that has a block in it."""
-        call, chosen = self.states.call, self.states.chosen
-        assert chosen is not None, "something was fetched of it"
-        step = call.length + call.tokens
-        found = []
-        for row, lists in enumerate(zip(chosen.numbers.tolist(), chosen.scores.tolist(), strict=True)):
-            for head, (numbers, scores) in enumerate(zip(*lists, strict=True)):
-                parts: dict[Document, tuple[list[int], list[float]]] = {}
-                for number, score in zip(numbers, scores, strict=True):
-                    document, block = call.candidates.locate(number)
-                    blocks, values = parts.setdefault(document, ([], []))
-                    blocks.append(block)
-                    values.append(score)
-                found += [
-                    BlockList(document.name, *part, step, row, self.layer, head) for document, part in parts.items()
-                ]
-        return found
+from memstore.readers.observer import Draft
+from memstore.readers.stock.selection import FetchedList
+from memstore.readers.stock.visible import Candidates
 
 
 class BlockList(NamedTuple):
@@ -115,18 +39,6 @@ class BlockList(NamedTuple):
     """The layer that attends to it. With ``share="model"`` all layers from this one on do."""
     head: int
     """Which of the layer's lists this is; 0 where all heads share one."""
-
-
-class BlockLists(deque[BlockList], Observer):
-    """An observer that remembers the last few thousand lists that were searched for, oldest first."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=KEPT)
-
-    def choice(self, choice: Choice) -> None:
-        """See ``Observer``."""
-        if isinstance(choice, StockChoice) and choice.searched:
-            self.extend(choice.lists())
 
 
 @dataclass(eq=False)
