@@ -228,9 +228,9 @@ def _router(folder: Path, hidden: Tensor) -> Router:
 
 
 def _signs(codes: Tensor) -> Tensor:
-    from memstore.memory.landmarks import encode
+    from memstore.memory.tensors import encode_landmarks
 
-    return encode(codes, "bit")
+    return encode_landmarks(codes, "bit")
 
 
 def _spread(rows: Tensor, count: int) -> Tensor:

@@ -26,16 +26,15 @@ from memstore.errors import (
 if TYPE_CHECKING:
     from memstore.memory.copy import copy_memory as copy
     from memstore.memory.document import Document
-    from memstore.memory.fingerprint import Fingerprint
     from memstore.memory.memory import Memory
     from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
     from memstore.memory.retrieval import Retrieval
-    from memstore.memory.spec import MemorySpec
+    from memstore.memory.spec import Fingerprint, MemorySpec
     from memstore.readers.attach import attach
 
 _HOMES = {
     "Document": ("memstore.memory.document", "Document"),
-    "Fingerprint": ("memstore.memory.fingerprint", "Fingerprint"),
+    "Fingerprint": ("memstore.memory.spec", "Fingerprint"),
     "Memory": ("memstore.memory.memory", "Memory"),
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
     "Retrieval": ("memstore.memory.retrieval", "Retrieval"),

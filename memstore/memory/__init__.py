@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memstore.memory.append import Append
-    from memstore.memory.audit import Finding
+    from memstore.memory.checking import Finding
     from memstore.memory.document import Document
-    from memstore.memory.fingerprint import Fingerprint
     from memstore.memory.memory import Memory, open_memory
+    from memstore.memory.recorder import Look, Recorder, Step
     from memstore.memory.retrieval import Retrieval
-    from memstore.memory.spec import MemorySpec
-    from memstore.memory.traces import Look, Recorder, Step, Trace, Traces
+    from memstore.memory.spec import Fingerprint, MemorySpec
+    from memstore.memory.traces import Trace, Traces
     from memstore.memory.view import Hits, LayerView
 
 _HOMES = {
     "Append": "append",
     "Document": "document",
-    "Finding": "audit",
-    "Fingerprint": "fingerprint",
+    "Finding": "checking",
+    "Fingerprint": "spec",
     "Hits": "view",
     "LayerView": "view",
-    "Look": "traces",
+    "Look": "recorder",
     "Memory": "memory",
     "MemorySpec": "spec",
-    "Recorder": "traces",
+    "Recorder": "recorder",
     "Retrieval": "retrieval",
-    "Step": "traces",
+    "Step": "recorder",
     "Trace": "traces",
     "Traces": "traces",
     "open_memory": "memory",

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.memory.coding import decode_block_rows, read_tail
 from memstore.memory.ingest import background_workers
-from memstore.memory.layouts import block_layouts
-from memstore.memory.spec import MemorySpec
-from memstore.memory.tensors import Rows
+from memstore.memory.spec import MemorySpec, block_layouts
+from memstore.memory.tensors import Rows, decode_block_rows, read_tail
 from memstore.store.contract import BlockStore, Key
 from memstore.store.tiered import Changed, Tiers, Wanted
 

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
-from memstore.memory import keeping
-from memstore.memory.append import Append, Tokens, as_tokens
-from memstore.memory.handle import Handle
-from memstore.memory.keeping import Keeping
-from memstore.memory.layouts import token_layout
+from memstore.memory.append import Append, Tokens, as_tokens, forking, truncation
+from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
-from memstore.memory.shared import Shared, next_document_record
-from memstore.memory.sharing import forking, truncation
-from memstore.memory.state import NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.rules import Keeping
+from memstore.memory.shared import Handle, Shared, next_document_record
+from memstore.memory.spec import token_layout
 from memstore.memory.tensors import Rows, from_record
 from memstore.memory.view import LayerView
 from memstore.store.contract import Batch
@@ -298,7 +295,7 @@ class Document:
         document is as it was, also for readers. Raises ``NotFound`` for a document that has nothing in it yet,
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
-        self._change(lambda rules, number: rules.expiring(number, seconds, keeping.utc()))
+        self._change(lambda rules, number: rules.expiring(number, seconds, self._shared.keeper.now()))
 
     def _change(self, change: Callable[[Keeping, int], Keeping]) -> None:
         self._check_writable()

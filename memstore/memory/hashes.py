@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from memstore.memory.fingerprint import Fingerprint
+from memstore.memory.spec import Fingerprint
 from memstore.store.contract import Bytes
 
 HASH_BYTES = 16

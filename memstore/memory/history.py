@@ -1,4 +1,6 @@
-"""The history of a document: a chain of hashes over its tokens, one for each complete block.
+"""Digests of weights and tokenizers, for fingerprints.
+
+The history of a document: a chain of hashes over its tokens, one for each complete block.
 
 The hash before the first block says which model computed the states, and how it read: ``h = H(fingerprint, reading)``.
 That of a block says everything up to its end: ``h[i] = H(h[i - 1], tokens of block i)``. So where the hashes of two
@@ -7,21 +9,44 @@ blocks are equal, their whole histories are, and with them their states: blocks 
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
 from memstore.errors import DamagedError
-from memstore.memory.fingerprint import Fingerprint
+from memstore.memory.entry import DocumentState
 from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, following
 from memstore.memory.places import Places
-from memstore.memory.runs import Runs
-from memstore.memory.spec import MemorySpec
-from memstore.memory.state import DocumentState
-from memstore.memory.tensors import byte_rows
+from memstore.memory.spec import Fingerprint, MemorySpec
+from memstore.memory.tensors import Runs, byte_rows
 from memstore.store.contract import BlockStore, Layout, Table
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """xxh3-128 over the names, dtypes, shapes and bytes of all weights."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(raw.numpy())
+    return digest.hexdigest()
+
+
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """xxh3-128 over what turns text into ids; padding and truncation, which callers change, do not count."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        content = json.loads(backend.to_str())
+        content.pop("padding", None)
+        content.pop("truncation", None)
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def history_runs(store: BlockStore) -> Runs:

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN, VectorIndex, files
+from memstore.memory.entry import LAST_BLOCK, LAST_DOCUMENT, LONGEST_NAME, DocumentState
 from memstore.memory.history import hash_before
 from memstore.memory.places import Places
-from memstore.memory.runs import Runs
 from memstore.memory.spec import MemorySpec
-from memstore.memory.state import LAST_BLOCK, LAST_DOCUMENT, LONGEST_NAME, DocumentState
-from memstore.memory.tensors import byte_rows
+from memstore.memory.tensors import Runs, byte_rows
 from memstore.store import paths
 from memstore.stored import anything, fit, members, parse, table, text, whole
 

@@ -15,25 +15,20 @@ from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory, StoreFull
 from memstore.index import IndexCapabilities
-from memstore.memory import keeping, verify
-from memstore.memory.append import Tokens, as_tokens
-from memstore.memory.audit import Finding
+from memstore.memory import verify
+from memstore.memory.append import Deleting, Tokens, as_tokens
 from memstore.memory.blocks import BlockReader
+from memstore.memory.checking import Finding
 from memstore.memory.document import Document
+from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.hashes import beginning
-from memstore.memory.header import blank, read_header
 from memstore.memory.history import chain, known_prefix
 from memstore.memory.index_files import IndexFiles, folder_of
-from memstore.memory.keeper import Keeper
-from memstore.memory.keeping import WhenFull
-from memstore.memory.layouts import plain_layouts, run_layout
 from memstore.memory.named import Named
 from memstore.memory.repair import Repair, Repaired
-from memstore.memory.rules import Rules
+from memstore.memory.rules import Keeper, Rules, WhenFull
 from memstore.memory.shared import Shared, not_found
-from memstore.memory.sharing import Deleting
-from memstore.memory.spec import MemorySpec
-from memstore.memory.state import LONGEST_NAME
+from memstore.memory.spec import MemorySpec, blank, plain_layouts, read_header, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.memory.usage import Usage, present
@@ -229,7 +224,7 @@ class Memory:
             whole = not self._shared.keeper.ruled and set(names.values()) <= set(copied)
             taken = rules if whole else rules.only(made)
             if taken != Rules():
-                self._shared.keeper.change(lambda mine: taken.added_to(mine, names, keeping.utc()))
+                self._shared.keeper.change(lambda mine: taken.added_to(mine, names, self._shared.keeper.now()))
 
     def expire(self) -> list[str]:
         """Forget every document whose time to live is over and that is not pinned, in one transaction; their names.
@@ -343,7 +338,7 @@ class Memory:
 
         A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
         removed, a lost entry of a document is written again from its token ids. With ``drop_blocks`` a document loses
-        its damaged blocks alone: see ``dropping.py``. ``dry_run`` changes nothing and tells what would be done first.
+        its damaged blocks alone: see ``repair.py``. ``dry_run`` changes nothing and tells what would be done first.
         Raises ``DamagedError`` where the tree around the values is damaged, so that nothing can be changed in place
         (``memstore repair --to`` saves what can be read then), ``ReadOnlyMemory``.
         """

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
+from memstore.memory.entry import FIRST_NAMED, LAST_ITEM, NAMED_VALUE
 from memstore.memory.shared import Shared
-from memstore.memory.state import FIRST_NAMED, LAST_ITEM, NAMED_VALUE
 from memstore.memory.tensors import TORCH_DTYPES, from_record, to_record
 from memstore.store.contract import Batch, Key, Layout, Record, Table
 from memstore.stored import anything, array, check_depth, fit, table, text

@@ -24,21 +24,19 @@ from torch import Tensor
 
 from memstore import errors
 from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.memory.append import Deleting
 from memstore.memory.blocks import BlockReader
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
-from memstore.memory.header import read_header
+from memstore.memory.entry import Address, DocumentState
 from memstore.memory.index_files import IndexFiles
-from memstore.memory.keeper import Keeper
-from memstore.memory.layouts import block_layouts, plain_layouts, token_layout
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.named import Named
 from memstore.memory.places import Places
 from memstore.memory.repair import told_by_tokens
-from memstore.memory.rules import Rules
+from memstore.memory.rules import Keeper, Rules
 from memstore.memory.shared import Shared
-from memstore.memory.sharing import Deleting
-from memstore.memory.state import Address, DocumentState
+from memstore.memory.spec import block_layouts, plain_layouts, read_header, token_layout
 from memstore.memory.tensors import Rows
 from memstore.memory.urls import open_unchecked
 

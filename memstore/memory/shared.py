@@ -1,4 +1,7 @@
-"""What the parts of one open memory share."""
+"""What the parts of one open memory share.
+
+A document by name, and its state at the last commit: what a document and its views share.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,13 @@ from weakref import WeakKeyDictionary
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import IndexCapabilities, VectorIndex, open_index
 from memstore.memory.blocks import BlockReader
-from memstore.memory.catalog import Catalog, catalog_of
+from memstore.memory.entry import NEXT_DOCUMENT, NEXT_DOCUMENT_VALUE, Address, DocumentState
 from memstore.memory.history import history_runs
 from memstore.memory.index_files import IndexFiles
-from memstore.memory.keeper import Keeper
-from memstore.memory.landmarks import index_dtype
-from memstore.memory.layouts import block_layouts, fits_in
-from memstore.memory.places import Homes, Places
-from memstore.memory.runs import LandmarkRuns, Runs
-from memstore.memory.spec import MemorySpec
-from memstore.memory.state import NEXT_DOCUMENT, NEXT_DOCUMENT_VALUE, Address, DocumentState
+from memstore.memory.places import Catalog, Homes, Places, catalog_of
+from memstore.memory.rules import Keeper
+from memstore.memory.spec import MemorySpec, block_layouts, fits_in
+from memstore.memory.tensors import LandmarkRuns, Runs, index_dtype
 from memstore.store.contract import BlockStore, Layout, Record
 from memstore.stored import fit
 
@@ -155,3 +155,52 @@ def not_found(name: str, url: str, names: list[str]) -> NotFound:
     """The error for a document that does not exist."""
     shown = ", ".join(repr(known) for known in names[:10]) + (", ..." if len(names) > 10 else "")
     return NotFound(f"memory {url} has no document {name!r}; it has {shown or 'none'}.")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    version: int
+    state: DocumentState
+
+
+class Handle:
+    """Knows the number of a document once it has one, and reads its entry again after every commit."""
+
+    def __init__(self, shared: Shared, name: str) -> None:
+        self.shared = shared
+        self.name = name
+        self.id = shared.catalog.find(name)
+        """Number of the document; None before its first append."""
+        self._seen: _Seen | None = None
+
+    @property
+    def places(self) -> Places:
+        """Where its values lie; only for a document that has some."""
+        state = self.current()
+        assert self.id is not None
+        return self.shared.places(self.id, state)
+
+    def current(self) -> DocumentState:
+        """The state at the last commit of whoever; reads the store only if something was committed since.
+
+        Raises ``NotFound`` where the document was forgotten, and ``DamagedError``.
+        """
+        # The version is read first: a commit between the two reads only makes the next call look again.
+        version = self.shared.store.version()
+        seen = self._seen
+        if seen is None or seen.version != version:
+            seen = _Seen(version, self._load())
+            self._seen = seen
+        return seen.state
+
+    def _load(self) -> DocumentState:
+        number = self.id if self.id is not None else self.shared.catalog.find(self.name)
+        if number is None:
+            return DocumentState(name=self.name)
+        self.id = number  # never back to None, which another thread may have found a moment ago
+        state = self.shared.state(number)
+        if state is None:
+            raise NotFound(
+                f"document {self.name!r} of memory {self.shared.url} was forgotten; ask the memory for it again."
+            )
+        return state

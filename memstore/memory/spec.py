@@ -1,15 +1,87 @@
-"""The layout of a memory: sizes, element types and the fingerprint of the model it belongs to."""
+"""What must agree before stored states are reused.
+
+The layout of a memory: sizes, element types and the fingerprint of the model it belongs to.
+
+Layouts of the values of a memory, all of which follow from its spec.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from memstore.errors import InvalidArgument
-from memstore.memory.fingerprint import Fingerprint, check_names
+from memstore._version import __version__
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory
+from memstore.memory.entry import HEADER, DocumentState
+from memstore.memory.urls import Blank
+from memstore.store.contract import Batch, BlockStore, Layout, Record
 from memstore.stored import anything, array, fit, maybe, members, row, table, text, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Identity of whatever makes the states of a memory: states of one are noise to another.
+
+    Attributes:
+        architecture: Kind and sizes of the model, such as ``llama/30x3x64`` (layers, key-value heads, head size).
+        weights: Digest of the weights.
+        tokenizer: Digest of the tokenizer; None where it is unknown, which agrees with everything.
+        positions: Position encoding of the model, such as ``rope``.
+        layout: What a block holds, such as ``kv``: keys before position encoding, and values.
+        dtype: Element type that the model computed in.
+        block_size: Tokens per block.
+    """
+
+    architecture: str
+    weights: str
+    tokenizer: str | None
+    positions: str
+    layout: str
+    dtype: str
+    block_size: int
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What differs between this model and the ``other``, which is the memory's; one phrase each."""
+        pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return [
+            f"{name}: {ours} here, {theirs} in the memory"
+            for name, ours, theirs in pairs
+            if ours != theirs and not (name == "tokenizer" and None in (ours, theirs))
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
+        """The inverse of ``to_dict``. Raises what ``MemorySpec.from_dict`` does."""
+        check_names("fingerprint", values, {field.name for field in fields(cls)})
+        fit(values, FINGERPRINT, "the fingerprint of a memory")
+        return cls(**values)
+
+
+FINGERPRINT = table(
+    **dict.fromkeys(("architecture", "weights", "positions", "layout", "dtype"), text(10_000)),
+    tokenizer=maybe(text(10_000)),
+    block_size=whole(1, 2**31),
+)
+
+
+def check_names(what: str, values: Mapping[str, Any], known: set[str]) -> None:
+    """Raise ``ForeignMemory`` unless ``values`` has the ``known`` names and no others."""
+    if unknown := sorted(set(values) - known):
+        raise ForeignMemory(
+            f"a newer memstore wrote this memory: its {what} has {', '.join(unknown)}; upgrade memstore"
+        )
+    if missing := sorted(known - set(values)):
+        raise ForeignMemory(
+            f"another version of memstore wrote this memory: its {what} lacks {', '.join(missing)}; "
+            "open it with the version that wrote it"
+        )
+
 
 DTYPES = ("float32", "float16", "bfloat16")
 KEY_DTYPES = ("float32", "bfloat16", "bit")
@@ -146,3 +218,106 @@ def _positive(name: str, value: object) -> None:
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InvalidArgument(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
+
+
+BELIEVED_BYTES = 1024 * 1024
+"""What a document may say that it takes before that is compared with the size of the store."""
+RUN_BYTES = 64 * 1024
+"""Landmarks are stored in runs of consecutive blocks of about this size, so that opening a memory reads few values."""
+
+
+def block_layouts(spec: MemorySpec) -> list[Layout]:
+    """Layouts of a complete block of one layer, in the order of the records: what the codec stores of each field."""
+    if spec.codec == "none":
+        return plain_layouts(spec)
+    from memstore.store.codecs import codec_named  # which needs torch, and a check of a memory should not
+
+    codec = codec_named(spec.codec)
+    return [layout for shape in spec.fields.values() for layout in codec.layouts(spec.dtype, shape)]
+
+
+def plain_layouts(spec: MemorySpec) -> list[Layout]:
+    """Layouts of an incomplete last block, which no codec touches: each field as it is."""
+    return [Layout(spec.dtype, shape) for shape in spec.fields.values()]
+
+
+def token_layout(tokens: int) -> Layout:
+    """Layout of the token ids of a block that holds ``tokens``."""
+    return Layout("int32", (tokens,))
+
+
+def run_layout(spec: MemorySpec, blocks: int) -> Layout:
+    """Layout of a run of ``blocks`` blocks: ``[blocks, G, P, D]``, or ``[blocks, G, P, D/8]`` uint8 for bits."""
+    bits = spec.key_dtype == "bit"
+    numbers = spec.key_dim // 8 if bits else spec.key_dim
+    return Layout("uint8" if bits else spec.key_dtype, (blocks, spec.key_heads, spec.keys_per_block, numbers))
+
+
+def fits_in(store: BlockStore, spec: MemorySpec, state: DocumentState) -> bool:
+    """Whether a store is large enough for what an entry says that a document has, each block of which lies in it once.
+
+    Otherwise whoever counts to the entry's numbers, or makes room for its blocks, could be kept busy for ever. Raises
+    ``DamagedError`` for an entry that contradicts itself.
+    """
+    if not store.capabilities.durable:  # then this very process wrote it
+        return True
+    state.check()
+    complete = len(state.complete(spec.block_size)) - sum(stop - start for start, stop in state.dropped)
+    blocks = max(complete, len(state.live()) - len(state.complete(spec.block_size)))
+    needed = blocks * spec.layers * sum(layout.nbytes for layout in block_layouts(spec))
+    return needed <= BELIEVED_BYTES or needed <= store.used_bytes()
+
+
+def blocks_per_run(spec: MemorySpec) -> int:
+    """Blocks whose landmarks are stored together; a new memory writes the number down."""
+    return max(1, RUN_BYTES // run_layout(spec, 1).nbytes)
+
+
+FORMAT = 1
+MOST_RUN_BYTES = 64 * 1024 * 1024
+"""Far more than ``layouts.RUN_BYTES`` ever was: what a run that holds several blocks may take."""
+FACTS = table(format=whole(1), library=text(1000), spec=anything, blocks_per_run=whole(1, 2**31))
+
+
+class Header(NamedTuple):
+    """What the header says."""
+
+    spec: MemorySpec
+    blocks_per_run: int
+    """Blocks whose landmarks are stored together."""
+
+
+def blank(spec: MemorySpec) -> Blank:
+    """What makes an empty store a memory with this spec."""
+    batch = Batch()
+    values = {"format": FORMAT, "library": __version__, "spec": spec.to_dict(), "blocks_per_run": blocks_per_run(spec)}
+    batch.put(HEADER, Record.from_json(values))
+    return Blank(batch, sum(layout.nbytes for layout in block_layouts(spec)))
+
+
+def read_header(store: BlockStore, url: str) -> Header:
+    """Raises ``NotAMemory``, ``ForeignMemory`` or ``DamagedError``."""
+    try:
+        records = store.get(HEADER)
+    except DamagedError as error:
+        raise DamagedError(
+            f"memory {url} has lost its header, without which nothing of it can be understood ({error}). "
+            "Restore it from a copy",
+            memory=url,
+            remedy="restore",
+        ) from error
+    if records is None:
+        raise NotAMemory(f"{url} has no header of a memory; it holds something else, or was made by hand.")
+    values: dict[str, Any] = fit(records[0].to_json(), FACTS, f"the header of memory {url}")
+    if values["format"] > FORMAT:
+        raise ForeignMemory(
+            f"memory {url} has format {values['format']}, made by memstore {values['library']}; "
+            f"memstore {__version__} reads up to {FORMAT}. Upgrade memstore."
+        )
+    try:
+        spec = MemorySpec.from_dict(values["spec"])
+        if values["blocks_per_run"] > 1 and run_layout(spec, values["blocks_per_run"]).nbytes > MOST_RUN_BYTES:
+            raise DamagedError(f"memory {url}: no memstore writes {values['blocks_per_run']:,} blocks in one run")
+        return Header(spec, values["blocks_per_run"])
+    except InvalidArgument as error:
+        raise ForeignMemory(f"memory {url} has a spec that this memstore cannot use: {error}") from error

@@ -1,4 +1,11 @@
-"""From the url of a memory to its store: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's."""
+"""Memories whose shards lie in object storage: ``zarr+s3://bucket/prefix``, and what else ``obstore`` can reach.
+
+The shards lie where the url says. Documents, tokens, landmarks, recent blocks and the manifest change with every
+commit, so they stay in a folder of a local disk, the *tail*: ``?tail=PATH`` behind the url names it, and without that
+it lies among the user's data, under a hash of the url. The two belong together; neither is a memory without the other.
+
+From the url of a memory to its store: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +16,77 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from urllib.parse import parse_qs, urlsplit
+
+import platformdirs
+from xxhash import xxh3_128_hexdigest
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotAMemory, NotFound
-from memstore.memory import remote
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
 
-if TYPE_CHECKING:  # heavy, and the second needs an extra
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+    from zarr.abc.store import Store
+
     from memstore.store.lmdb import LmdbStore
     from memstore.store.zarr import ZarrStore
+
+
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
+"""What may stand behind ``zarr+``."""
+RETRIES: RetryConfig = {"max_retries": 5}
+"""How often ``obstore`` tries again before a storage counts as not reached."""
+
+
+class Remote(NamedTuple):
+    """The two places of such a memory."""
+
+    shards: str
+    """Url that ``obstore`` understands."""
+    tail: Path
+    """Folder on a local disk."""
+
+
+def is_remote(url: str | Path) -> bool:
+    """Whether a url is one of these."""
+    return str(url).startswith("zarr+")
+
+
+def remote_places(url: str) -> Remote:
+    """Where the parts of the memory at ``url`` lie. Raises ``InvalidArgument``."""
+    parts = urlsplit(url.removeprefix("zarr+"))
+    options = parse_qs(parts.query, keep_blank_values=True)
+    if parts.scheme not in SCHEMES or not (parts.netloc or parts.path.strip("/")) or parts.fragment:
+        known = ", ".join(f"zarr+{scheme}://..." for scheme in SCHEMES)
+        raise InvalidArgument(f"cannot open {url!r}: expected one of {known}, such as zarr+s3://bucket/prefix")
+    if set(options) - {"tail"} or options.get("tail") == [""]:
+        raise InvalidArgument(f"cannot open {url!r}: behind the question mark only tail=PATH is understood")
+    shards = parts._replace(query="").geturl().rstrip("/")
+    if "tail" in options:
+        return Remote(shards, Path(options["tail"][-1]))
+    return Remote(shards, platformdirs.user_data_path("memstore") / "tails" / xxh3_128_hexdigest(shards.encode()))
+
+
+def open_shards(remote: Remote, *, read_only: bool) -> Store:
+    """The shards as a store of the ``zarr`` library; the keys to it are where ``obstore`` looks for them.
+
+    Raises ``InvalidArgument``.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+        from zarr.storage import ObjectStore
+    except ImportError:
+        raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
+    try:
+        if remote.shards.startswith("file:"):
+            return ObjectStore(LocalStore(urlsplit(remote.shards).path, mkdir=not read_only), read_only=read_only)
+        return ObjectStore(from_url(remote.shards, retry_config=RETRIES), read_only=read_only)
+    except (BaseError, ValueError, OSError) as error:
+        why = str(error).splitlines()[0]
+        raise InvalidArgument(f"the storage of zarr+{remote.shards} cannot be opened: {why}") from None
+
 
 ENTRY_POINTS = "memstore.stores"
 """Entry point group of other packages' stores: scheme -> a callable ``(url, mode, blank) -> Opened``."""
@@ -63,7 +132,7 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         return _open_ram(str(url)[4:], mode, blank)
     if scheme[1] == "zarr":
         return _open_zarr(Path(str(url)[5:]), mode, blank)
-    if remote.is_remote(url):
+    if is_remote(url):
         return _open_remote(str(url), mode, blank)
     found = _plugin(scheme[1], str(url))(str(url), mode, blank)
     if not isinstance(found, Opened):
@@ -101,7 +170,7 @@ def open_unchecked(url: str | Path) -> BlockStore:
         from memstore.store.zarr import ZarrStore
 
         return ZarrStore.open(str(url)[5:], read_only=True, check=False)
-    if remote.is_remote(url):
+    if is_remote(url):
         return _open_remote(str(url), "r", None, check=False).store
     return open_store(url, "r", None).store
 
@@ -113,13 +182,13 @@ def is_path(url: str | Path) -> bool:
 
 def on_disk(url: str | Path) -> bool:
     """Whether other processes of this machine can open ``url`` for reading with what memstore itself brings."""
-    return is_path(url) or str(url).startswith("zarr:") or remote.is_remote(url)
+    return is_path(url) or str(url).startswith("zarr:") or is_remote(url)
 
 
 def folder(url: str | Path) -> Path | None:
     """The folder of a memory on disk, of one in object storage that of its tail; None where there is none."""
-    if remote.is_remote(url):
-        return remote.places(str(url)).tail
+    if is_remote(url):
+        return remote_places(str(url)).tail
     return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
 
 
@@ -171,13 +240,13 @@ def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
 def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> Opened:
     from memstore.store.zarr import ZarrStore
 
-    where = remote.places(url)
+    where = remote_places(url)
     tail = where.tail
     if not _has_tail(tail) and (mode == "r" or blank is None):
         raise NotFound(
             f"there is no memory at {url}: its tail would lie in {tail}. Check the url and its ?tail=PATH, or create it"
         )
-    options["shards"] = remote.open_shards(where, read_only=mode == "r")
+    options["shards"] = open_shards(where, read_only=mode == "r")
     try:
         return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
     except DamagedError as error:  # which knows the tail alone, and that is no memory by itself

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from memstore.memory.entry import LAST_ITEM, DocumentState
 from memstore.memory.places import Home, Piece, common, dropped, lacking, merged
-from memstore.memory.state import LAST_ITEM, DocumentState
 
 
 @dataclass

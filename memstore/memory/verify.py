@@ -17,7 +17,7 @@ from dataclasses import asdict
 from shlex import quote
 
 from memstore.errors import MemstoreError
-from memstore.memory.audit import Audit, Finding
+from memstore.memory.checking import Audit, Finding
 from memstore.memory.urls import folder, open_unchecked
 from memstore.store.contract import BlockStore
 

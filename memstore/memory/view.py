@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
-from memstore.memory.handle import Handle
+from memstore.memory.entry import DocumentState
 from memstore.memory.layer_index import LayerIndex
 from memstore.memory.places import dropped, dropped_message, owners
-from memstore.memory.state import DocumentState
+from memstore.memory.shared import Handle
 from memstore.store.tiered import Changed, Wanted
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.memory import Document
-from memstore.memory.look import TIERS, Array, Look
-from memstore.memory.recorder import Recorder
+from memstore.memory.recorder import TIERS, Array, Look, Recorder
 
 C = TypeVar("C", bound="Choice")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory, MemorySpec, Recorder, Traces, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
-from memstore.memory.precision import own_types
+from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
 from memstore.models.cache import ModelCache
 

@@ -21,9 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from memstore.errors import StoreFull
-from memstore.memory import Document, Finding, Fingerprint, Memory, MemorySpec, keeping, open_memory
-from memstore.memory.keeping import WhenFull
-from memstore.memory.rules import Rules
+from memstore.memory import Document, Finding, Fingerprint, Memory, MemorySpec, open_memory, rules
+from memstore.memory.rules import Rules, WhenFull
 from memstore.store import BlockStore
 
 BLOCK, HEADS, DIM, LAYERS = 2, 1, 8, 2
@@ -66,7 +65,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.expected: dict[str, Expected] = {}
         self.kept = Rules()
         self.now = 1.8e9
-        self._clock = patch.object(keeping, "utc", lambda: self.now)
+        self._clock = patch.object(rules, "utc", lambda: self.now)
         self._clock.start()
         self.memory = self._open()
 

@@ -16,7 +16,7 @@ from memstore.tools.show import decode
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
-    from memstore.memory.diff import DocumentDifference, MemoryDifference
+    from memstore.memory.copy import DocumentDifference, MemoryDifference
 
 Other = Annotated[
     str | None,
@@ -47,9 +47,9 @@ def diff(memory: MemoryUrl, other: Other = None, *, documents: Documents = None)
         memstore diff notes.mem archive.mem
         memstore diff notes.mem --documents draft final
 
-    In Python: memstore.memory.diff.compare_memories and memstore.memory.diff.compare_documents.
+    In Python: memstore.memory.copy.compare_memories and memstore.memory.copy.compare_documents.
     """
-    from memstore.memory.diff import MemoryDifference, compare_documents, compare_memories
+    from memstore.memory.copy import MemoryDifference, compare_documents, compare_memories
     from memstore.memory.ingest import progress_bar
 
     if other is None and documents is None:

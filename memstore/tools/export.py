@@ -18,7 +18,7 @@ from memstore.tools.show import decode
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.memory.block_table import Decode
+    from memstore.memory.export import Decode
 
 FORMATS = ("safetensors", "parquet")
 
@@ -53,7 +53,7 @@ def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: F
         memstore export notes.mem notes-export
         memstore export notes.mem notes.parquet --format parquet
 
-    In Python: memstore.memory.exporting.export_memory and memstore.memory.block_table.export_table.
+    In Python: memstore.memory.export.export_memory and memstore.memory.export.export_table.
     """
     if format not in FORMATS:
         raise InvalidArgument(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
@@ -65,7 +65,7 @@ def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: F
 
 
 def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
-    from memstore.memory.exporting import export_memory
+    from memstore.memory.export import export_memory
 
     result = export_memory(memory, out, documents=documents or None, progress=True)
     told = (
@@ -81,7 +81,7 @@ def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
 
 
 def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
-    from memstore.memory.block_table import export_table
+    from memstore.memory.export import export_table
 
     to_text, why = _decoder(memory)
     rows = export_table(memory, out, documents=documents or None, decode=to_text, progress=True)
@@ -111,9 +111,9 @@ def import_(folder: Folder, memory: Target) -> Report:
 
         memstore import notes-export again.mem
 
-    In Python: memstore.memory.importing.import_memory.
+    In Python: memstore.memory.interchange.import_memory.
     """
-    from memstore.memory.importing import import_memory
+    from memstore.memory.interchange import import_memory
 
     try:
         result = import_memory(folder, memory, progress=True)

@@ -16,7 +16,7 @@ from memstore.tools.options import DocumentArgument, MemoryUrl, existing, lastin
 from memstore.tools.output import Json, Page, Report, bar, counted
 
 if TYPE_CHECKING:
-    from memstore.memory.keeping import WhenFull
+    from memstore.memory.rules import WhenFull
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new document.", show_default=False)]
 Blocks = Annotated[
@@ -145,7 +145,7 @@ def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Re
 
 def parse_duration(text: str) -> float | None:
     """Seconds that a text such as ``30d`` means; None for ``never``. Raises ``InvalidArgument``."""
-    from memstore.memory.keeping import LONGEST
+    from memstore.memory.rules import LONGEST
 
     if text.strip().lower() == "never":
         return None
@@ -215,7 +215,7 @@ def parse_size(text: str) -> int | None:
 
 
 def _rule(text: str) -> WhenFull:
-    from memstore.memory.keeping import WhenFull
+    from memstore.memory.rules import WhenFull
 
     for rule in get_args(WhenFull):
         if text == rule:

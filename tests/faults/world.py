@@ -22,8 +22,8 @@ from torch import Tensor
 
 import memstore
 from memstore import Document, Memory, MemorySpec
-from memstore.memory import keeping
-from memstore.memory.fingerprint import Fingerprint
+from memstore.memory import rules
+from memstore.memory.spec import Fingerprint
 from memstore.memory.urls import is_path, open_store
 from memstore.memory.verify import check
 from memstore.store import LmdbStore, zarr
@@ -240,7 +240,7 @@ class World:
     def do(self, memory: Memory, number: int, state: State, *, grow: bool = False) -> State:
         """Commit step ``number``, on top of ``state``; the new state."""
         step, after = self.step(number, state, grow=grow), self.after(number, state, grow=grow)
-        keeping.utc = partial(_now, number)
+        rules.utc = partial(_now, number)
         match step.kind:
             case "append":
                 self._append(memory.document(step.name), after.documents[step.name])

@@ -11,8 +11,8 @@ import torch
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.memory import Memory, block_table
-from memstore.memory.block_table import export_table
+from memstore.memory import Memory, export
+from memstore.memory.export import export_table
 from tests.memory.helpers import S, append, make_spec, random_tokens
 from tests.memory.test_dropping import lose
 
@@ -33,7 +33,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 1024])
 def test_each_block_is_a_row(memory: Memory, tmp_path: Path, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_table, "ROWS", at_a_time)
+    monkeypatch.setattr(export, "ROWS", at_a_time)
     assert export_table(memory, tmp_path / "t.parquet", decode=lambda ids: f"{len(ids)} tokens") == 7
     found = rows(tmp_path / "t.parquet")
     assert [(row["document"], row["block"]) for row in found] == [*(("whale", n) for n in range(6)), ("ship", 0)]

@@ -16,9 +16,9 @@ import torch
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory import Document, Memory, copy, verify
-from memstore.memory.coding import as_stored
+from memstore.memory.entry import Address
 from memstore.memory.spec import CODECS
-from memstore.memory.state import Address
+from memstore.memory.tensors import as_stored
 from memstore.store import Batch
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, S, append, check_content, make_fingerprint, make_spec, random_tokens

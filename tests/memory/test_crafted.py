@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import memstore
 from memstore.errors import DamagedError, MemstoreError
-from memstore.memory.exporting import export_memory
-from memstore.memory.importing import import_memory
-from memstore.memory.state import HEADER, NEXT_DOCUMENT, Address
+from memstore.memory.entry import HEADER, NEXT_DOCUMENT, Address
+from memstore.memory.export import export_memory
+from memstore.memory.interchange import import_memory
 from memstore.store.contract import Batch, Key, Layout, Record, Table
 from memstore.store.zarr.extents import COUNTERS, Series
 from memstore.stored import DEEPEST, parse

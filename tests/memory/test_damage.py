@@ -16,7 +16,7 @@ import torch
 import memstore
 from memstore.errors import DamagedError, MemstoreError
 from memstore.memory import Memory, verify
-from memstore.memory.state import NEXT_DOCUMENT, Address
+from memstore.memory.entry import NEXT_DOCUMENT, Address
 from memstore.store import Batch, BlockStore, Key, Record, Table
 from tests.memory.helpers import KEY_DIM, LAYERS, G, S, append, in_blocks, landmarks, make_spec, random_tokens, states
 from tests.store.test_tree_damage import live_branches

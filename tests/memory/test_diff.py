@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import memstore
-from memstore.memory import Document, Memory, diff
-from memstore.memory.diff import compare_documents, compare_memories
+from memstore.memory import Document, Memory, copy
+from memstore.memory.copy import compare_documents, compare_memories
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import (
     LAYERS,
@@ -53,7 +53,7 @@ def test_a_memory_is_the_same_as_its_copy(make_memory: MakeMemory) -> None:
 @pytest.mark.parametrize("at", [0, S - 1, S, 4 * S + 1, 9 * S + 1])
 @pytest.mark.parametrize("at_once", [1, 2 * S + 1, 1 << 18])
 def test_the_first_other_token_is_found(at: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diff, "AT_ONCE", at_once)
+    monkeypatch.setattr(copy, "AT_ONCE", at_once)
     with memstore.open("ram:", spec=make_spec()) as memory:
         append(memory.document("a"), TEXT)
         append(memory.document("b"), changed(TEXT, at))

@@ -11,7 +11,7 @@ import torch
 import memstore
 from memstore.errors import NotFound
 from memstore.memory import Document, Memory
-from memstore.memory.state import Address
+from memstore.memory.entry import Address
 from memstore.store import Table
 from memstore.store.contract import Batch, Key
 from tests.memory.conftest import MakeMemory

@@ -21,9 +21,11 @@ from safetensors.torch import load_file
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemoryInUse, NotAMemory, NotFound, StoreFull
-from memstore.memory import Document, Memory, exporting, importing
-from memstore.memory.exporting import export_memory
-from memstore.memory.importing import import_memory
+from memstore.memory import Document, Memory
+from memstore.memory import export as exporting
+from memstore.memory import interchange as importing
+from memstore.memory.export import export_memory
+from memstore.memory.interchange import import_memory
 from memstore.memory.spec import CODECS
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, G, S, append, check_content, make_fingerprint, make_spec, random_tokens
@@ -422,10 +424,10 @@ def test_what_an_import_of_something_else_left_is_not_used(export: Path, tmp_pat
 
 CHILD = """
 import sys
-from memstore.memory import exporting
-from memstore.memory.exporting import export_memory
-from memstore.memory.importing import import_memory
-exporting.FILE_BYTES = 3 * LAYERS * 2 * 96
+from memstore.memory import export
+from memstore.memory.export import export_memory
+from memstore.memory.interchange import import_memory
+export.FILE_BYTES = 3 * LAYERS * 2 * 96
 print("ready", flush=True)
 {"export": export_memory, "import": import_memory}[sys.argv[1]](sys.argv[2], sys.argv[3])
 """

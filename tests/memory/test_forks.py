@@ -11,7 +11,7 @@ import torch
 import memstore
 from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.memory import Document, Memory
-from memstore.memory.state import Address
+from memstore.memory.entry import Address
 from memstore.store import Batch, Key, Table
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, S, append, check_content, make_spec, random_tokens

@@ -10,9 +10,9 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.memory import Memory
+from memstore.memory.entry import Address
 from memstore.memory.hashes import HASHES_PER_RUN
-from memstore.memory.layouts import token_layout
-from memstore.memory.state import Address
+from memstore.memory.spec import token_layout
 from memstore.memory.tensors import to_record
 from memstore.store import Batch, Key, Record, Table
 from tests.memory.conftest import MakeMemory

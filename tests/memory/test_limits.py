@@ -14,8 +14,8 @@ import torch
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound, ReadOnlyMemory, StoreFull
-from memstore.memory import Memory, keeping
-from memstore.memory.keeping import BELIEVED, DAY
+from memstore.memory import Memory, rules
+from memstore.memory.rules import BELIEVED, DAY
 from memstore.store import Key, Table
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import (
@@ -57,7 +57,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_800_000_000.0
-        monkeypatch.setattr(keeping, "utc", lambda: self.now)
+        monkeypatch.setattr(rules, "utc", lambda: self.now)
 
 
 @pytest.fixture

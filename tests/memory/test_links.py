@@ -14,9 +14,8 @@ import pytest
 import memstore
 from memstore.errors import MemstoreError, NotAMemory
 from memstore.memory import Finding, Memory, layer_index, verify
-from memstore.memory.block_table import export_table
-from memstore.memory.exporting import export_memory
-from memstore.memory.importing import import_memory
+from memstore.memory.export import export_memory, export_table
+from memstore.memory.interchange import import_memory
 from memstore.memory.urls import Mode, open_unchecked
 from memstore.store import paths, zarr
 from memstore.testing.indexes import small_integers

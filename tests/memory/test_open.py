@@ -10,8 +10,8 @@ import pytest
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument, MemoryInUse, NotAMemory, NotFound
 from memstore.memory import urls
-from memstore.memory.header import read_header
-from memstore.memory.state import HEADER
+from memstore.memory.entry import HEADER
+from memstore.memory.spec import read_header
 from memstore.memory.urls import Blank, Mode, Opened
 from memstore.store import Batch, Record
 from memstore.store.ram import RamStore

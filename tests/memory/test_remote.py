@@ -11,9 +11,8 @@ import zarr
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotFound
-from memstore.memory.remote import places
 from memstore.memory.salvage import salvage
-from memstore.memory.urls import open_store
+from memstore.memory.urls import open_store, remote_places
 from memstore.memory.verify import in_child
 from tests.memory.helpers import D, G, S, append, check_content, make_spec, random_tokens
 
@@ -111,11 +110,11 @@ def test_a_memory_is_not_copied_onto_itself(tmp_path: Path) -> None:
 
 
 def test_one_place_for_one_url() -> None:
-    one = places("zarr+s3://bucket/notes")
-    assert one == places("zarr+s3://bucket/notes/")
+    one = remote_places("zarr+s3://bucket/notes")
+    assert one == remote_places("zarr+s3://bucket/notes/")
     assert one.shards == "s3://bucket/notes"
-    assert one.tail != places("zarr+s3://bucket/other").tail
-    assert places("zarr+gs://bucket/notes?tail=/disk/notes") == ("gs://bucket/notes", Path("/disk/notes"))
+    assert one.tail != remote_places("zarr+s3://bucket/other").tail
+    assert remote_places("zarr+gs://bucket/notes?tail=/disk/notes") == ("gs://bucket/notes", Path("/disk/notes"))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_a_storage_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Mo
         "AWS_REGION": "here",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("memstore.memory.remote.RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("memstore.memory.urls.RETRIES", {"max_retries": 0})
     with pytest.raises(MemstoreError, match=r"the storage of zarr\+s3://bucket/prefix\S* cannot be used .* the keys"):
         memstore.open(f"zarr+s3://bucket/prefix?tail={tmp_path}/tail", spec=make_spec())
 

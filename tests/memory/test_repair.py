@@ -9,10 +9,10 @@ import pytest
 import memstore
 from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.memory import repair
-from memstore.memory.audit import Finding
+from memstore.memory.checking import Finding
+from memstore.memory.entry import KEEPING, NEXT_DOCUMENT
 from memstore.memory.repair import Repair
 from memstore.memory.salvage import salvage
-from memstore.memory.state import KEEPING, NEXT_DOCUMENT
 from memstore.store import Key, Record, Table
 from tests.memory.helpers import S, append, check_content, make_spec, random_tokens, states
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of

@@ -8,7 +8,7 @@ import torch
 
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import MemorySpec
-from memstore.memory.landmarks import decode, encode
+from memstore.memory.tensors import decode_landmarks, encode_landmarks
 from tests.memory.helpers import make_fingerprint, make_spec
 
 
@@ -71,12 +71,12 @@ def test_an_unknown_tokenizer_agrees_with_every_other() -> None:
 
 def test_bit_codes_keep_signs_in_little_endian_order() -> None:
     values = torch.tensor([[[[-1.0, 2.0, -0.5, 0.0, 3.0, -9.0, -9.0, -9.0]]]])
-    code = encode(values, "bit")
+    code = encode_landmarks(values, "bit")
     assert code.tolist() == [[[[0b00011010]]]]
-    assert decode(code, "bit").flatten().tolist() == [-1, 1, -1, 1, 1, -1, -1, -1]
+    assert decode_landmarks(code, "bit").flatten().tolist() == [-1, 1, -1, 1, 1, -1, -1, -1]
 
 
 @pytest.mark.parametrize("key_dtype", ["float32", "bfloat16"])
 def test_other_landmarks_are_kept_as_they_are(key_dtype: str) -> None:
     values = torch.arange(-8.0, 8).reshape(1, 2, 1, 8)
-    assert torch.equal(decode(encode(values, key_dtype), key_dtype), values)
+    assert torch.equal(decode_landmarks(encode_landmarks(values, key_dtype), key_dtype), values)

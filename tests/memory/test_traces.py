@@ -19,7 +19,7 @@ import pytest
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotFound
-from memstore.memory import Look, Memory, Recorder, Trace, look, recorder
+from memstore.memory import Look, Memory, Recorder, Trace, recorder
 from memstore.memory.trace_file import NAME
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
 
@@ -202,7 +202,7 @@ def test_entries_that_are_none_or_unknown_have_no_weight(memory: Memory) -> None
 
 
 LARGE: dict[str, Any] = {"heads": 64, "entries": 64}
-LARGE_BYTES = len(look.encode([make_look(0, **LARGE)]))
+LARGE_BYTES = len(recorder.encode([make_look(0, **LARGE)]))
 
 
 def test_the_oldest_traces_leave_first(memory: Memory) -> None:
@@ -365,7 +365,7 @@ def test_damaged_looks_are_named(path: Path) -> None:
     with memstore.open(path) as memory:
         trace = record(memory)
         with sqlite3.connect(path / NAME) as connection:
-            connection.execute("UPDATE steps SET looks = ? WHERE number = 1", [look.encode([make_look()])[:-9]])
+            connection.execute("UPDATE steps SET looks = ? WHERE number = 1", [recorder.encode([make_look()])[:-9]])
         connection.close()
         assert len(trace.steps(2)) == 1
         with pytest.raises(DamagedError, match="delete"):

@@ -13,7 +13,7 @@ from torch import Tensor
 import memstore
 from memstore.attention.knn import KNNAttention, Neighbours
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
-from memstore.memory.look import TIERS, Look
+from memstore.memory.recorder import TIERS, Look
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, Reader, RecentTokens
 from tests.models.test_memorizing import WINDOW, logits, make, tokens
 

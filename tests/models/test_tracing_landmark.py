@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.memory import Retrieval
-from memstore.memory.look import TIERS, Look, Step
+from memstore.memory.recorder import TIERS, Look, Step
 from memstore.models.landmark import LandmarkForCausalLM, Reader
 from tests.models.landmark import make, tokens
 from tests.models.landmark_memory import Remembering

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import memstore
-from memstore.memory.fingerprint import Fingerprint
+from memstore.memory.spec import Fingerprint
 from memstore.tools.app import main
 from memstore.tools.trust import remember
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.memory import exporting, importing
+from memstore.memory import export, interchange
 from tests.tools.conftest import Cli, append
 
 
@@ -86,11 +86,11 @@ def test_ctrl_c_says_how_to_go_on(cli: Cli, memory: Path, tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(exporting, "export_memory", interrupt)
+        patched.setattr(export, "export_memory", interrupt)
         done = cli("export", memory, tmp_path / "out")
         assert (done.code, f"nothing is left of {tmp_path / 'out'}" in done.err) == (130, True)
     with monkeypatch.context() as patched:
-        patched.setattr(importing, "import_memory", interrupt)
+        patched.setattr(interchange, "import_memory", interrupt)
         done = cli("import", tmp_path / "out", tmp_path / "again.mem")
         assert (done.code, "run the same command again to go on" in done.err) == (130, True)
 
@@ -125,7 +125,7 @@ def test_the_page_shows_how_to_read_an_export(
 def test_a_full_disk_stops_an_import_that_can_go_on_later(
     cli: Cli, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "FILE_BYTES", 1)  # a block each
+    monkeypatch.setattr(export, "FILE_BYTES", 1)  # a block each
     with memstore.open(memory) as opened:
         append(opened.document("long"), 200)
     assert cli("export", memory, tmp_path / "out").code == 0

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import memstore
-from memstore.memory.state import HEADER
+from memstore.memory.entry import HEADER
 from memstore.store import Batch, LmdbStore, Record
 from memstore.store.writer import WriterLock
 from tests.faults.lmdb_pages import by_kind

@@ -8,7 +8,7 @@ import pytest
 
 import memstore
 from memstore.errors import StoreFull
-from memstore.memory import keeping
+from memstore.memory import rules
 from memstore.tools.keep import parse_duration, parse_size
 from tests.tools.conftest import Cli, append
 from tests.tools.test_failures import flip
@@ -84,12 +84,12 @@ def test_a_limit_below_what_is_there_says_what_comes_of_it(cli: Cli, memory: Pat
 
 
 def test_a_document_expires(cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "utc", lambda: 86_400.0)
+    monkeypatch.setattr(rules, "utc", lambda: 86_400.0)
     done = cli("expire", memory, "whale", "--after", "36h")
     assert (done.code, done.out) == (0, "'whale' expires at 1970-01-03 12:00 UTC\n")
     assert cli("expire", memory, "ship", "--after", "1w", "--json").json["expires"] == "1970-01-09T00:00:00+00:00"
     assert cli("expire", memory, "ship", "--after", "never").out == "'ship' is kept for ever\n"
-    monkeypatch.setattr(keeping, "utc", lambda: 4 * 86_400.0)
+    monkeypatch.setattr(rules, "utc", lambda: 4 * 86_400.0)
     assert names(memory) == ["whale", "ship"]
     with memstore.open(memory) as opened:
         append(opened.document("sea"), 4)

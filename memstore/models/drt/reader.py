@@ -22,7 +22,7 @@ from torch import Tensor
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder
 from memstore.memory.append import Tokens
-from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import background_workers, progress_bar
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode

@@ -23,7 +23,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder, Retrieval
 from memstore.memory.append import Tokens
-from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, best, check_layer
 from memstore.memory.urls import Mode

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memstore.attention.knn import KNNAttention, Neighbours
 from memstore.attention.knn_stored import StoredTokens
-from memstore.memory.look import TIERS, Array, Look
+from memstore.memory.recorder import TIERS, Array, Look
 from memstore.readers.observer import Choice, Draft, Looks, Origin, numbers
 
 OWN = TIERS.index("own")

@@ -21,7 +21,7 @@ from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, Recorder
 from memstore.memory.append import Tokens
-from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode

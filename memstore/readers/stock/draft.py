@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.block_attention.reference import masked_scores
-from memstore.memory.look import TIERS, Array, Look
+from memstore.memory.recorder import TIERS, Array, Look
 from memstore.readers.observer import Draft
 from memstore.readers.stock.selection import FetchedList
 from memstore.readers.stock.visible import Candidates

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument
 from memstore.memory import Fingerprint, MemorySpec
-from memstore.memory.digests import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture
 

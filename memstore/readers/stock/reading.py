@@ -22,9 +22,8 @@ from memstore.attention import sub_block_means
 from memstore.errors import InvalidArgument, ReadOnlyMemory
 from memstore.memory import Document, Memory
 from memstore.memory.append import as_tokens as as_token_ids
-from memstore.memory.coding import as_stored
 from memstore.memory.ingest import background_workers, progress_bar
-from memstore.memory.precision import own_types
+from memstore.memory.tensors import as_stored, own_types
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.recent import RecentCodes, RecentStates
 from memstore.readers.stock.visible import Source, as_blocks, as_tokens, visible

@@ -11,8 +11,8 @@ from torch import Tensor
 from memstore.attention import pooled
 from memstore.errors import InvalidArgument
 from memstore.memory.append import as_tokens
-from memstore.memory.precision import own_types
 from memstore.memory.search import Match, best, check_layer
+from memstore.memory.tensors import own_types
 from memstore.readers.stock.visible import Candidates, Source
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import memstore
-from memstore.memory.fingerprint import Fingerprint
-from memstore.memory.look import Look
+from memstore.memory.recorder import Look
+from memstore.memory.spec import Fingerprint
 from memstore.tools.inspector.app import Inspector
 from memstore.tools.inspector.server import listen, server_of
 

@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
-from memstore.memory.header import Header, read_header
-from memstore.memory.keeping import Keeping
-from memstore.memory.layouts import block_layouts, fits_in, plain_layouts, run_layout, token_layout
-from memstore.memory.places import Home, Homes, Places, common, lacking, merged
-from memstore.memory.state import (
+from memstore.memory.entry import (
     BRANCH,
     FIRST_NAMED,
     HEADER,
@@ -30,6 +25,10 @@ from memstore.memory.state import (
     Address,
     DocumentState,
 )
+from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
+from memstore.memory.places import Home, Homes, Places, common, lacking, merged
+from memstore.memory.rules import Keeping
+from memstore.memory.spec import Header, block_layouts, fits_in, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped, present
 from memstore.store.checks import MAX_DOCUMENT
 from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table

@@ -18,7 +18,7 @@ NEXT_DOCUMENT = Key(Table.META, item=1)
 """JSON ``{"next_document": n}``: numbers of documents are never used twice."""
 NEXT_DOCUMENT_VALUE = table(next_document=whole(0, LAST_DOCUMENT + 1))
 KEEPING = Key(Table.META, item=2)
-"""JSON, only where there is a limit or another rule: see ``keeping.py``."""
+"""JSON, only where there is a limit or another rule: see ``rules.py``."""
 FIRST_NAMED = Key(Table.META, item=16)
 """From here on: arrays and facts under names, see ``named.py``."""
 
