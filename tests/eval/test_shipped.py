@@ -34,7 +34,16 @@ def test_they_are_small() -> None:
     assert shipped_model(TWO_HOP).parent == folder
 
 
-@pytest.mark.parametrize(("task", "name"), [("passkey", PASSKEY), ("two-hop", TWO_HOP), ("passkey", LANDMARK_PASSKEY)])
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("passkey", PASSKEY),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("two-hop", TWO_HOP), ("passkey", LANDMARK_PASSKEY))
+        ),
+    ],
+)
 def test_they_answer(task: str, name: str, tmp_path: Path) -> None:
     model, tokenizer = load_model(shipped_model(name))
     plan = TaskPlan(task=task, lengths=[8_192], samples=8, reuse=name == LANDMARK_PASSKEY)

@@ -355,6 +355,7 @@ def test_forgotten_text_is_gone_from_the_file(tmp_path: Path) -> None:
         assert memory.verify() == []
 
 
+@pytest.mark.slow
 def test_evicting_dies_whole(tmp_path: Path) -> None:
     """Killed at any moment of an append that evicts: each document is there whole, or not at all."""
     path = tmp_path / "m"

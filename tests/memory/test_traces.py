@@ -303,6 +303,7 @@ def test_a_trace_that_was_killed_is_readable_and_not_ended(path: Path, writing: 
         assert record(memory).number == 2
 
 
+@pytest.mark.slow
 def test_two_processes_record_at_once_and_one_may_only_read_the_memory(path: Path, writing: Any) -> None:
     writing("r")
     with memstore.open(path) as memory:
@@ -425,7 +426,7 @@ with memstore.open(path, mode="r") as memory:
 """
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_is_recorded_where_nothing_can_be_written(recorded: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:  # that of pytest cannot be entered by others
         Path(folder).chmod(0o755)

@@ -175,6 +175,7 @@ def wait(server: subprocess.Popen[str]) -> None:
     assert server.stdout.readline() == "ended\n"
 
 
+@pytest.mark.slow
 def test_another_process_answers_bit_for_bit(tmp_path: Path, server: subprocess.Popen[str]) -> None:
     with Reader(model_of_child(), tmp_path / "m") as reader:
         reader.read(tokens(1_000)[0])
@@ -185,6 +186,7 @@ def test_another_process_answers_bit_for_bit(tmp_path: Path, server: subprocess.
         assert torch.equal(tensor, there[name]), name
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     tmp_path: Path, server: subprocess.Popen[str]
 ) -> None:

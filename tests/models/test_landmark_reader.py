@@ -102,6 +102,7 @@ def test_pieces_of_any_length_make_the_same_document() -> None:
         close(answer(cut), answer(whole))
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path) -> None:
     with Reader(model(), "ram:") as reader:
         reader.read(TEXT[:98])

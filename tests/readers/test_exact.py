@@ -39,6 +39,7 @@ ARCHITECTURES = (
 )
 BEAMS = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6}
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
+WAYS = [pytest.param(GREEDY, id="greedy"), pytest.param(BEAMS, id="beams", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -66,7 +67,7 @@ def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrai
     torch.testing.assert_close(logits_with_memory(model, ids[:213], ids[213:]), want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("options", WAYS)
 def test_generation_is_that_of_the_whole_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ids = tokens(150)
     want = generate(model, ids[None], attention_mask=torch.ones(1, 150), **options)[0, 150:]
@@ -76,7 +77,7 @@ def test_generation_is_that_of_the_whole_prompt(model: PreTrainedModel, options:
     assert got.tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("options", WAYS)
 def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedModel, options: dict[str, Any]) -> None:
     document, prompts = tokens(131), tokens(12, seed=1, rows=3)
     mask = torch.ones(3, 12, dtype=torch.long)
@@ -100,7 +101,12 @@ def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedMo
 
 # Layers that choose for themselves do so from the queries of the call, so there its length may matter below "all".
 @pytest.mark.parametrize(
-    ("share", "top_k"), [("model", 2), ("model", 100), ("none", 100), ("group", 100), ("layer", 100)]
+    ("share", "top_k"),
+    [
+        ("model", 2),
+        ("none", 100),
+        *(pytest.param(share, 100, marks=pytest.mark.slow) for share in ("model", "group", "layer")),
+    ],
 )
 def test_how_a_text_is_cut_into_calls_is_no_matter(share: Any, top_k: int) -> None:
     model, ids, retrieval = tiny("llama"), tokens(230), Retrieval(top_k=top_k, share=share)

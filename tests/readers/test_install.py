@@ -313,6 +313,7 @@ def test_what_was_read_in_inference_mode_is_read_on_outside_of_it() -> None:
         assert attached.read(tokens(300)).tokens == 300
 
 
+@pytest.mark.slow
 def test_a_compiled_model_answers_like_the_model() -> None:
     model, ids = tiny("llama"), tokens(40, seed=3)[None]
     with memstore.attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:

@@ -262,7 +262,9 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "mistral"))]
+)
 def test_every_row_of_a_padded_batch_is_that_row_alone(name: str, options: dict[str, Any]) -> None:
     model = tiny(name)
     ids, mask = padded_batch()

@@ -232,6 +232,7 @@ with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing_and_reading_goes_on_once_there_is_room(tmp_path: Path) -> None:
     length = 1_500
     finished(child(FULL, tmp_path / "m", length))
@@ -250,6 +251,7 @@ read(tiny("llama"), sys.argv[1], int(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_memory_that_is_read_on(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     with child(READ, folder, LONG) as reader:
@@ -302,6 +304,7 @@ with memstore.attach(tiny("llama"), folder, document="second", retrieval=RETRIEV
 """
 
 
+@pytest.mark.slow
 def test_another_process_reads_on_with_the_router_that_is_stored(folder: Path, tmp_path: Path) -> None:
     """A second document is routed by what the first one was, wherever it is read."""
     shutil.copytree(folder, tmp_path / "there")

@@ -115,7 +115,7 @@ def lose(folder: Path) -> None:
     shutil.rmtree(folder / "index")
 
 
-@pytest.mark.parametrize("harm", [damage, lose])
+@pytest.mark.parametrize("harm", [damage, pytest.param(lose, marks=pytest.mark.slow)])
 def test_the_command_line_finds_the_same_beside_a_damaged_index(
     harm: Callable[[Path], None], cli: Cli, memory: Path
 ) -> None:

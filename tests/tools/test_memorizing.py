@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_memorizing(tmp_path_factory.mktemp("model") / "memorizing")
 
 
+@pytest.mark.slow
 def test_training_without_a_memory_giving_it_late_and_measuring(cli: Cli, text: Path, tmp_path: Path) -> None:
     command = ("train", "memorizing", text, "--out", tmp_path / "without", "--memory-size", 0, *SMALL)
     done = cli(*command, "--json")
@@ -77,6 +78,7 @@ def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not
     assert same_weights(killed, whole)
 
 
+@pytest.mark.slow
 def test_a_stock_model_gets_a_memory_and_is_measured(cli: Cli, text: Path, model_folder: Path, tmp_path: Path) -> None:
     small = ("--layer", 1, "--window", 32, "--memory-size", 64, "--batch", 2, "--steps", 3)
     done = cli("train", "memorizing", text, "--init", model_folder, *small, "--out", tmp_path / "remembers", "--json")
