@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memstore.errors import InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import VectorIndex, auto, cluster_index, open_index
 from memstore.testing.indexes import IndexTests, brute_force
 
@@ -119,3 +119,13 @@ def test_it_stays_exact_and_says_how_to_change_that_where_faiss_is_missing(
 def test_what_it_does_not_understand_is_refused(settings: str) -> None:
     with pytest.raises(InvalidArgument, match=r"auto:recall=0\.99"):
         open_index(f"auto:{settings}", key_heads=1, key_dim=4, keys_per_block=1)
+
+
+def test_the_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("faiss", reason="FAISS is not installed")
+    other = open_index("faiss:Flat", key_heads=1, key_dim=16, keys_per_block=1)
+    other.save(tmp_path / "index")
+    index = filled("", clustered(10))
+    with pytest.raises(DamagedError, match="of another index"):
+        index.load(tmp_path / "index")
+    assert len(index) == 10
