@@ -222,13 +222,6 @@ class Places:
         return [Key(table, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
 
 
-def owners(places: Places, blocks: Sequence[int]) -> list[int]:
-    """The numbers under which blocks of a document lie. Asked at every gather: most documents have one."""
-    if places.start:
-        return list(map(places.owner, blocks))
-    return [places.home] * len(blocks)
-
-
 def dropped(state: DocumentState) -> list[range]:
     """The blocks of a document that were damaged and are gone."""
     return [range(start, stop) for start, stop in state.dropped]

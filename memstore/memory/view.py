@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.entry import DocumentState
 from memstore.memory.layer_index import LayerIndex
-from memstore.memory.places import dropped, dropped_message, owners
+from memstore.memory.places import dropped, dropped_message
 from memstore.memory.shared import Handle
 from memstore.store.tiered import Changed, Wanted
 
@@ -180,8 +180,11 @@ class LayerView:
 
     def _wanted(self, blocks: Sequence[int], state: DocumentState) -> Wanted:
         number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
-        lying = owners(self._shared.places(number, state), blocks)
-        return Wanted(number, state.edits, self._layer, blocks, lying, self._stop(state))
+        if state.branch or state.spans:
+            owners = list(map(self._shared.places(number, state).owner, blocks))
+        else:  # most documents, and a gather from memory would feel it to ask where its blocks lie
+            owners = [number if state.home is None else state.home] * len(blocks)
+        return Wanted(number, state.edits, self._layer, blocks, owners, self._stop(state))
 
     def _stop(self, state: DocumentState) -> int:
         """Blocks from here on are not complete."""
