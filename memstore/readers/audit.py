@@ -101,6 +101,8 @@ class Audit:
         """Captured mass of all layers and heads together: heads that look at blocks more count more."""
         if any(layer.memory is None for layer in self.layers):
             return _mean([float(layer.captured.nanmean()) for layer in self.layers])
+        # Of the attention on blocks, not of all: a head that does not look at its memory would else look like one that
+        # was served badly. How much falls on blocks is a number of its own, which weighs the heads here.
         memory = torch.stack([layer.memory for layer in self.layers if layer.memory is not None])
         held = memory * torch.stack([layer.captured for layer in self.layers]).nan_to_num()
         return float(held.sum() / memory.sum()) if bool(memory.sum() > 0) else None
