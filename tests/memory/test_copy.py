@@ -311,7 +311,7 @@ memstore.copy(sys.argv[1], sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("kind", ["", "zarr:"])
+@pytest.mark.parametrize("kind", ["", pytest.param("zarr:", marks=pytest.mark.slow)])
 def test_a_copy_that_is_killed_is_sound_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 400)
     source, target = str(tmp_path / "one"), f"{kind}{tmp_path / 'two'}"

@@ -444,6 +444,7 @@ def kill_once(verb: str, source: Path, target: Path, delay: float) -> None:
         child.kill()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_nothing_half_done(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "first.mem", spec=make_spec()) as memory:
         for name in "abcd":
