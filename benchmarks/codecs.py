@@ -28,10 +28,11 @@ from memstore.eval.run import TaskPlan, evaluate
 from memstore.memory.spec import CODECS
 from memstore.models.drt.reader import memory_spec
 from memstore.readers import kinds
-from memstore.readers.stock.attached import Attached
+from memstore.readers.kinds import encode
+from memstore.readers.reader import Reader
 from memstore.store.codecs import codec_named
 from memstore.tools.ask import answer
-from memstore.tools.models import Loaded, encode, load_model
+from memstore.tools.models import Loaded, load_model
 
 RESULTS = Path(__file__).parent / "results" / "codecs.json"
 PARTS = ["speed", "perplexity", "needles", "passkey"]
@@ -116,7 +117,7 @@ def alternating(*calls: Callable[[], object]) -> list[float]:
     return [max(statistics.median(times[2:]), 1e-9) for times in seconds]
 
 
-def attached_to(loaded: Loaded, codec: str) -> Attached:
+def attached_to(loaded: Loaded, codec: str) -> Reader:
     """A new memory with a codec, attached to the model."""
     return memstore.attach(
         loaded.model,
@@ -161,7 +162,7 @@ def ask_needles(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[st
     for codec in options.codecs:
         with attached_to(loaded, codec) as attached:
             attached.read(hay.tokens)
-            answers = [answer(loaded, needle.prompt, ANSWER_TOKENS)["answer"] for needle in hay.needles]
+            answers = [answer(attached, needle.prompt, ANSWER_TOKENS, trace=False)["answer"] for needle in hay.needles]
         right = [needle.found_in(text) for needle, text in zip(hay.needles, answers, strict=True)]
         yield {
             "what": "needles",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from memstore.eval.resources import PeakMemory, disk_bytes, hardware
-from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM, Reader
+from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM, DRTReader
 
 RESULTS = Path(__file__).parent / "results" / "drt.json"
 ROUNDS = 24
@@ -64,7 +64,7 @@ def measure(lengths: list[int]) -> Iterator[dict[str, Any]]:
 def read_and_generate(model: DRTForCausalLM, off: DRTForCausalLM, length: int) -> Iterator[dict[str, Any]]:
     """Reading ``length`` random tokens into a memory on disk, then generating behind it."""
     tokens = torch.randint(model.config.vocab_size, (length,))
-    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak, Reader(model, Path(folder) / "m") as reader:
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak, DRTReader(model, Path(folder) / "m") as reader:
         result = reader.read(tokens, reuse=False)
         yield {
             "what": "read",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memstore.eval.resources import hardware
 from memstore.memory import Retrieval
-from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, Reader
+from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, LandmarkReader
 
 RESULTS = Path(__file__).parent / "results" / "landmark-decoding.json"
 SIZES: dict[str, Any] = {
@@ -62,7 +62,7 @@ def measure(folder: Path, length: int, count: int) -> list[dict[str, Any]]:
     landmark = make(block_size=BLOCK, segment_blocks=SEGMENT, retrieval_top_k=TOP_K)
     window = make(attention="window", window=WINDOW)
     more = text(count + 1, seed=1)
-    with Reader(landmark, folder, retrieval=SETTINGS["one list for a segment"]) as reader:
+    with LandmarkReader(landmark, folder, retrieval=SETTINGS["one list for a segment"]) as reader:
         result = reader.read(text(length))
         before = window(text(length)[None, -2 * WINDOW :], use_cache=True).past_key_values
         steps: dict[str, Callable[[Tensor], Any]] = {BASE: partial(window, past_key_values=before)}

@@ -29,8 +29,7 @@ from memstore.eval.resources import hardware
 from memstore.eval.run import TaskPlan, evaluate
 from memstore.memory import Retrieval
 from memstore.models.landmark import make_landmark
-from memstore.readers.kinds import load_model
-from memstore.tools.models import encode
+from memstore.readers.kinds import encode, load_model
 from memstore.tools.models import load_model as load_stock
 
 RESULTS = Path(__file__).parent / "results" / "landmark-finetune.json"

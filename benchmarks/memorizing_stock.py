@@ -25,8 +25,7 @@ from transformers import DynamicCache
 from memstore.attention.knn_memory import RecentTokens
 from memstore.eval.memorizing import paired
 from memstore.models.memorizing import KNNMemory, knn_memory_of
-from memstore.readers.kinds import load_model
-from memstore.tools.models import encode
+from memstore.readers.kinds import encode, load_model
 
 SIZES = (0, 512, 1536, 8192, 65_536)
 CHUNK = 4

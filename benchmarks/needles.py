@@ -113,9 +113,9 @@ def measure(
             loaded.model, "ram:", document="hay", retrieval=retrieval, tokenizer=loaded.tokenizer
         ) as attached:
             speeds.append(attached.read(hay.tokens, reuse=False).tokens_per_second)
-            size = attached.block_size
+            size = attached.memory.spec.block_size
             for needle, position in zip(hay.needles, hay.positions, strict=True):
-                results.append(_ask(attached, loaded, needle, position // size))
+                results.append(_ask(attached, needle, position // size))
                 if options.verbose:
                     print(tokens, document, needle.kind, needle.answer, *results[-1][1:], flush=True)
     missed: dict[str, int] = {}
@@ -134,10 +134,10 @@ def measure(
     )
 
 
-def _ask(attached: Any, loaded: Loaded, needle: Needle, block: int) -> tuple[Needle, bool, bool, float]:
+def _ask(attached: Any, needle: Needle, block: int) -> tuple[Needle, bool, bool, float]:
     attached.trace.clear()
     begun = time.perf_counter()
-    text = answer(loaded, needle.prompt, ANSWER_TOKENS)["answer"]
+    text = answer(attached, needle.prompt, ANSWER_TOKENS, trace=False)["answer"]
     seconds = time.perf_counter() - begun
     blocks = {b for entry in attached.trace for b in entry.blocks}
     direct = attached.documents[0].n_blocks - attached.window // attached.block_size

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
+import memstore
 from memstore.eval.filler import load_filler
-from memstore.eval.readers import memory_spec, open_reader
+from memstore.eval.readers import memory_spec
 from memstore.eval.tasks import Phrases, make, plant
 from memstore.memory import Memory, Recorder, open_memory
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model
-from memstore.readers.reader import DocumentReader
+from memstore.readers.reader import Reader
 
 
 class Asked:
     """A reader that answers a prompt, recorded or not."""
 
-    def __init__(self, reader: DocumentReader, prompt: list[int]) -> None:
+    def __init__(self, reader: Reader, prompt: list[int]) -> None:
         self._reader, self._prompt = reader, torch.tensor([prompt])
         self._recorder: Recorder | None = None
 
@@ -52,7 +53,7 @@ def shipped(name: str, folder: Path, options: argparse.Namespace) -> Iterator[tu
     sample = plant(riddle, options.tokens, filler, model.config.tokens_per_block, rng, start=0)
     path = folder / f"{name}-{options.tokens}.mem"
     with open_memory(path, spec=memory_spec(model, tokenizer)) as memory:
-        reader = open_reader(model, memory, "document")
+        reader = memstore.attach(model, memory, document="document").open()
         if not len(reader):
             reader.append(sample.haystack(filler), progress=True)
         asked = Asked(reader, sample.prompt)

@@ -7,6 +7,9 @@ import sys
 
 from memstore.tools.interrupts import listen
 
+MISSING = 3
+"""The exit code for what is not there."""
+
 
 # Nothing heavy is imported here, so that Ctrl-C while the rest is loaded ends in one line. An interrupted import may
 # surface as any error later, so once Ctrl-C was pressed every error is that.
@@ -21,6 +24,11 @@ def main() -> int:
         from memstore.tools.app import main as run
 
         return run()
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.stderr.write(f"memstore: the command needs {error.name}: pip install 'torch-memstore[cli]'\n")
+        return MISSING
     except KeyboardInterrupt:
         sys.stderr.write("memstore: interrupted; run the same command again\n")
         return 128 + signal.SIGINT

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,6 +10,10 @@ import pytest
 
 import memstore
 
+CORE = ["attention", "index", "kernels", "memory", "readers", "store"]
+"""What whoever has a memory needs."""
+LAB = ["eval", "models", "tools", "train"]
+"""What researchers need, and the command."""
 HEAVY = ["torch", "numpy", "lmdb", "transformers", "triton", "faiss", "rich", "typer"]
 
 
@@ -41,3 +46,23 @@ def test_dir_lists_the_public_names() -> None:
 
 def test_the_package_is_typed() -> None:
     assert (Path(memstore.__file__).parent / "py.typed").exists()
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file names in its import statements, wherever they are in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize("package", CORE)
+def test_the_core_names_nothing_of_the_lab(package: str) -> None:
+    lab = (*(f"memstore.{name}" for name in LAB), "typer", "rich", "platformdirs")
+    for path in (Path(memstore.__file__).parent / package).rglob("*.py"):
+        assert not [name for name in imported(path) if name.startswith(lab)], path
+
+
+def test_a_memory_is_attached_without_the_lab_and_the_command() -> None:
+    statement = "import memstore.readers.stock.attached, memstore.readers.audit, memstore.memory.memory"
+    lab = {f"memstore.{name}" for name in LAB} | {"typer", "rich", "matplotlib"}
+    assert modules_after(statement).isdisjoint(lab)

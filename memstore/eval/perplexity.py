@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.models.drt import DRTCache, DRTForCausalLM, Reader
+from memstore.models.drt import DRTCache, DRTForCausalLM, DRTReader
 
 SEGMENT_BLOCKS = 64
 """Blocks that are scored at a time."""
@@ -104,7 +104,7 @@ def _after_window(model: DRTForCausalLM, text: Tensor, scored: int, reach: int) 
 
 
 def _after_memory(model: DRTForCausalLM, text: Tensor, scored: int) -> Tensor:
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[: -scored - 1], reuse=False)
         return _losses(model, reader.cache(), text[-scored - 1 :])
 

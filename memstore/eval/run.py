@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import LayerScore, Reply
 from memstore.eval.filler import Filler
-from memstore.eval.readers import ask, open_reader
+from memstore.eval.readers import ask
 from memstore.eval.resources import PeakMemory
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
 from memstore.memory import Memory
@@ -215,13 +216,13 @@ def _outcomes(
     try:
         for sample in order:
             begun = time.perf_counter()
-            with open_reader(model, memory, name) as reader:
+            with memstore.attach(model, memory, document=name) as reader:
                 _cut(reader, sample.first if reuse else 0)
                 read = reader.append(_listened(sample.haystack(filler, len(reader)), advance))
-                advance(read.tokens - read.new)
+                advance(read.tokens - read.new_tokens)
                 reply = ask(model, reader.cache(), sample)
             seconds = time.perf_counter() - begun
-            outcomes[id(sample)] = Outcome(sample.depth, sample.answer, reply, read.new, read.seconds, seconds)
+            outcomes[id(sample)] = Outcome(sample.depth, sample.answer, reply, read.new_tokens, read.seconds, seconds)
             if not reuse:
                 _forget(memory, name)
     finally:

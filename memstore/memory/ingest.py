@@ -1,44 +1,112 @@
-"""What everything that reads long inputs into a memory shares: a thread that commits, and a progress bar."""
+"""What everything that reads long inputs into a memory shares: threads that compute and commit, and a progress line."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
+
+S = TypeVar("S")
+M = TypeVar("M")
+TOLD_SECONDS = 0.1
+"""Time between two lines of progress."""
 
 
 @contextmanager
 def progress_bar(
     name: str, done: int, total: int | None, show: bool, verb: str = "reading"
 ) -> Iterator[Callable[[int], None]]:
-    """A progress bar, which is told how many tokens more are done. ``total``: None if nobody knows."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    """A line on standard error, which is told how many tokens more are done. ``total``: None if nobody knows."""
+    shown = name if name.isprintable() else repr(name)  # a terminal is not to obey names
+    begun = told = time.perf_counter()
+    read = width = 0
 
-    of = "" if total is None else f" of {total:,}"
-    columns = (
-        TextColumn(f"{verb} {{task.description}}", markup=False),  # names may have brackets in them
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.completed:,.0f}{task.fields[of]} tokens, {task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    begun = time.perf_counter()
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
-        completed, of = (done, "") if total is None else (min(done, total), f" of {total:,}")
-        shown = name if name.isprintable() else repr(name)  # nor is a terminal to obey them
-        task = bar.add_task(shown, total=total, completed=completed, of=of, speed=0.0)
-        read = 0
+    def tell(end: str) -> None:
+        nonlocal width
+        speed = read / max(time.perf_counter() - begun, 1e-9)
+        part, left = "", ""
+        if total:
+            part = f" of {total:,}"
+            left = f", {max(0, total - done - read) / speed:,.0f} s left" if speed else ""
+        line = f"{verb} {shown} {done + read:,}{part} tokens, {speed:,.0f} tokens/s{left}"
+        sys.stderr.write(line.ljust(width) + end)  # spaces over what is left of a longer line
+        sys.stderr.flush()
+        width = len(line)
 
-        def advance(tokens: int) -> None:
-            nonlocal read
-            read += tokens
-            bar.update(task, advance=tokens, speed=read / (time.perf_counter() - begun))
+    def advance(tokens: int) -> None:
+        nonlocal read, told
+        read += tokens
+        if show and time.perf_counter() - told > TOLD_SECONDS and sys.stderr.isatty():
+            told = time.perf_counter()
+            tell("\r")
 
+    try:
         yield advance
+    finally:
+        if show:
+            tell("\n")
+
+
+def pipelined(
+    segments: Iterable[S],
+    compute: Callable[[S], M],
+    commit: Callable[[M], None],
+    *,
+    workers: int = 0,
+    ahead: bool = True,
+) -> Iterator[M]:
+    """Compute ``segments`` and commit what they made in order, each in a thread beside the next ones.
+
+    ``workers`` segments are computed side by side in threads; 0: one after the other, in this one. ``ahead=False``
+    waits until what was made before is committed, for segments that need to find it. Tells what was made, as it is
+    handed over. Where ``segments`` raises, what came before is committed first.
+    """
+    computing: deque[Future[M]] = deque()
+    pending: Future[None] | None = None
+    failure: BaseException | None = None
+    source = iter(segments)
+    with background_workers(1) as writer, background_workers(workers) if workers else nullcontext() as pool:
+        try:
+            while True:
+                try:
+                    segment = next(source)
+                except StopIteration:
+                    break
+                except BaseException as error:  # noqa: BLE001 - raised again once what came before it is kept
+                    failure = error
+                    break
+                if pool is None:
+                    if pending is not None and not ahead:
+                        pending.result()
+                    made = compute(segment)
+                else:
+                    computing.append(pool.submit(compute, segment))
+                    if len(computing) <= workers:
+                        continue
+                    made = computing.popleft().result()
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(commit, made)
+                yield made
+            while computing:
+                made = computing.popleft().result()
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(commit, made)
+                yield made
+            if pending is not None:
+                pending.result()
+        finally:
+            for each in computing:
+                each.cancel()
+    if failure is not None:
+        raise failure
 
 
 def background_workers(count: int) -> ThreadPoolExecutor:

@@ -18,10 +18,10 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from urllib.parse import parse_qs, urlsplit
 
-import platformdirs
 from xxhash import xxh3_128_hexdigest
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotAMemory, NotFound
+from memstore.folders import user_folder
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
 
@@ -65,7 +65,7 @@ def remote_places(url: str) -> Remote:
     shards = parts._replace(query="").geturl().rstrip("/")
     if "tail" in options:
         return Remote(shards, Path(options["tail"][-1]))
-    return Remote(shards, platformdirs.user_data_path("memstore") / "tails" / xxh3_128_hexdigest(shards.encode()))
+    return Remote(shards, user_folder("data") / "tails" / xxh3_128_hexdigest(shards.encode()))
 
 
 def open_shards(remote: Remote, *, read_only: bool) -> Store:

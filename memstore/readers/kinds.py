@@ -30,7 +30,9 @@ class Kind:
     loader: str
     """Where the function is that loads a folder, as ``pkgutil.resolve_name`` takes it."""
     reader: str
-    """Where its ``Reader`` is."""
+    """Where its ``Reader`` is; empty where ``memstore.attach`` cannot give it a memory."""
+    audit: str
+    """Where the function is that audits what such a reader retrieves."""
     train: str = "memstore train"
     """The command that makes one."""
 
@@ -39,42 +41,58 @@ class Kind:
         loaded = resolve_name(self.loader)(folder, **options)
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
+    def reader_class(self) -> Any:
+        """Its ``Reader``. Raises ``UnsupportedModel`` where it has none."""
+        if not self.reader:
+            raise UnsupportedModel(
+                f"this is a {self.name}, and attaching another would leave that one out: memstore eval perplexity and "
+                "eval lookup use it, and in Python memstore.models.memorizing.load_knn_memory does"
+            )
+        return resolve_name(self.reader)
+
 
 DRT = Kind(
     "DRT",
     "memstore-drt",
     "memstore.models.drt:DRTForCausalLM.from_pretrained",
-    "memstore.models.drt.reader:Reader",
+    "memstore.models.drt.reader:DRTReader",
+    "memstore.models.drt.audit:audit_drt",
     "memstore train drt",
 )
 LANDMARK = Kind(
     "landmark model",
     "memstore-landmark",
     "memstore.models.landmark:LandmarkForCausalLM.from_pretrained",
-    "memstore.models.landmark.reader:Reader",
+    "memstore.models.landmark.reader:LandmarkReader",
+    "memstore.models.landmark.audit:audit_landmark",
     "memstore train landmark",
 )
 MEMORIZING = Kind(
     "Memorizing Transformer",
     "memstore-memorizing",
     "memstore.models.memorizing:MemorizingForCausalLM.from_pretrained",
-    "memstore.models.memorizing.reader:Reader",
+    "memstore.models.memorizing.reader:MemorizingReader",
+    "memstore.models.memorizing.audit:audit_memorizing",
     "memstore train memorizing",
 )
 KNN = Kind(
-    "stock model with a memory of tokens",
+    "stock model with a memory of tokens of its own",
     "knn_memory",
     "memstore.models.memorizing:load_knn_memory",
-    "memstore.models.memorizing.reader:StockReader",
+    "",
+    "",
     "memstore train memorizing --init",
 )
 STOCK = Kind(
     "stock model",
     None,
     "transformers:AutoModelForCausalLM.from_pretrained",
-    "memstore.readers.stock.attached:Attached",
+    "memstore.readers.stock.attached:StockReader",
+    "memstore.readers.stock.audit:audit_attached",
 )
 KINDS = (DRT, LANDMARK, MEMORIZING, KNN, STOCK)
+ATTACHED = (STOCK, DRT, LANDMARK, MEMORIZING)
+"""Those that ``memstore.attach`` gives a memory."""
 
 
 def kind_of(model: Any) -> Kind:
@@ -141,6 +159,13 @@ def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()
     model.eval()
     model.to(device)
     return model, tokenizer
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a user's ``text``, without special tokens and without a word about its length."""
+    # A text may quote "<|endoftext|>"; as the control token of that name it would end what the model has understood.
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return ids
 
 
 def shipped_model(name: str) -> Path:

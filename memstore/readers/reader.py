@@ -1,90 +1,139 @@
-"""What readers of all models share: texts that are read from their beginning, compared, and continued."""
+"""The contract of every way to a memory: a text is read into it with a model, and the model sees it later.
+
+``memstore.attach`` gives a ``Reader`` for each kind of model. What does not depend on the mechanism is here: opening
+and checking memories, comparing a text with what is stored, cutting it into segments, and traces. A mechanism says what
+it stores (``spec``), how it reads segments (``_read_segments``), how it searches, and how its model gets to see the
+memory (``_install``).
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.memory import Document, Memory, MemorySpec, Recorder, Traces, open_memory
 from memstore.memory.append import Tokens, as_tokens
+from memstore.memory.ingest import progress_bar
 from memstore.memory.memory import check_same
+from memstore.memory.retrieval import Retrieval
+from memstore.memory.search import Match
 from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
-from memstore.models.cache import ModelCache
+from memstore.readers.kinds import Kind, encode
+from memstore.readers.observer import Observer, Recording
+from memstore.readers.options import check_options, check_retrieval
 
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
+UNNAMED = "document"
+"""The first document of a memory, where nobody names it."""
+Place = Memory | str | Path
+"""A memory: one that is open, or where it is."""
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or pieces of them one after the other."""
 
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What a call of ``Reader.read`` did."""
+    """What a call of ``Reader.read`` or ``Reader.append`` did."""
 
     document: str
     tokens: int
     """Tokens of the document now."""
-    new: int
+    new_tokens: int
     """Tokens read by this call."""
-    reused: int
+    reused_tokens: int
     """Tokens that were there already, in this document or in others that begin with the same text."""
     seconds: float
+    nll: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Negative log-likelihood of each scored token, ``[n]``, in nats."""
 
     @property
     def tokens_per_second(self) -> float:
         """Speed of reading the new tokens."""
-        return self.new / self.seconds if self.seconds else 0.0
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the scored tokens; NaN if none were scored."""
+        return float(self.nll.mean().exp())
 
 
-class DocumentReader(ABC):
-    """A document of a memory, which grows as text is read."""
+@dataclass
+class Job:
+    """A text on its way into a document."""
 
+    document: Document
+    options: dict[str, Any] | None
+    """What the states depend on beside the model and the tokens, for the first append of a document; else None."""
+    retrieve: bool = True
+    score_from: int | None = None
+    """The first token whose likelihood is wanted."""
+    nll: list[Tensor] = field(default_factory=list)
+
+
+class Reader(ABC):
+    """A model with a memory, for the length of a ``with`` block; ``memstore.attach`` makes it.
+
+    Nothing is opened, locked or changed before the block. Inside it ``read`` stores texts, and ``model(...)`` and
+    ``model.generate(...)`` go on after the document. What is asked or generated is not stored; append it to keep it.
+    On leaving the block, also by an exception, the model is what it was before. One thread at a time.
+    """
+
+    kind: ClassVar[Kind]
+    several: ClassVar[bool] = False
+    """Whether several documents, and several memories, can be seen at once."""
     model: Any
+    retrieval: Retrieval
 
     def __init__(
         self,
-        memory: Memory | str | Path,
-        document: str,
-        spec: MemorySpec,
-        mode: Mode,
-        vocabulary: int,
+        model: Any,
+        memory: Place | Sequence[Place],
+        document: str | Sequence[str] | None = None,
         *,
-        reading: Mapping[str, Any] | None = None,
-        step: int = 1,
+        retrieval: Retrieval | None = None,
+        tokenizer: Any = None,
         index: str = "exact",
+        mode: Mode = "a",
     ) -> None:
-        """``memory``: one that is open and was made for ``spec``, or where it is; then ``index`` is how it is searched.
+        """See ``memstore.attach``."""
+        self.model, self.tokenizer = model, tokenizer
+        self.retrieval = self.usual(model) if retrieval is None else retrieval
+        check_retrieval(self.kind, self.retrieval)
+        self.names = [document] if isinstance(document, str) else None if document is None else list(document)
+        self._places, self._index, self._mode = _places(memory), index, mode
+        self._memories: tuple[Memory, ...] | None = None
+        self._stack = ExitStack()
+        self.observers: list[Observer] = []
+        """Told what the calls of the model retrieve; not what reading does."""
+        for what, given in (("memories", self._places), ("documents", self.names or [])):
+            if len(given) > 1 and not self.several:
+                raise InvalidArgument(
+                    f"a {self.kind.name} goes on after one document at a time, got {len(given)} {what}: attach one "
+                    "after the other"
+                )
 
-        ``reading``: what states depend on beside the model and the tokens. ``step``: blocks after which they do not
-        depend on what follows, so that other documents may begin with them.
-        """
-        self._own = not isinstance(memory, Memory)
-        self._vocabulary, self._reading, self._step = vocabulary, reading, step
-        self.memory = memory if isinstance(memory, Memory) else open_memory(memory, spec=spec, mode=mode, index=index)
-        try:
-            check_same(spec, self.memory)
-            self.document = self.memory.document(document)
-        except BaseException:
-            self.close()
-            raise
+    @classmethod
+    def usual(cls, model: Any) -> Retrieval:  # noqa: ARG003 - for those that were trained with one
+        """How ``model`` retrieves unless it is told otherwise."""
+        return Retrieval()
 
     def __enter__(self) -> Self:
-        return self
+        return self.open() if self._memories is None else self  # like a file that is open already
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -93,216 +142,505 @@ class DocumentReader(ABC):
     def __bool__(self) -> bool:
         return True
 
-    def close(self) -> None:
-        """Close the memory, unless it was given open."""
-        if self._own:
-            self.memory.close()
+    def open(self) -> Self:
+        """What entering the ``with`` block does. Raises ``ForeignMemory`` for a memory of another model."""
+        if self._memories is not None:
+            raise InvalidArgument("this reader is open already: leave its with block first")
+        with ExitStack() as stack:
+            try:
+                self._memories = tuple(self._opened(stack))
+                self._begin()
+                self._install(stack)
+            except BaseException:
+                self._memories = None
+                raise
+            self._stack = stack.pop_all()
+        return self
 
-    def read(self, tokens: Chunks, *, progress: bool = False, reuse: bool = True) -> ReadResult:
+    def close(self) -> None:
+        """What leaving the ``with`` block does. Memories that were given open stay open."""
+        try:
+            self._stack.close()
+        finally:
+            self._memories = None
+
+    # The memory
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """The memories, open; the first one is the one that is read into."""
+        if self._memories is None:
+            raise InvalidArgument(
+                "a memory is read and asked inside a with block: with memstore.attach(model, memory) as reader: ..."
+            )
+        return self._memories
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that is read into."""
+        return self.memories[0]
+
+    @property
+    def document(self) -> Document:
+        """The document that the model goes on after. Raises ``InvalidArgument`` where it is not clear which one."""
+        return self._document(None)
+
+    @property
+    def documents(self) -> list[Document]:
+        """The documents that the model sees; the last one is the one that it goes on after."""
+        return [self.document]
+
+    def _document(self, name: str | None) -> Document:
+        """The document called ``name``, or the one that is meant where nobody says."""
+        if name is None and self.names is not None and len(self.names) == 1:
+            (name,) = self.names
+        if name is None:
+            names = [each.name for each in self.memory.documents()]
+            if len(names) > 1 or (self.names is not None and len(self.names) > 1):
+                shown = ", ".join(map(repr, self.names or names))
+                raise InvalidArgument(f"which document? Pass document=NAME, there are {shown}")
+            name = names[0] if names else UNNAMED
+        return self.memory.document(name)
+
+    def _opened(self, stack: ExitStack) -> Iterator[Memory]:
+        """Each memory; those that are not there are made like the first one that is."""
+        found = [each if isinstance(each, Memory) else self._existing(each, stack) for each in self._places]
+        like = next((memory.spec for memory in found if memory is not None), None)
+        for place, there in zip(self._places, found, strict=True):
+            memory = there
+            if memory is None:
+                spec = self.spec(like)
+                memory = open_memory(str(place), spec=spec, mode=self._mode, index=self._index)
+                stack.enter_context(memory)
+                self._sign(memory)
+            self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
+            yield memory
+
+    def _existing(self, place: str | Path, stack: ExitStack) -> Memory | None:
+        if self._mode == "x":
+            return None
+        try:
+            return stack.enter_context(open_memory(place, mode=self._mode, index=self._index))
+        except NotFound:
+            if self._mode == "r":
+                raise
+            return None
+
+    def _sign(self, memory: Memory) -> None:
+        """Write into a new memory which model it is for, so that other programs need not be told."""
+        names = {"name": self.model, "tokenizer": self.tokenizer}
+        info = {key: name for key, of in names.items() if (name := _name_of(of))}
+        if "name" in info:
+            memory.put_info("model", {**info, "dtype": str(self.model.dtype).removeprefix("torch.")})
+
+    @abstractmethod
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """What is stored of this model. ``made``: of the memory that is there already, to be like it in what is free.
+
+        Raises ``InvalidArgument`` for a model that can store nothing.
+        """
+
+    def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for those that see several
+        """Raise ``ForeignMemory`` where ``memory`` was made by another model."""
+        check_same(self.spec(memory.spec), memory)
+
+    def _begin(self) -> None:  # noqa: B027 - nothing for most
+        """The memories are open: whatever else has to be checked or loaded."""
+
+    @abstractmethod
+    def _install(self, stack: ExitStack) -> None:
+        """Let the model see the memory, until ``stack`` is closed."""
+
+    # Reading
+
+    def read(
+        self,
+        text: str | Chunks,
+        document: str | None = None,
+        *,
+        progress: bool = False,
+        reuse: bool = True,
+        score: int | None = None,
+        retrieve: bool | None = None,
+    ) -> ReadResult:
         """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
 
-        ``tokens``: ids, or pieces of them one after the other, for texts that are not to be held in memory. Where they
-        end before the document does, they are compared and it stays as it is. Raises ``InvalidArgument`` where
-        the document holds another text. With ``reuse`` a new document shares the blocks of another one of this memory
-        that begins with the same text (as far as it is not an iterator), which then need not be read.
+        Segments are committed one after the other, each while the next one is computed: an interrupted read leaves all
+        committed segments in place, and the same call goes on after them. It computes in the types of the model's
+        weights, also under ``torch.autocast``.
+
+        Args:
+            text: token ids ``[n]``; pieces of them one after the other, for texts that are not to be held in memory; or
+                a string, where a tokenizer was given. A text that ends before the document does is compared, and the
+                document stays as it is.
+            document: its name; by default the one given to ``attach``.
+            progress: show a line with tokens per second.
+            reuse: a new document shares the blocks of another one of this memory that begins with the same tokens and
+                was read with the same options, which then need not be read. False reads all of them.
+            score: also compute how well the last ``score`` tokens were predicted (``ReadResult.nll``).
+            retrieve: False reads without retrieving, for comparison.
+
+        Raises:
+            InvalidArgument: no tokens, tokens outside of the vocabulary, or another text under this name.
+            StoreFull, ReadOnlyMemory: the segment in hand could not be stored; those before it are.
         """
-        if reuse and _is_flat(tokens) and self.memory.mode != "r":
-            (flat,) = pieces_of(tokens)
-            self.document.reuse(flat, reading=self._reading, step=self._step)
-        stored = len(self.document)
+        check_options(self.kind, {"score": score or None, "retrieve": retrieve})
+        tokens = self._given(text)
+        if score is not None and score < 0:
+            raise InvalidArgument(f"score is a number of tokens, got {score}")
+        if score and not isinstance(tokens, Tensor):
+            raise InvalidArgument("a text that comes in pieces cannot be scored: give its tokens at once")
+        target, retrieving = self._target(document), retrieve is None or retrieve
+        options = self._reading(retrieve=retrieving)
+        if reuse and isinstance(tokens, Tensor) and self.memory.mode != "r":
+            # The last token that is not scored predicts the first one that is.
+            unscored = tokens[: max(0, len(tokens) - score - 1)] if score else tokens
+            target.reuse(unscored, reading=options, step=self._step)
+        if target.blocks.start:
+            raise InvalidArgument(
+                f"document {target.name!r} has lost its first blocks: go on with append(), or read the text under "
+                "another name"
+            )
+        stored = len(target)
+        self._check_reading(target, options)
+        job = Job(target, options if not stored else None, retrieving)
+        job.score_from = len(tokens) - score if score and isinstance(tokens, Tensor) else None
         seen = 0
 
         def rest() -> Iterator[Tensor]:
             nonlocal seen
-            for piece in pieces_of(tokens):
+            for piece in _pieces(tokens):
                 known = min(max(0, stored - seen), len(piece))
-                if known:
-                    _check_stored(self.document, self.memory.spec.block_size, seen, piece[:known])
+                _compare(target, seen, piece[:known])
                 seen += len(piece)
                 if known < len(piece):
+                    self._check_writable()
                     yield piece[known:]
 
-        total = _count(tokens) if _is_flat(tokens) else None
-        seconds = self._append(rest(), stored, total, progress=progress)
-        new = len(self.document) - stored
-        return ReadResult(self.document.name, len(self.document), new, min(stored, seen), seconds)
+        seconds = self._run(job, rest(), stored, len(tokens) if isinstance(tokens, Tensor) else None, progress)
+        return self._result(job, stored, min(stored, seen), seconds)
 
-    def append(self, tokens: Chunks, *, progress: bool = False) -> ReadResult:
-        """Read more tokens at the end of the document, such as a question and the answer that was generated."""
-        stored = len(self.document)
-        seconds = self._append(pieces_of(tokens), stored, None, progress=progress)
-        new = len(self.document) - stored
-        return ReadResult(self.document.name, stored + new, new, 0, seconds)
+    def append(self, text: str | Chunks, document: str | None = None, *, progress: bool = False) -> ReadResult:
+        """Read more tokens at the end of the document, such as a question and the answer that was generated.
+
+        See ``read``.
+        """
+        tokens = self._given(text)
+        self._check_writable()
+        target, options = self._target(document), self._reading(retrieve=True)
+        stored = len(target)
+        self._check_reading(target, options)
+        job = Job(target, options if not stored else None)
+        seconds = self._run(job, _pieces(tokens), stored, None, progress)
+        return self._result(job, stored, 0, seconds)
+
+    def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
+        """A text as token ids ``[n]`` int32, or its pieces as they are."""
+        if isinstance(text, str):
+            return self._checked(torch.tensor(self._encoded(text), dtype=torch.int64))
+        if not _is_flat(text):
+            return text  # type: ignore[return-value]  # pieces
+        if isinstance(text, Tensor):
+            if text.dtype == torch.bool:
+                raise InvalidArgument("expected token ids, got a mask of True and False")
+            if text.dim() == 2 and len(text) == 1:
+                text = text[0]
+        tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it says what is wrong with anything else
+        if not len(tokens):
+            raise InvalidArgument("there is nothing to read: the text has no tokens")
+        return tokens
+
+    def _encoded(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidArgument("to read a string, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
+        return encode(self.tokenizer, text)
+
+    def _target(self, name: str | None) -> Document:
+        """The document to read into."""
+        if self.memory.mode == "r" and name is not None and all(each.name != name for each in self.memory.documents()):
+            raise self._read_only()
+        return self._document(name)
+
+    def _check_writable(self) -> None:
+        if self.memory.mode == "r":
+            raise self._read_only()
+
+    def _read_only(self) -> ReadOnlyMemory:
+        url = self.memory.url
+        return ReadOnlyMemory(
+            f"the memory {url} was opened with mode='r'; open it with mode='a' to read a text into it"
+        )
+
+    def _run(self, job: Job, pieces: Iterator[Tensor], stored: int, total: int | None, progress: bool) -> float:
+        """Read ``pieces`` at the end of the document; seconds that it took."""
+        begun = time.perf_counter()
+        with (
+            torch.no_grad(),
+            evaluating(self.model),
+            progress_bar(job.document.name, stored, total, progress) as advance,
+        ):
+            segments = self._segments(self._prepared(pieces), stored)
+            with closing(self._read_segments(job, segments)) as done:
+                for tokens in done:
+                    advance(tokens)
+        return time.perf_counter() - begun
+
+    def _result(self, job: Job, stored: int, reused: int, seconds: float) -> ReadResult:
+        tokens, nll = len(job.document), torch.cat(job.nll) if job.nll else torch.empty(0)
+        return ReadResult(job.document.name, tokens, tokens - stored, reused, seconds, nll)
+
+    @property
+    @abstractmethod
+    def _segment_tokens(self) -> int:
+        """Tokens between the places where a text is cut."""
+
+    @property
+    def _step(self) -> int:
+        """Blocks after which states no longer depend on the tokens behind: other documents may begin with them."""
+        return 1
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def _reading(self, *, retrieve: bool) -> dict[str, Any] | None:  # noqa: ARG002 - for those that can do without
+        """What the states of a document depend on beside the model and the tokens; None where that is nothing."""
+        return None
+
+    def _prepared(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        """``pieces``, once whatever depends on the text's beginning is done."""
+        return pieces
 
     @abstractmethod
-    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> ModelCache:
-        """A cache that goes on where the document ends, for ``rows`` continuations at once.
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        """Read ``segments`` at the end of the document and commit them; tells the tokens of each.
 
-        ``trace``: what to write to, see ``record``.
+        Where ``segments`` raises, or reading is broken off, what was whole before stays committed.
         """
 
-    def record(self, prompt: Tokens, *, question: str | None = None, traces: Traces | None = None) -> Recorder:
-        """Begin a trace of what comes after the document, in ``traces`` or else in those of the memory.
+    def _check_reading(self, document: Document, options: dict[str, Any] | None) -> None:
+        """A document is read with the same options from beginning to end, or its states would not belong together."""
+        if options is None or self.memory.mode == "r" or not len(document):
+            return
+        # Before documents kept their options themselves, the memory did, under this name.
+        before = document.reading or self.memory.get_info(f"reading/{document.name}")
+        if before is None:
+            return
+        changed = [key for key in {**options, **before} if before.get(key) != options.get(key)]
+        if changed:
+            different = "; ".join(f"{key}={before.get(key)!r}, now {options.get(key)!r}" for key in changed)
+            raise InvalidArgument(
+                f"document {document.name!r} was begun with {different}: go on with the same options, or read the text "
+                "under another name"
+            )
 
-        ``prompt [T]`` are the tokens that are given first, ``question`` is their text where there is one. Give the
-        recorder to ``cache``, and leave its ``with`` block when everything was generated::
+    def _segments(self, pieces: Iterator[Tensor], place: int) -> Iterator[Tensor]:
+        """Pieces of ``pieces``, which begin at token ``place``, that end at multiples of the segment or at the end."""
+        size, waiting, held = self._segment_tokens, [], 0
+        for piece in pieces:
+            start = 0
+            while start < len(piece):
+                waiting.append(piece[start : start + size - place % size - held])
+                held += len(waiting[-1])
+                start += len(waiting[-1])
+                if held == size - place % size:
+                    yield torch.cat(waiting)
+                    place, waiting, held = place + held, [], 0
+        if held:
+            yield torch.cat(waiting)
 
-            with reader.record(prompt[0]) as recorder:
-                model.generate(prompt, past_key_values=reader.cache(trace=recorder))
+    def _checked(self, tokens: Tensor) -> Tensor:
+        """``tokens`` as they are. Raises ``InvalidArgument`` for those that are not of the vocabulary."""
+        last = self._vocabulary - 1
+        if tokens.numel():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high > last:
+                raise InvalidArgument(
+                    f"token ids must be from 0 to {last}, got {low}..{high}; "
+                    "was the text encoded with this model's tokenizer?"
+                )
+        return tokens
 
-        Raises what ``Traces.record`` does.
+    # Asking
+
+    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> Any:  # noqa: ARG002 - for those that have one
+        """The ``past_key_values`` of a model that goes on after the document, for ``rows`` continuations at once.
+
+        ``trace``: what to write to, see ``record``. Raises ``InvalidArgument`` for kinds whose caches are those of
+        transformers.
         """
-        return (self.memory.traces if traces is None else traces).record(
-            model=self.memory.model_info().get("name"),
-            documents=[self.document.name],
-            question=question,
-            prompt=as_tokens(prompt).tolist(),
-            block_size=self.memory.spec.block_size,
-            **self._described(),
+        raise InvalidArgument(
+            f"a {self.kind.name} needs no cache made beforehand: inside the with block its own caches see the memory"
         )
 
-    def generate(self, input_ids: Tensor, *, trace: bool = False, **options: Any) -> Any:
-        """``model.generate`` after the document; ``input_ids [rows, T]`` are what comes next.
+    def prompt(self, text: str) -> Tensor:
+        """The tokens ``[1, T]`` of a question, placed where a model of this kind asks best."""
+        return torch.tensor([self._encoded(text)], dtype=torch.int64, device=self.model.device)
 
-        With ``trace`` what is retrieved is written to ``memory.traces``. Raises ``InvalidArgument`` where nothing comes
-        next, and for a trace of beams.
+    def generate(self, text: str | Tensor, *, trace: bool = False, **options: Any) -> Any:
+        """``model.generate`` after the document; ``text`` is what comes next: tokens ``[rows, T]``, or a string.
+
+        ``options`` and the result are those of ``model.generate``. With ``trace`` what is retrieved is written to the
+        memory's traces. Raises ``InvalidArgument`` where nothing comes next, and for a trace of beams.
         """
-        if input_ids.dim() != 2 or not input_ids.numel():
+        if isinstance(text, str):
+            text = self.prompt(text)
+        if text.dim() != 2 or not text.numel():
             raise InvalidArgument(
-                f"expected the tokens that come next, [rows, T], got {list(input_ids.shape)}; to go on right after the "
+                f"expected the tokens that come next, [rows, T], got {list(text.shape)}; to go on right after the "
                 "document, read all but its last token and give that one here"
             )
-        # So often does generate repeat each row.
-        given = options.get("generation_config") or self.model.generation_config
-        beams, samples = (
-            options.get(name) or getattr(given, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        rows = len(input_ids) * max(beams, samples)
+        if options.get("assistant_model") is not None or options.get("prompt_lookup_num_tokens") is not None:
+            raise InvalidArgument(
+                "assistant_model and prompt_lookup_num_tokens try tokens and take some back, and what was retrieved "
+                "for those cannot be taken back: generate without them"
+            )
+        input_ids = text.to(self.model.device)
         if not trace:
-            return self.model.generate(input_ids, past_key_values=self.cache(rows), **options)
-        if beams > 1:
+            return self.model.generate(input_ids, **options)
+        given = options.get("generation_config") or self.model.generation_config
+        if (options.get("num_beams") or given.num_beams or 1) > 1:
             raise InvalidArgument("a trace follows each row from its beginning to its end: generate without beams")
-        with self.record(input_ids[0]) as recorder:
-            result = self.model.generate(input_ids, past_key_values=self.cache(rows, trace=recorder), **options)
-            new = getattr(result, "sequences", result)[0, input_ids.shape[1] :]
-            recorder.close(new.tolist())
+        with self.record() as recorder:
+            result = self.model.generate(input_ids, **options)
+            recorder.close(getattr(result, "sequences", result)[0, input_ids.shape[1] :].tolist())
         return result
+
+    @contextmanager
+    def record(
+        self,
+        prompt: Tokens | None = None,
+        *,
+        question: str | None = None,
+        traces: Traces | None = None,
+        **info: Any,
+    ) -> Iterator[Recorder]:
+        """Record what the model retrieves, for the length of a ``with`` block, as a trace of the memory.
+
+        Each forward pass is a step: for every layer that retrieved its lists of blocks, their scores, the tiers they
+        came from, and the part of each query head's attention that each block carried for the last token. Read it with
+        ``memory.traces`` or ``memstore trace``::
+
+            with reader.record(question=question) as recorder:
+                answer = model.generate(prompt)
+                recorder.close(answer[0, prompt.shape[1]:].tolist())
+
+        ``prompt [T]``: the tokens that are given first, where the model does not tell. ``question`` and ``info`` (JSON)
+        are kept with it; ``close`` of the recorder tells the tokens of the answer, the last of which it cannot see.
+        ``traces``: where to write to; those of the memory by default.
+
+        Raises ``InvalidArgument`` while another recording runs, and what ``Traces.record`` raises.
+        """
+        if any(isinstance(observer, Recording) for observer in self.observers):
+            raise InvalidArgument("this reader is being recorded already; leave that block first")
+        memory = self.memory
+        recorded = (memory.traces if traces is None else traces).record(
+            model=memory.model_info().get("name"),
+            documents=[document.name for document in self.documents],
+            question=question,
+            block_size=memory.spec.block_size,
+            **({} if prompt is None else {"prompt": as_tokens(prompt).tolist()}),
+            **self._described(),
+            **info,
+        )
+        with recorded as recorder:
+            recording = Recording(recorder)
+            self.observers.append(recording)
+            try:
+                yield recorder
+            finally:
+                recorder.close()
+                self.observers.remove(recording)
 
     @abstractmethod
     def _described(self) -> dict[str, Any]:
         """What the info of a trace says of the model and of how it retrieves."""
 
-    @abstractmethod
-    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
-        """Read ``pieces`` at the end of the document; seconds that it took."""
+    def search(self, text: str | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
+        """The ``top_k`` blocks that ``text``, tokens ``[n]`` or a string, finds after the document, best first.
 
-    def _tokens(self, first: int, count: int) -> Tensor:
-        """Tokens of the document from block ``first`` on, which has ``count`` tokens in all."""
-        blocks = range(first, -(-count // self.memory.spec.block_size))
-        return self.document.tokens(blocks) if blocks else torch.empty(0, dtype=torch.int64)
-
-    def _segments(self, pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
-        """Segments that end at multiples of ``size`` tokens of the document, as far as the pieces go."""
-        waiting: list[Tensor] = []
-        held, place = 0, len(self.document)
-        for piece in pieces:
-            self._check(piece)
-            start = 0
-            while start < len(piece):
-                room = size - place % size - held
-                waiting.append(piece[start : start + room])
-                held += len(waiting[-1])
-                start += len(waiting[-1])
-                if held == size - place % size:
-                    yield torch.cat(waiting)
-                    place += held
-                    waiting, held = [], 0
-        if held:
-            yield torch.cat(waiting)
-
-    def _asking(self, tokens: Tokens, top_k: int) -> Tensor:
-        """The tokens ``[n]`` int64 of a search. Raises ``InvalidArgument`` for what none can be made with."""
-        ids = as_tokens(tokens)
-        if not len(ids) or top_k < 1:
+        ``layer``: one that retrieves; which ones it may be, and what scores mean, is a matter of the kind. Raises
+        ``InvalidArgument`` and ``DamagedError``.
+        """
+        tokens = as_tokens(self._encoded(text) if isinstance(text, str) else text)
+        if not len(tokens) or top_k < 1:
             raise InvalidArgument("a search needs at least one token, and a top_k of at least 1")
-        self._check(ids)
-        return ids.long()
+        self._checked(tokens)
+        with torch.no_grad(), own_types():
+            return self._search(tokens.long(), top_k, layer)
 
-    def _check(self, tokens: Tensor) -> None:
-        last = self._vocabulary - 1
-        if not tokens.numel():
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > last:
-            raise InvalidArgument(
-                f"token ids must be from 0 to {last}, got {low}..{high}; "
-                "was the text encoded with this model's tokenizer?"
-            )
+    @abstractmethod
+    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+        """See ``search``."""
+
+    def audit(self, text: str | Tokens, **options: Any) -> Any:
+        """What should have been retrieved for ``text`` and what follows, against what was.
+
+        ``options``: ``tokens``, the steps at most; ``top_k``; and ``progress``.
+        """
+        return resolve_name(self.kind.audit)(self, self._encoded(text) if isinstance(text, str) else text, **options)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model without dropout or noise, in the types of its weights, for the time being."""
-    training = model.training
-    model.train(False)
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         with own_types():
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
-def spec_of(memory: Memory | str | Path, mode: Mode) -> MemorySpec | None:
-    """What a memory was made for; None where it is yet to be made."""
-    if isinstance(memory, Memory):
-        return memory.spec
-    if mode == "x":
+def _places(memory: object) -> list[Place]:
+    given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
+    places = [each for each in given if isinstance(each, (str, Path, Memory))]
+    if not places or len(places) < len(given):
+        raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory!r}")
+    return places
+
+
+def _name_of(thing: Any) -> str | None:
+    """Where a model or tokenizer was loaded from; a folder by its whole path, for others may run elsewhere."""
+    name = getattr(thing, "name_or_path", None)
+    if not isinstance(name, str) or not name:
         return None
-    try:
-        with open_memory(memory, mode="r") as opened:
-            return opened.spec
-    except NotFound:
-        return None
-
-
-def codec_of(memory: Memory | str | Path, mode: Mode) -> str:
-    """The codec of a memory; "none" where it is yet to be made."""
-    spec = spec_of(memory, mode)
-    return "none" if spec is None else spec.codec
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _is_flat(tokens: Chunks) -> bool:
     if isinstance(tokens, Tensor | np.ndarray):
         return True
-    return isinstance(tokens, Sequence) and (not tokens or isinstance(tokens[0], int))
+    return isinstance(tokens, Sequence) and not (tokens and isinstance(tokens[0], Tensor | np.ndarray | Sequence))
 
 
-def _count(tokens: Chunks) -> int:
-    """How many tokens a flat text has."""
-    return tokens.numel() if isinstance(tokens, Tensor) else len(tokens)  # type: ignore[arg-type]  # flat
-
-
-def pieces_of(tokens: Chunks) -> Iterator[Tensor]:
-    """The pieces of a text; a flat one is one piece."""
-    if _is_flat(tokens):
-        flat = tokens[0] if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1 else tokens
-        yield as_tokens(flat)  # type: ignore[arg-type]  # checked above
+def _pieces(tokens: Tensor | Iterable[Tokens]) -> Iterator[Tensor]:
+    if isinstance(tokens, Tensor):
+        yield tokens
         return
     for piece in tokens:
-        yield as_tokens(piece)  # type: ignore[arg-type]  # it says what is wrong with anything else
+        yield as_tokens(piece)
 
 
-def _check_stored(document: Document, size: int, start: int, piece: Tensor) -> None:
-    """Raise ``InvalidArgument`` unless the document, in blocks of ``size``, holds ``piece`` from token ``start`` on."""
-    for part in piece.split(COMPARED):
+def _compare(document: Document, start: int, tokens: Tensor) -> None:
+    """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on.
+
+    Nobody knows the tokens of blocks that a repair has dropped: they are taken for the same.
+    """
+    size = document.memory.spec.block_size
+    for part in tokens.long().split(COMPARED) if len(tokens) else ():
         # A range of blocks is one read of the store; block by block it would be a transaction for each of them.
-        first, stop = start // size, -(-(start + len(part)) // size)
-        stored = document.tokens(range(first, stop))[start - first * size :][: len(part)]
-        different = stored != part.long()
-        if bool(different.any()):
-            place = start + int(different.nonzero()[0])
-            raise InvalidArgument(
-                f"document {document.name!r} holds another text (they differ from token {place} on): read this one "
-                "under another name, or append() to go on after it"
-            )
+        for blocks in document.present(range(start // size, -(-(start + len(part)) // size))):
+            stored, at = document.tokens(blocks), blocks.start * size - start
+            low, high = max(at, 0), min(at + len(stored), len(part))
+            different = stored[low - at : high - at] != part[low:high]
+            if bool(different.any()):
+                raise InvalidArgument(
+                    f"document {document.name!r} holds another text (they differ from token "
+                    f"{start + low + int(different.nonzero()[0])} on): read this one under another name, or append() "
+                    "to go on after it"
+                )
         start += len(part)

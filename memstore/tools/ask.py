@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,15 +11,18 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools import ask_models
-from memstore.tools.models import Loaded, encode, load_recorded
-from memstore.tools.options import TOP_K, Device, Index, MemoryUrl, Threads, TopK, use_threads
+from memstore.tools.models import Loaded, load_recorded
+from memstore.tools.options import Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report, cell, index_bar
-from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
-    from memstore.memory import Memory, Recorder
-    from memstore.readers.stock.attached import Attached
+    from memstore.memory import Document, Memory
+    from memstore.readers.reader import Reader
+
+SHOWN = 8
+"""Blocks that are told with an answer at most."""
+LEAST = 0.001
+"""Weight under which people are not shown a block."""
 
 Question = Annotated[
     str, typer.Argument(metavar="QUESTION", help="What the model reads after the document.", show_default=False)
@@ -53,40 +57,43 @@ def ask(
 
         memstore ask notes.mem "The name of the white whale is" --document moby-dick
 
-    In Python: memstore.attach, and generate of the model inside.
+    In Python: memstore.attach, and memstore.readers.reader.Reader.generate.
     """
     if not question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     use_threads(threads)
     with memstore.open(memory, mode="r", index=index) as opened, index_bar():
         name = document_name(opened, document)
-        chosen = chosen_name(opened, model)
-        if ask_models.is_own(chosen):
-            own = ask_models.ask(
-                opened,
-                chosen,
-                question,
-                document=name,
-                top_k=top_k,
-                max_tokens=max_tokens,
-                dtype=dtype,
-                device=device,
-                trace=trace,
-            )
-            return Report(data=own, text=lambda page: ask_models.show(page, own, memory))
-        loaded = load_recorded(opened, chosen, dtype, device=device)
-        attach = memstore.attach(
-            loaded.model,
-            opened,
-            document=name,
-            tokenizer=loaded.tokenizer,
-            retrieval=memstore.Retrieval(top_k=top_k or TOP_K),
-            block_size=opened.spec.block_size,
-        )
-        with attach as attached:
-            data = {"document": name, "question": question, **_answer(attached, loaded, question, max_tokens, trace)}
-            data["blocks"] = used_blocks(attached, opened, loaded)
+        loaded = load_recorded(opened, model, dtype, device=device)
+        with attached(loaded, opened, document=name, top_k=top_k) as reader:
+            data = {"document": name, "question": question, **answer(reader, question, max_tokens, trace=trace)}
     return Report(data=data, text=lambda page: _show(page, data, memory))
+
+
+def attached(
+    loaded: Loaded, memory: Memory | str, *, document: str | list[str], top_k: int | None = None, **options: Any
+) -> Reader:
+    """``memstore.attach`` for verbs, which know a number of blocks and no other option of retrieval.
+
+    Raises ``InvalidArgument`` where that number is not to be chosen.
+    """
+    from memstore.readers.kinds import STOCK, kind_of
+    from memstore.readers.options import RETRIEVAL
+
+    kind = kind_of(loaded.model)
+    if top_k is not None and kind not in RETRIEVAL["top_k"]:
+        trained: Any = loaded.model.config
+        raise InvalidArgument(
+            f"a {kind.name} retrieves as much as it was trained with ({trained.retrieval_top_k}): leave --top-k out."
+        )
+    retrieval = kind.reader_class().usual(loaded.model)
+    if kind is STOCK and isinstance(memory, memstore.Memory) and memory.spec.key_dtype != "bit":
+        retrieval = replace(retrieval, share="group")
+    if top_k is not None:
+        retrieval = replace(retrieval, top_k=top_k)
+    return memstore.attach(
+        loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval, **options
+    )
 
 
 def document_name(memory: Memory, wanted: str | None) -> str:
@@ -100,55 +107,45 @@ def document_name(memory: Memory, wanted: str | None) -> str:
     return memory.document(wanted).name if wanted is not None else names[0]
 
 
-def _answer(attached: Attached, loaded: Loaded, question: str, max_tokens: int, trace: bool) -> dict[str, Any]:
-    """See ``answer``; with ``trace`` also the number of the trace."""
-    if not trace:
-        return answer(loaded, question, max_tokens)
-    with attached.record(question=question) as recorder:
-        return {**answer(loaded, question, max_tokens, recorder), "trace": recorder.number}
+def answer(reader: Reader, question: str, max_tokens: int, *, trace: bool = True) -> dict[str, Any]:
+    """Go on from ``question``, always with the likeliest token, and tell the blocks that were used, most first.
 
-
-def answer(loaded: Loaded, question: str, max_tokens: int, recorder: Recorder | None = None) -> dict[str, Any]:
-    """Continue from ``question``, always with the likeliest token. The memory is attached to the model."""
+    With ``trace`` what was retrieved stays in the memory's traces.
+    """
     import torch
 
-    ids = torch.tensor([encode(loaded.tokenizer, question)], device=loaded.model.device)
-    start = time.perf_counter()
-    with torch.inference_mode():
-        generated = loaded.model.generate(ids, max_new_tokens=max_tokens, do_sample=False)  # type: ignore[operator]
-    new = generated[0, ids.shape[1] :]
-    if recorder is not None:
-        recorder.close(new.tolist())
-    return {
-        "answer": loaded.tokenizer.decode(new, skip_special_tokens=True),
-        "tokens": len(new),
-        "seconds": round(time.perf_counter() - start, 3),
-    }
+    from memstore.memory import Traces
 
-
-def used_blocks(attached: Attached, memory: Memory, loaded: Loaded) -> list[dict[str, Any]]:
-    """The blocks retrieved so far, each once with its best score, best first."""
-    best: dict[tuple[str, int], float] = {}
-    for step in attached.trace:
-        for block, score in zip(step.blocks, step.scores, strict=True):
-            key = (step.document, block)
-            best[key] = max(score, best.get(key, score))
-    return [
-        {
-            "document": name,
-            "block": block,
-            "score": score,
-            "text": loaded.tokenizer.decode(memory.document(name).tokens(block)),
-        }
-        for (name, block), score in sorted(best.items(), key=lambda item: -item[1])
+    memory = reader.memory
+    traces = memory.traces if trace else Traces(None, memory.url)
+    ids = reader.prompt(question)
+    begun = time.perf_counter()
+    with torch.inference_mode(), reader.record(question=question, traces=traces) as recorder:
+        new = reader.generate(ids, max_new_tokens=max_tokens, do_sample=False)[0, ids.shape[1] :].tolist()
+        recorder.close(new)
+    seconds = time.perf_counter() - begun
+    blocks = [
+        {"document": name, "block": block, "weight": weight, "text": _text(reader, memory.document(name), block)}
+        for name, block, weight in traces.get(recorder.number).used()[:SHOWN]
     ]
+    told: dict[str, Any] = {
+        "answer": reader.tokenizer.decode(new, skip_special_tokens=True),
+        "tokens": len(new),
+        "seconds": round(seconds, 3),
+        "blocks": blocks,
+    }
+    return {**told, "trace": recorder.number} if trace else told
+
+
+def _text(reader: Reader, document: Document, block: int) -> str:
+    return str(reader.tokenizer.decode(document.tokens(block)))
 
 
 def _show(page: Page, data: dict[str, Any], memory: str) -> None:
     page.line(data["answer"].strip())
-    for used in data["blocks"]:
+    for used in (each for each in data["blocks"] if each["weight"] >= LEAST):
         page.line()
-        page.line(f"[{used['document']} block {used['block']:,}, score {used['score']:.3g}]")
+        page.line(f"[{used['document']} block {used['block']:,}, weight {used['weight']:.3f}]")
         page.line(used["text"])
     if "trace" in data:
         page.line()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.readers.kinds import DRT, MEMORIZING, STOCK
-from memstore.tools.ask import Dtype, Question, document_name
-from memstore.tools.ask_models import OwnModel
-from memstore.tools.models import Loaded, encode, kind_named, load_recorded
+from memstore.tools.ask import Dtype, Question, attached, document_name
+from memstore.tools.models import Loaded, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 from memstore.tools.trust import chosen_name
@@ -21,9 +19,6 @@ from memstore.tools.trust import chosen_name
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.readers.audit import Audit, LayerAudit
-
-STEPS = 8
-"""Tokens that are generated, unless the user says otherwise."""
 
 DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
 MaxTokens = Annotated[
@@ -108,52 +103,10 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
     name = document_name(opened, asked.document)
     chosen = chosen_name(opened, asked.model)
-    if kind_named(chosen) is STOCK:
-        loaded = load_recorded(opened, chosen, asked.dtype, device=asked.device)
-        ids = encode(loaded.tokenizer, asked.question)
-        return _audit_attached(opened, loaded, name, ids, asked, progress=progress), loaded
-    own = OwnModel(chosen, device=asked.device, dtype=asked.dtype)
-    return _audit_own(opened, own, name, asked), Loaded(own.model, own.tokenizer)
-
-
-def _audit_attached(
-    opened: Memory, loaded: Loaded, name: str, ids: list[int], asked: Asked, *, progress: bool
-) -> Audit:
-    from memstore.readers.stock.audit import audit_attached
-
-    attach = memstore.attach(
-        loaded.model,
-        opened,
-        document=name,
-        tokenizer=loaded.tokenizer,
-        retrieval=memstore.Retrieval(top_k=asked.top_k or memstore.Retrieval().top_k),
-        block_size=opened.spec.block_size,
-    )
-    with attach as attached:
-        return audit_attached(attached, ids, tokens=asked.max_tokens or STEPS, progress=progress)
-
-
-def _audit_own(opened: Memory, own: OwnModel, name: str, asked: Asked) -> Audit:
-    ids, model = encode(own.tokenizer, asked.question), own.model
-    if own.kind is DRT:
-        from memstore.models.drt.audit import audit_drt
-
-        model.config.retrieval_top_k = asked.top_k or model.config.retrieval_top_k
-        drt: Any
-        with own.reader(opened, name) as drt:
-            return audit_drt(drt, ids, tokens=asked.max_tokens or model.config.tokens_per_block)
-    if own.kind is MEMORIZING:
-        from memstore.models.memorizing.audit import audit_memorizing
-
-        memorizing: Any
-        with own.reader(opened, name) as memorizing:
-            return audit_memorizing(memorizing, ids, tokens=asked.max_tokens or STEPS, top_k=asked.top_k)
-    from memstore.models.landmark.audit import audit_landmark
-
-    landmark: Any
-    with own.reader(opened, name) as landmark:
-        taken = replace(landmark.retrieval, top_k=asked.top_k or landmark.retrieval.top_k)
-        return audit_landmark(landmark, ids, tokens=asked.max_tokens or STEPS, retrieval=taken)
+    loaded = load_recorded(opened, chosen, asked.dtype, device=asked.device)
+    with attached(loaded, opened, document=name) as reader:
+        audited: Audit = reader.audit(asked.question, tokens=asked.max_tokens, top_k=asked.top_k, progress=progress)
+    return audited, loaded
 
 
 def _text(opened: Memory, loaded: Loaded, name: str, block: int) -> str | None:

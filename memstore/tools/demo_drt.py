@@ -73,7 +73,7 @@ def _read(
     from memstore.eval.filler import load_filler
     from memstore.eval.resources import PeakMemory
     from memstore.memory import open_memory
-    from memstore.models.drt.reader import Reader, memory_spec
+    from memstore.models.drt.reader import DRTReader, memory_spec
 
     with quiet_transformers():
         model, tokenizer = load_model(weights, only=(DRT,))
@@ -83,7 +83,7 @@ def _read(
     with PeakMemory() as peak, open_memory(folder, spec=memory_spec(model, tokenizer), mode="x") as memory:
         memory.put_info("model", {"name": remember(str(weights)), "dtype": "float32"})
         for name, sample in samples.items():
-            with Reader(model, memory, name, tokenizer=tokenizer) as reader:
+            with DRTReader(model, memory, name, tokenizer=tokenizer) as reader:
                 seconds += reader.read(sample.haystack(filler), progress=say).seconds
     read = sum(sample.length for sample in samples.values())
     return {
@@ -156,10 +156,10 @@ def answer_questions(
 def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
     from memstore.eval.asking import ask, needle_blocks
     from memstore.eval.tasks import Sample
-    from memstore.models.drt.reader import Reader
+    from memstore.models.drt.reader import DRTReader
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
-    with Reader(model, memory, name, tokenizer=tokenizer) as reader:
+    with DRTReader(model, memory, name, tokenizer=tokenizer) as reader:
         with reader.record(sample.prompt, question=_question(tokenizer, sample)) as recorder:
             reply = ask(model, reader.cache(trace=recorder), sample)
             recorder.close(reply.tokens)

@@ -22,7 +22,7 @@ from memstore.tools.demo_drt import what_to_type
 from memstore.tools.models import Loaded, load_model
 
 if TYPE_CHECKING:
-    from memstore.readers.stock.reading import ReadResult
+    from memstore.readers.reader import ReadResult
 
 TOKENS = 32_768
 """Length of each of the two texts."""
@@ -168,15 +168,14 @@ def answer_questions(folder: str, questions: list[list[str]], threads: int | Non
 def _answer(
     loaded: Loaded, memory: memstore.Memory, document: str, kind: str, prompt: str, expected: str
 ) -> dict[str, Any]:
-    from memstore.tools.ask import answer, used_blocks
+    from memstore.tools.ask import answer
 
     retrieval = memstore.Retrieval(top_k=TOP_K)
     with memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval
     ) as attached:
-        with attached.record(question=prompt.strip()) as recorder:
-            text = answer(loaded, prompt, ANSWER_TOKENS, recorder)["answer"]
-        blocks = used_blocks(attached, memory, loaded)
+        told = answer(attached, prompt, ANSWER_TOKENS)
+    text, blocks = told["answer"], told["blocks"]
     found = Needle(kind, "", "", expected).found_in(text)
     keep = ("block", "text")
     return {
@@ -187,7 +186,7 @@ def _answer(
         "answer": text.strip(),
         "found": found,
         "blocks": [{name: block[name] for name in keep} for block in blocks],
-        "trace": recorder.number,
+        "trace": told["trace"],
     }
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
+from memstore.readers.kinds import encode
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
 from memstore.tools.eval_memorizing import MemorySizes, memory_table
-from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
+from memstore.tools.models import check_device, quiet_transformers, require_transformers
 from memstore.tools.options import Device, Threads, taking, token_count, use_threads
 from memstore.tools.output import Json, Page, Report
 from memstore.tools.texts import read_documents, read_text

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.tools.models import check_device, encode, load_model, quiet_transformers, resolve_model
+from memstore.readers.kinds import encode
+from memstore.tools.models import check_device, load_model, quiet_transformers, resolve_model
 from memstore.tools.options import use_threads
 from memstore.tools.output import Page, Report
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.tools.models import check_device, encode, quiet_transformers, require_transformers
+from memstore.readers.kinds import encode
+from memstore.tools.models import check_device, quiet_transformers, require_transformers
 from memstore.tools.options import Device, Threads, token_count, tokens_of, use_threads
 from memstore.tools.output import Json, Page, Report, cell
 from memstore.tools.texts import read_text

@@ -83,6 +83,7 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
     transformers = require_transformers()
     source, kind = resolve_model(name), kind_named(name)
     if kind is not STOCK:
+        kind.reader_class()
         if dtype not in ("auto", "float32"):
             raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
         with quiet_transformers():
@@ -171,13 +172,6 @@ def computes_bfloat16() -> bool:
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a user's ``text``, without special tokens and without a word about its length."""
-    # A text may quote "<|endoftext|>"; as the control token of that name it would end what the model has understood.
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-    return ids
 
 
 def require_transformers() -> ModuleType:

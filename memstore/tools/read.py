@@ -10,11 +10,10 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.spec import CODECS
-from memstore.tools import ask_models
+from memstore.tools.ask import attached
 from memstore.tools.failures import Interrupted
-from memstore.tools.models import SMOLLM2, Loaded, encode, load_model, recorded_name
+from memstore.tools.models import SMOLLM2, Loaded, load_model, recorded_name
 from memstore.tools.options import (
-    TOP_K,
     BlockSize,
     Codec,
     Device,
@@ -26,16 +25,12 @@ from memstore.tools.options import (
     TopK,
     use_threads,
 )
-from memstore.tools.output import Page, Report
+from memstore.tools.output import Report
 from memstore.tools.texts import STDIN, read_text
 from memstore.tools.trust import chosen_name, remember
 
 if TYPE_CHECKING:
     from memstore.memory import MemorySpec
-    from memstore.readers.stock.attached import Attached
-
-DEFAULT_BLOCK_SIZE = 64
-SINK, WINDOW = 64, 256
 
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="A text file, or - for standard input.", show_default=False)]
 DocumentName = Annotated[
@@ -68,7 +63,7 @@ def read(
 
         memstore read moby-dick.txt notes.mem --document moby-dick
 
-    In Python: memstore.readers.stock.attached.Attached.read, of what memstore.attach gives.
+    In Python: memstore.readers.reader.Reader.read, of what memstore.attach gives.
     """
     if document == "":
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
@@ -76,69 +71,42 @@ def read(
     document = document or default_name(text)
     there, recorded = _existing(memory, model)
     model = model or recorded or SMOLLM2
-    if ask_models.is_own(model):
-        if codec is not None:
-            _codec(codec, memory, there)
-        use_threads(threads)
-        own = ask_models.read(
-            content,
-            memory,
-            model,
-            document=document,
-            spec=there,
-            top_k=top_k,
-            block_size=block_size,
-            codec=codec,
-            dtype=dtype,
-            device=device,
-            index=index,
-        )
-        return Report(data=own, text=lambda page: page.facts(own))
-    block_size, codec = _block_size(block_size, memory, there), _codec(codec, memory, there)
+    _check_fit(memory, there, block_size=block_size, codec=codec)
     use_threads(threads)
     loaded = load_model(model, dtype, device=device)
-    retrieval = memstore.Retrieval(top_k=top_k or TOP_K)
-    attach = memstore.attach(
-        loaded.model,
-        memory,
-        tokenizer=loaded.tokenizer,
-        retrieval=retrieval,
-        block_size=block_size,
-        codec=codec,
-        index=index,
-    )
-    with attach as attached:
-        attached.memories[0].put_info("model", model_info(model, loaded))
-        data = _read(attached, encode(loaded.tokenizer, content), document)
+    made: dict[str, Any] = {"block_size": block_size, "codec": codec} if there is None else {}
+    with attached(loaded, memory, document=document, top_k=top_k, index=index, **made) as reader:
+        reader.memory.put_info("model", model_info(model, loaded))
+        try:
+            result = reader.read(content, progress=True)
+        except KeyboardInterrupt:
+            done = len(reader)
+            raise Interrupted(f"interrupted after {done:,} tokens; run the same command again to go on") from None
+    data = {
+        "document": result.document,
+        "tokens": result.tokens,
+        "new_tokens": result.new_tokens,
+        "reused_tokens": result.reused_tokens,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_second": round(result.tokens_per_second, 1),
+    }
+    return Report(data=data, text=lambda page: page.facts(data))
 
-    def show(page: Page) -> None:
-        page.facts(data)
 
-    return Report(data=data, text=show)
-
-
-def _block_size(wanted: int | None, memory: str, spec: MemorySpec | None) -> int:
-    """Tokens per block: the memory's own if there is one, else what is ``wanted``. What does not fit is an error."""
-    there = None if spec is None else spec.block_size
-    if there is not None and wanted not in (None, there):
+def _check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, codec: str | None) -> None:
+    """Raise ``InvalidArgument`` for sizes and codecs that are unlike those of the memory that is there."""
+    if codec is not None and codec not in CODECS:
+        raise InvalidArgument(f"no codec is called {codec!r}. Choose one of {', '.join(CODECS)}.")
+    if spec is None:
+        return
+    if block_size not in (None, spec.block_size):
         raise InvalidArgument(
-            f"the memory {memory} has blocks of {there} tokens: leave --block-size out, or name a new memory"
+            f"the memory {memory} has blocks of {spec.block_size} tokens: leave --block-size out, or name a new memory"
         )
-    size = there or wanted or DEFAULT_BLOCK_SIZE
-    if size < 1 or SINK % size or WINDOW % size:
-        raise InvalidArgument(f"--block-size must divide {SINK} and {WINDOW}, the sink and the window, got {size}")
-    return size
-
-
-def _codec(wanted: str | None, memory: str, spec: MemorySpec | None) -> str:
-    """The codec: the memory's own if there is one, else what is ``wanted``. What does not fit is an error."""
-    if spec is not None and wanted not in (None, spec.codec):
+    if codec not in (None, spec.codec):
         raise InvalidArgument(
             f"the memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory"
         )
-    if wanted is not None and wanted not in CODECS:
-        raise InvalidArgument(f"no codec is called {wanted!r}. Choose one of {', '.join(CODECS)}.")
-    return "none" if wanted is None else wanted
 
 
 def _existing(url: str, model: str | None) -> tuple[MemorySpec | None, str | None]:
@@ -162,19 +130,3 @@ def default_name(text: str) -> str:
 def model_info(name: str, loaded: Loaded) -> dict[str, str]:
     """What a memory keeps of its model, so that other verbs need not be told."""
     return {"name": remember(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
-
-
-def _read(attached: Attached, ids: list[int], document: str) -> dict[str, Any]:
-    try:
-        result = attached.read(ids, document=document, progress=True)
-    except KeyboardInterrupt:
-        done = len(attached.memories[0].document(document))
-        raise Interrupted(f"interrupted after {done:,} tokens; run the same command again to go on") from None
-    return {
-        "document": result.document,
-        "tokens": result.tokens,
-        "new_tokens": result.new_tokens,
-        "reused_tokens": result.reused_tokens,
-        "seconds": round(result.seconds, 3),
-        "tokens_per_second": round(result.tokens_per_second, 1),
-    }

@@ -11,9 +11,9 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.readers.kinds import STOCK
-from memstore.tools.ask_models import OwnModel
-from memstore.tools.models import encode, kind_named, load_recorded
+from memstore.readers.kinds import kind_of
+from memstore.tools.ask import attached
+from memstore.tools.models import load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report, index_bar
 from memstore.tools.show import decode
@@ -72,8 +72,8 @@ def search(
         memstore search notes.mem --text "the name of the white whale"
         memstore search notes.mem --block moby-dick:17 --top-k 3
 
-    In Python: memstore.readers.stock.attached.Attached.search, memstore.models.drt.Reader.search and
-    memstore.models.landmark.Reader.search; memstore.memory.search.search_block and search_vectors.
+    In Python: memstore.readers.reader.Reader.search, of what memstore.attach gives;
+    memstore.memory.search.search_block and search_vectors.
     """
     given = [name for name, value in (("--text", text), ("--block", block), ("--vector", vector)) if value is not None]
     if len(given) != 1:
@@ -127,26 +127,14 @@ def search_text(
     name = chosen_name(memory, model)
     if not text.strip():
         raise InvalidArgument("--text is empty. Give the words to search with.")
-    if kind_named(name) is not STOCK:
-        return _by_reader(memory, text, documents, OwnModel(name, device=device, dtype=dtype), layer, top_k)
     loaded = load_recorded(memory, name, dtype, device=device)
-    attach = memstore.attach(
-        loaded.model,
-        memory,
-        document=[each.name for each in documents],
-        tokenizer=loaded.tokenizer,
-        retrieval=memstore.Retrieval(share="model" if memory.spec.key_dtype == "bit" else "group"),
-    )
-    with attach as attached:
-        return attached.search(encode(loaded.tokenizer, text), top_k, layer=layer)
-
-
-def _by_reader(
-    memory: Memory, text: str, documents: list[Document], own: OwnModel, layer: int | None, top_k: int
-) -> list[Match]:
-    ids = encode(own.tokenizer, text)
-    readers: list[Any] = [own.reader(memory, document.name) for document in documents]
-    found = [match for reader in readers for match in reader.search(ids, top_k, layer=layer)]
+    names = [document.name for document in documents]
+    # Most kinds of models go on after one document.
+    together = [names] if kind_of(loaded.model).reader_class().several else [[each] for each in names]
+    found: list[Match] = []
+    for each in together:
+        with attached(loaded, memory, document=each) as reader:
+            found += reader.search(text, top_k, layer=layer)
     return sorted(found, key=lambda match: -match.score)[:top_k]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memstore.errors import InvalidArgument
+from memstore.folders import user_folder
 from memstore.tools.models import SMOLLM2, lasting_name, recorded_name, shipped_folder
 from memstore.tools.output import Report
 
@@ -89,6 +90,4 @@ def is_trusted(name: str) -> bool:
 
 
 def _trusted_file() -> Path:
-    import platformdirs
-
-    return platformdirs.user_config_path("memstore") / "trusted-models"
+    return user_folder("config") / "trusted-models"

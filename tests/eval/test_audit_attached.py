@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
-from memstore.readers.stock.attached import Attached
+from memstore.readers.stock.attached import StockReader
 from memstore.readers.stock.audit import audit_attached
-from tests.readers.models import tiny, tokens
+from tests.readers.models import attach, tiny, tokens
 
 BLOCK, SINK, WINDOW = 16, 16, 32
 SIZES: dict[str, Any] = {"window": WINDOW, "sink": SINK, "segment": 32, "block_size": BLOCK}
@@ -23,8 +22,8 @@ CANDIDATES = range(1, 11)
 """Blocks between sink and window."""
 
 
-def attached_to(model: PreTrainedModel, retrieval: Retrieval) -> Attached:
-    return memstore.attach(model, "ram:", document="text", retrieval=retrieval, **SIZES)
+def attached_to(model: PreTrainedModel, retrieval: Retrieval) -> StockReader:
+    return attach(model, "ram:", document="text", retrieval=retrieval, **SIZES)
 
 
 def dense(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -164,7 +163,7 @@ def test_the_blocks_missed_most_are_those_with_most_attention_of_the_others() ->
 
 def test_several_documents_are_audited_together() -> None:
     model = tiny("llama")
-    with memstore.attach(model, "ram:", retrieval=Retrieval(top_k=2, share="group"), **SIZES) as attached:
+    with attach(model, "ram:", retrieval=Retrieval(top_k=2, share="group"), **SIZES) as attached:
         attached.read(TEXT, "one")
         attached.read(tokens(120, seed=5), "two")
         audit = audit_attached(attached, QUESTION, tokens=1)

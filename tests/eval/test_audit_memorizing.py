@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.eval.pictures import audit_picture
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, Reader, RecentTokens
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader, RecentTokens
 from memstore.models.memorizing import audit as module
 from memstore.models.memorizing.audit import audit_memorizing
 from tests.eval.memorizing import small_memorizing
@@ -35,9 +35,10 @@ def model_of(**changes: Any) -> MemorizingForCausalLM:
     return model
 
 
-def reader_of(model: MemorizingForCausalLM, text: Tensor = TEXT, **options: Any) -> Reader:
-    reader = Reader(model, **{"memory": "ram:", "block_size": SIZE, **options})
-    reader.read(text)
+def reader_of(model: MemorizingForCausalLM, text: Tensor = TEXT, **options: Any) -> MemorizingReader:
+    reader = MemorizingReader(model, **{"memory": "ram:", "block_size": SIZE, **options}).open()
+    if len(text):
+        reader.read(text)
     return reader
 
 
@@ -157,7 +158,7 @@ def test_blocks_that_a_repair_has_dropped_are_left_out(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert values in data
     path.write_bytes(data.replace(values, bytes([values[0] ^ 4]) + values[1:]))
-    with Reader(model_of(), tmp_path / "a.mem", block_size=SIZE) as reader:
+    with MemorizingReader(model_of(), tmp_path / "a.mem", block_size=SIZE) as reader:
         assert reader.memory.repair(drop_blocks=True).left == []
         assert reader.document.dropped == [range(4, 5)]
         audit = audit_memorizing(reader, QUESTION, tokens=2)

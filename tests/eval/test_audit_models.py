@@ -10,9 +10,9 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
-from memstore.models.drt import Reader as DRTReader
+from memstore.models.drt import DRTReader
 from memstore.models.drt.audit import audit_drt
-from memstore.models.landmark import Reader as LandmarkReader
+from memstore.models.landmark import LandmarkReader
 from memstore.models.landmark.audit import audit_landmark
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.readers.observer import Choices
@@ -25,13 +25,13 @@ EACH = Retrieval(top_k=3, every=1, share="none", share_tokens=False)
 
 
 def landmark_reader(**changes: Any) -> LandmarkReader:
-    reader = LandmarkReader(small_landmark(**changes), "ram:", retrieval=EACH)
+    reader = LandmarkReader(small_landmark(**changes), "ram:", retrieval=EACH).open()
     reader.read(TEXT)
     return reader
 
 
 def drt_reader(**changes: Any) -> DRTReader:
-    reader = DRTReader(small_drt(**changes), "ram:")
+    reader = DRTReader(small_drt(**changes), "ram:").open()
     reader.read(TEXT)
     return reader
 

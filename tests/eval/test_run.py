@@ -18,7 +18,7 @@ from memstore.eval.filler import Filler
 from memstore.eval.run import CellResult, Outcome, TaskPlan, draw, evaluate
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.memory import Memory
-from memstore.models.drt import DRTCache, DRTForCausalLM, Reader
+from memstore.models.drt import DRTCache, DRTForCausalLM, DRTReader
 from memstore.models.drt.reader import memory_spec
 from tests.eval.drts import byte_tokenizer, small_drt
 
@@ -45,7 +45,7 @@ def test_the_answer_through_a_memory_is_that_of_one_pass(task: str) -> None:
     for seed in range(4):
         sample = sample_of(model, task, 500 + seed, seed)
         text = [int(token) for chunk in sample.haystack(noise()) for token in chunk] + sample.prompt
-        with Reader(model, memory_for(model), "hay", tokenizer=TOKENIZER) as reader:
+        with DRTReader(model, memory_for(model), "hay", tokenizer=TOKENIZER) as reader:
             reader.read(text[: sample.length])
             reply = ask(model, reader.cache(), sample)
         ids = torch.tensor([text])
@@ -78,7 +78,7 @@ def test_what_is_reused_changes_nothing() -> None:
     shared = draw(plan, 700, TOKENIZER, filler, model.config.tokens_per_block)
     for row, samples in zip(reused, shared, strict=True):
         for outcome, sample in zip(row.outcomes, samples, strict=True):
-            with Reader(model, memory_for(model), "hay", tokenizer=TOKENIZER) as reader:
+            with DRTReader(model, memory_for(model), "hay", tokenizer=TOKENIZER) as reader:
                 reader.read([torch.from_numpy(chunk) for chunk in sample.haystack(filler)])
                 reply = ask(model, reader.cache(), sample)
             assert outcome.reply.tokens == reply.tokens
@@ -124,7 +124,7 @@ def test_a_memory_on_disk_is_left_as_it_was(tmp_path: Path) -> None:
     url = str(tmp_path / "some.mem")
     with memory_for(model, url) as memory:
         for name in ("mine", "eval/passkey/300"):  # the second: of a run that was interrupted
-            with Reader(model, memory, name, tokenizer=TOKENIZER) as reader:
+            with DRTReader(model, memory, name, tokenizer=TOKENIZER) as reader:
                 reader.read(list(range(100)))
         plan = TaskPlan(task="passkey", lengths=[300], samples=2)
         on_disk = list(evaluate(model, TOKENIZER, plan, noise(), memory))

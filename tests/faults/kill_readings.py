@@ -18,7 +18,7 @@ import torch
 import memstore
 from memstore import Memory, Retrieval
 from memstore.errors import NotFound
-from memstore.models.drt import Reader
+from memstore.models.drt import DRTReader
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
 from tests.faults.processes import Say, run
@@ -46,7 +46,7 @@ class Reading(ABC):
         """Read the text, from where it stopped."""
 
 
-class Attached(Reading):
+class StockReader(Reading):
     """A stock model."""
 
     name = "attached"
@@ -78,7 +78,7 @@ class Drt(Reading):
     @contextmanager
     def open(self, url: str) -> Iterator[Memory]:
         """See ``Reading``."""
-        with Reader(self._model, url, document="text", segment_blocks=8) as self._reader:
+        with DRTReader(self._model, url, document="text", segment_blocks=8) as self._reader:
             yield self._reader.memory
 
     def read(self) -> None:
@@ -89,7 +89,7 @@ class Drt(Reading):
 def kill_readings(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
     """Kill ``rounds`` times, half of them each kind."""
     outcome, killer = Outcome(), Killer(seed)
-    for reading in (Attached(), Drt()):
+    for reading in (StockReader(), Drt()):
         whole = STORES[store](folder / f"{reading.name}-whole")
         undisturbed = run(partial(_read_whole, reading, whole))
         assert undisturbed.code == 0, undisturbed.lines

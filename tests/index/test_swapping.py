@@ -23,7 +23,7 @@ from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 from tests.eval.memorizing import small_memorizing
 from tests.pairs import each
-from tests.readers.models import generate, tiny, tokens
+from tests.readers.models import attach, generate, tiny, tokens
 
 pytest.importorskip("faiss", reason="FAISS is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Milvus's own, and of what it needs
@@ -64,32 +64,32 @@ def _with_reader(model: Any, reader: Any) -> Iterator[Session]:
 @contextmanager
 def with_drt(folder: Path, index: str) -> Iterator[Session]:
     model = small_drt()
-    yield from _with_reader(model, drt.Reader(model, folder, index=index))
+    yield from _with_reader(model, drt.DRTReader(model, folder, index=index))
 
 
 @contextmanager
 def with_landmarks(folder: Path, index: str) -> Iterator[Session]:
     model = small_landmark()
-    yield from _with_reader(model, landmark.Reader(model, folder, index=index))
+    yield from _with_reader(model, landmark.LandmarkReader(model, folder, index=index))
 
 
 @contextmanager
 def with_shared_landmarks(folder: Path, index: str) -> Iterator[Session]:
     """Heads and tokens vote, for which every block is scored."""
     model, retrieval = small_landmark(), Retrieval(top_k=2, share="layer", share_tokens=True)
-    yield from _with_reader(model, landmark.Reader(model, folder, index=index, retrieval=retrieval))
+    yield from _with_reader(model, landmark.LandmarkReader(model, folder, index=index, retrieval=retrieval))
 
 
 @contextmanager
 def with_tokens(folder: Path, index: str) -> Iterator[Session]:
     model = small_memorizing()
-    yield from _with_reader(model, memorizing.Reader(model, folder, index=index, block_size=8))
+    yield from _with_reader(model, memorizing.MemorizingReader(model, folder, index=index, block_size=8))
 
 
 @contextmanager
 def attached(folder: Path, index: str, share: Any = "model") -> Iterator[Session]:
     model, retrieval = tiny("llama"), Retrieval(top_k=3, share=share)
-    with memstore.attach(model, folder, document="text", retrieval=retrieval, index=index, **SIZES) as memory:
+    with attach(model, folder, document="text", retrieval=retrieval, index=index, **SIZES) as memory:
         memory.calibrate(TEXT)
 
         def logits() -> Tensor:

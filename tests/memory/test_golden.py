@@ -46,15 +46,15 @@ def reading(golden: Golden, memory: Memory, document: str) -> Iterator[Any]:
     """What searches, and reads on."""
     match golden.facts["kind"]:
         case "drt":
-            from memstore.models.drt import Reader as DRTReader
+            from memstore.models.drt import DRTReader
 
             reader: Any = DRTReader(golden.model, memory, document)
         case "landmark":
-            from memstore.models.landmark import Reader as LandmarkReader
+            from memstore.models.landmark import LandmarkReader
 
             reader = LandmarkReader(golden.model, memory, document)
         case "memorizing":
-            from memstore.models.memorizing import Reader as MemorizingReader
+            from memstore.models.memorizing import MemorizingReader
 
             reader = MemorizingReader(golden.model, memory, document)
         case _:

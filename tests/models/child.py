@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memstore.models.drt import DRTForCausalLM, Reader
+from memstore.models.drt import DRTForCausalLM, DRTReader
 from tests.models.drt import make, tokens
 
 LENGTH = 10_000
@@ -29,7 +29,7 @@ def model() -> DRTForCausalLM:
 def serve() -> None:
     """For every line, fork a process that does it, print its number, and wait for its end."""
     drt, text = model(), tokens(LENGTH)[0]
-    with Reader(drt, "ram:") as reader:
+    with DRTReader(drt, "ram:") as reader:
         reader.read(text[:100])  # imports what is imported late
     for line in sys.stdin:
         child = os.fork()
@@ -47,7 +47,7 @@ def serve() -> None:
 
 def read(drt: DRTForCausalLM, text: Tensor, folder: str) -> None:
     """Read until killed."""
-    with Reader(drt, folder, segment_blocks=SEGMENT_BLOCKS) as reader:
+    with DRTReader(drt, folder, segment_blocks=SEGMENT_BLOCKS) as reader:
         print(os.getpid(), flush=True)
         reader.read(text)
         signal.pause()  # it is going to be killed, be it a moment late
@@ -57,7 +57,7 @@ def read(drt: DRTForCausalLM, text: Tensor, folder: str) -> None:
 def answer(folder: str | Path) -> dict[str, Tensor]:
     """Logits of a question to the memory in ``folder``, and what is stored there."""
     drt = model()
-    with Reader(drt, folder, mode="r") as reader:
+    with DRTReader(drt, folder, mode="r") as reader:
         document = reader.document
         return {
             "logits": drt(tokens(12, seed=5), past_key_values=reader.cache()).logits,

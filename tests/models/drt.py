@@ -70,8 +70,9 @@ def tokens(count: int, rows: int = 1, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def logits(model: DRTForCausalLM, ids: Tensor, **options: Any) -> Tensor:
-    """Logits of one forward pass without a cache."""
-    result: Tensor = model(ids, use_cache=False, **options).logits
+    """Logits of one forward pass without a cache, also where a memory is attached: hooks do not see it."""
+    result = model.forward(ids, use_cache=False, **options).logits
+    assert result is not None
     return result
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memstore.attention.sliding import Window, WindowTiles, alibi_slopes
-from memstore.models.drt import DRTConfig, Reader
+from memstore.models.drt import DRTConfig, DRTReader
 from memstore.models.drt import blocks as drt_blocks
 from memstore.models.drt.blocks import BlockMaker, TooLarge
 from memstore.models.drt.modeling import DRTForCausalLM
@@ -18,7 +18,7 @@ from tests.models.drt import make, tokens
 
 def by_the_model(model: DRTForCausalLM, text: Tensor) -> list[Tensor]:
     """States and landmarks, as ``read_blocks`` makes them."""
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         made = reader._passes(text)
     return [torch.cat(each) for each in zip(*made, strict=True)]
 
@@ -64,7 +64,7 @@ def test_scores_that_do_not_fit_are_left_to_the_model() -> None:
         model.model.lower[0].attention.qkv.weight.mul_(100)
     with pytest.raises(TooLarge):
         list(BlockMaker(model.model)(text))
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text)
         stored = reader.document.layer(0).gather(list(range(len(text) // model.config.tokens_per_block)))["c"]
     torch.testing.assert_close(stored, by_the_model(model, text)[0])
@@ -107,7 +107,7 @@ def test_the_preset_is_read_the_same_in_any_pieces() -> None:
     text = torch.randint(512, (31 * 150 + 7,))
     stored = []
     for cuts in ([len(text)], [31 * 70, len(text) - 31 * 70], [100, 2000, len(text) - 2100]):
-        with Reader(model, "ram:", segment_blocks=64) as reader:
+        with DRTReader(model, "ram:", segment_blocks=64) as reader:
             for piece in text.split(cuts):
                 reader.append(piece)
             stored.append(reader.document.layer(0).gather(list(range(150)))["c"].float())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, ReadOnlyMemory
-from memstore.models.drt import DRTForCausalLM, Reader
+from memstore.models.drt import DRTForCausalLM, DRTReader
 from memstore.models.drt.reader import memory_spec
 from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer
 from tests.models.child import model as model_of_child
@@ -31,7 +31,7 @@ QUESTION = 17
 
 
 @torch.no_grad()
-def asked(model: DRTForCausalLM, reader: Reader, question: Tensor) -> Tensor:
+def asked(model: DRTForCausalLM, reader: DRTReader, question: Tensor) -> Tensor:
     """Logits of ``question [T]`` after the document."""
     result: Tensor = model(question[None], past_key_values=reader.cache()).logits[0]
     return result
@@ -45,9 +45,9 @@ def test_a_question_after_a_document_is_one_pass_over_both(kind: str, length: in
     text = tokens(length + QUESTION)[0]
     expected = logits(model, text[None])[0, length:]
     for segment_blocks in (1, 5, 128):
-        with Reader(model, "ram:", segment_blocks=segment_blocks) as reader:
+        with DRTReader(model, "ram:", segment_blocks=segment_blocks) as reader:
             result = reader.read(text[:length])
-            assert (result.tokens, result.new, result.reused) == (length, length, 0)
+            assert (result.tokens, result.new_tokens, result.reused_tokens) == (length, length, 0)
             close(asked(model, reader, text[length:]), expected)
             assert len(reader) == length, "a question is not stored"
 
@@ -58,10 +58,10 @@ def test_pieces_and_reopening_make_no_difference(kind: str, tmp_path: Path) -> N
     expected = logits(model, text[None])[0]
     read = 0
     for number, more in enumerate([1, 40, 5, 130, 7, 180]):
-        with Reader(model, tmp_path / "m", segment_blocks=4) as reader:
+        with DRTReader(model, tmp_path / "m", segment_blocks=4) as reader:
             result = reader.read(text[: read + more]) if number % 2 else reader.append(text[read : read + more])
-            assert result.new == more
-            assert result.reused == (read if number % 2 else 0)
+            assert result.new_tokens == more
+            assert result.reused_tokens == (read if number % 2 else 0)
             read += more
             close(asked(model, reader, text[read : read + 10]), expected[read : read + 10])
     with memstore.open(tmp_path / "m", mode="r") as memory:
@@ -71,7 +71,7 @@ def test_pieces_and_reopening_make_no_difference(kind: str, tmp_path: Path) -> N
 def test_several_turns_are_one_text() -> None:
     model, text = make("landmark uses own"), tokens(200)[0]
     expected, place = logits(model, text[None])[0], 0
-    with Reader(model, "ram:", segment_blocks=4) as reader:
+    with DRTReader(model, "ram:", segment_blocks=4) as reader:
         for turn in (90, 1, 30, 6, 50):
             reader.append(text[place : place + turn])
             place += turn
@@ -82,7 +82,7 @@ def test_a_prompt_is_continued_in_pieces_and_in_rows() -> None:
     model, text = make("alibi, two groups"), tokens(300)[0]
     questions = tokens(25, rows=2, seed=3)
     expected = torch.cat([logits(model, torch.cat([text, q])[None])[:, 300:] for q in questions])
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text)
         cache = reader.cache(2)
         with torch.no_grad():
@@ -102,14 +102,14 @@ def test_generating_after_a_document_is_generating_after_the_text(options: dict[
     options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, **options}
     prompts = tokens(9, rows=2, seed=4)
     expected = model.generate(torch.cat([text.expand(2, -1), prompts], 1), **options)[:, 300:]  # type: ignore[misc]
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text)
         assert torch.equal(reader.generate(prompts, **options), expected)
 
 
 def test_sampling_several_answers_gives_several() -> None:
     model = make("rope")
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(tokens(100)[0])
         sampling: dict[str, Any] = {
             "do_sample": True,
@@ -121,7 +121,7 @@ def test_sampling_several_answers_gives_several() -> None:
 
 
 def test_nothing_to_go_on_from_is_an_error() -> None:
-    with Reader(make(), "ram:") as reader:
+    with DRTReader(make(), "ram:") as reader:
         reader.read(tokens(30)[0])
         for empty in (torch.empty(1, 0, dtype=torch.int64), torch.tensor([1, 2])):
             with pytest.raises(InvalidArgument, match=r"\[rows, T\]"):
@@ -131,8 +131,8 @@ def test_nothing_to_go_on_from_is_an_error() -> None:
 @pytest.mark.parametrize("kind", ["rope", "random"])
 def test_an_empty_document_is_no_document(kind: str) -> None:
     model, text = make(kind), tokens(60)[0]
-    with Reader(model, "ram:") as reader:
-        assert reader.read([]).tokens == 0
+    with DRTReader(model, "ram:") as reader:
+        assert len(reader) == 0
         close(asked(model, reader, text), logits(model, text[None])[0])
 
 
@@ -141,7 +141,7 @@ def test_blocks_are_stored_as_they_were_used(state_dtype: str, tmp_path: Path) -
     """Whatever a memory keeps them in: bit for bit, but for a few numbers that lay between two of its type."""
     for kind in ("rope", "external"):
         model, text = make(kind, state_dtype=state_dtype), tokens(150)[0]
-        with Reader(model, tmp_path / kind) as reader:
+        with DRTReader(model, tmp_path / kind) as reader:
             reader.read(text)
             states = reader.document.layer(0).gather(list(range(21)))["c"]
             landmarks = reader.document.layer(0).landmarks(range(21))
@@ -177,7 +177,7 @@ def wait(server: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_another_process_answers_bit_for_bit(tmp_path: Path, server: subprocess.Popen[str]) -> None:
-    with Reader(model_of_child(), tmp_path / "m") as reader:
+    with DRTReader(model_of_child(), tmp_path / "m") as reader:
         reader.read(tokens(1_000)[0])
     start(server, "answer", tmp_path / "m", tmp_path / "there.pt")
     wait(server)
@@ -191,7 +191,7 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     tmp_path: Path, server: subprocess.Popen[str]
 ) -> None:
     """SIGKILL again and again, each some milliseconds into reading; the last reader finishes."""
-    with Reader(model_of_child(), tmp_path / "undisturbed", segment_blocks=SEGMENT_BLOCKS) as reader:
+    with DRTReader(model_of_child(), tmp_path / "undisturbed", segment_blocks=SEGMENT_BLOCKS) as reader:
         reader.read(tokens(LENGTH)[0])
     rng, folder, held = random.Random(0), tmp_path / "m", [0]
     longest = 0.1  # seconds; longer where nothing was committed, so that slow machines are met at work too
@@ -206,9 +206,9 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     assert len(set(held)) > KILLS // 4, "the kills should have met reading at several places"
     with memstore.open(folder, mode="r") as memory:
         assert memory.verify() == []
-    with Reader(model_of_child(), folder, segment_blocks=SEGMENT_BLOCKS) as reader:
+    with DRTReader(model_of_child(), folder, segment_blocks=SEGMENT_BLOCKS) as reader:
         result = reader.read(tokens(LENGTH)[0])
-        assert result.reused == held[-1]
+        assert result.reused_tokens == held[-1]
     ours, theirs = answer(folder), answer(tmp_path / "undisturbed")
     # A reader that resumes computes the windows anew, in a product of another size, which is rounded otherwise.
     for name, tensor in ours.items():
@@ -244,7 +244,7 @@ def test_reading_runs_the_lower_layers_and_the_encoder_only() -> None:
         elif len(kind) > 1 and kind[1] in ("lower", "upper") and type(module).__name__.endswith("Layer"):
             module.register_forward_hook(count(kind[1]))
     model.lm_head.register_forward_hook(count("lm_head"))
-    with Reader(model, "ram:", segment_blocks=4) as reader:
+    with DRTReader(model, "ram:", segment_blocks=4) as reader:
         reader.read(tokens(7 * 4 * 5)[0])
         assert calls == {"lower": 5 * 2, "upper": 0, "encoder": 5, "lm_head": 0}
         reader.cache()
@@ -253,7 +253,7 @@ def test_reading_runs_the_lower_layers_and_the_encoder_only() -> None:
 
 def test_a_cache_serves_the_model_that_began_it_alone(tmp_path: Path) -> None:
     model, other = make(), make(seed=1)
-    with Reader(model, tmp_path / "m") as reader:
+    with DRTReader(model, tmp_path / "m") as reader:
         reader.read(tokens(50)[0])
         for cache in (reader.cache(), model(tokens(20), use_cache=True).past_key_values):
             with pytest.raises(InvalidArgument, match="past_key_values was computed by another model"):
@@ -282,36 +282,36 @@ def test_a_cache_serves_the_model_that_began_it_alone(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_memory_of_another_model_is_refused(changes: dict[str, Any], difference: str, tmp_path: Path) -> None:
-    with Reader(make(), tmp_path / "m") as reader:
+    with DRTReader(make(), tmp_path / "m") as reader:
         reader.read(tokens(50)[0])
         with pytest.raises(ForeignMemory, match=difference):
-            Reader(make(**changes), reader.memory)
+            DRTReader(make(**changes), reader.memory).open()
     with pytest.raises(ForeignMemory, match=difference):
-        Reader(make(**changes), tmp_path / "m")
-    with Reader(make(), tmp_path / "m") as reader:
+        DRTReader(make(**changes), tmp_path / "m").open()
+    with DRTReader(make(), tmp_path / "m") as reader:
         assert len(reader) == 50
 
 
 def test_a_memory_that_was_opened_by_hand_serves_too(tmp_path: Path) -> None:
     model, text = make(), tokens(80)[0]
     with memstore.open(tmp_path / "m", spec=memory_spec(model)) as memory:
-        with Reader(model, memory, "one") as one, Reader(model, memory, "two") as two:
+        with DRTReader(model, memory, "one") as one, DRTReader(model, memory, "two") as two:
             one.read(text)
             two.read(text.flip(0))
         assert [document.name for document in memory.documents()] == ["one", "two"]
-        with Reader(model, memory, "two") as two:
+        with DRTReader(model, memory, "two") as two:
             close(asked(model, two, text[:9]), logits(model, torch.cat([text.flip(0), text[:9]])[None])[0, 80:])
 
 
 def test_a_memory_open_for_reading_answers_and_does_not_change(tmp_path: Path) -> None:
     model, text = make(), tokens(80)[0]
-    with Reader(model, tmp_path / "m") as reader:
+    with DRTReader(model, tmp_path / "m") as reader:
         reader.read(text[:60])
-    with Reader(model, tmp_path / "m", mode="r") as reader:
+    with DRTReader(model, tmp_path / "m", mode="r") as reader:
         close(asked(model, reader, text[60:]), logits(model, text[None])[0, 60:])
-        with pytest.raises(ReadOnlyMemory, match="mode 'a'"):
+        with pytest.raises(ReadOnlyMemory, match="mode='a'"):
             reader.append(text[60:])
-        with pytest.raises(ReadOnlyMemory, match="mode 'a'"):
+        with pytest.raises(ReadOnlyMemory, match="mode='a'"):
             reader.read(text)
 
 
@@ -319,19 +319,19 @@ def test_another_text_under_the_same_name_is_refused() -> None:
     model, text = make(), tokens(80)[0]
     other = text.clone()
     other[43] = text[43] % 50 + 1
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text)
         for start in (other, other[:50], [other[:20], other[20:]]):
             with pytest.raises(InvalidArgument, match="token 43"):
                 reader.read(start)
-        assert reader.read(text[:50]).reused == 50
+        assert reader.read(text[:50]).reused_tokens == 50
         close(asked(model, reader, text[:9]), logits(model, torch.cat([text, text[:9]])[None])[0, 80:])
 
 
 @pytest.mark.parametrize("bad", [[1, 2, 97], [1, -1], torch.tensor([0.5]), torch.tensor([[1, 2], [3, 4]])], ids=str)
 def test_bad_tokens_are_refused(bad: Any) -> None:
     model, text = make(), tokens(40)[0]
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[:20])
         with pytest.raises(InvalidArgument, match="token"):
             reader.append(bad)
@@ -351,8 +351,8 @@ def test_pieces_may_be_lists_tensors_or_what_an_iterator_gives() -> None:
         iter([text[:1].tolist(), [], text[1:].numpy()]),
     ]
     for form in forms:
-        with Reader(model, "ram:", segment_blocks=2) as reader:
-            assert reader.read(form).new == 100
+        with DRTReader(model, "ram:", segment_blocks=2) as reader:
+            assert reader.read(form).new_tokens == 100
             assert torch.equal(reader.document.tokens(), text)
 
 
@@ -361,7 +361,7 @@ def test_a_progress_bar_shows_also_where_the_length_is_not_known(
     known: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = tokens(100)[0]
-    with Reader(make(), "ram:", document="book") as reader:
+    with DRTReader(make(), "ram:", document="book") as reader:
         reader.read(text[None] if known else iter([text[:60], text[60:]]), progress=True)
     shown = capfd.readouterr().err
     assert "reading book" in shown
@@ -375,18 +375,18 @@ def test_an_iterator_that_raises_leaves_what_was_read_and_a_reader_that_goes_on(
         yield text[:100]
         raise OSError("the disk with the text went away")
 
-    with Reader(model, "ram:", segment_blocks=4) as reader:
+    with DRTReader(model, "ram:", segment_blocks=4) as reader:
         with pytest.raises(OSError, match="went away"):
             reader.read(broken())
         assert len(reader) == 84, "whole segments"
         result = reader.read(text[:190])
-        assert (result.reused, result.new) == (84, 106)
+        assert (result.reused_tokens, result.new_tokens) == (84, 106)
         close(asked(model, reader, text[190:]), logits(model, text[None])[0, 190:])
 
 
 def test_two_readers_of_one_document_go_on_after_one_another(tmp_path: Path) -> None:
     model, text = make(), tokens(200)[0]
-    with Reader(model, tmp_path / "m") as one, Reader(model, one.memory) as two:
+    with DRTReader(model, tmp_path / "m") as one, DRTReader(model, one.memory) as two:
         for number, start in enumerate(range(0, 180, 30)):
             (one, two)[number % 2].append(text[start : start + 30])
         close(asked(model, one, text[180:]), logits(model, text[None])[0, 180:])
@@ -395,7 +395,7 @@ def test_two_readers_of_one_document_go_on_after_one_another(tmp_path: Path) -> 
 def test_training_mode_comes_back_after_reading() -> None:
     model = make(gumbel=100.0).train()
     text = tokens(100)[0]
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[:90])
         cache = reader.cache()
         assert model.training
@@ -405,28 +405,28 @@ def test_training_mode_comes_back_after_reading() -> None:
 
 def test_what_cannot_read_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="retrieval='none'"):
-        Reader(make("none"), "ram:")
+        DRTReader(make("none"), "ram:").open()
     with pytest.raises(InvalidArgument, match="attach"):
-        Reader(torch.nn.Linear(1, 1), "ram:")  # type: ignore[arg-type]  # the mistake of somebody else
+        DRTReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # the mistake of somebody else
     with pytest.raises(InvalidArgument, match="segment_blocks"):
-        Reader(make(), "ram:", segment_blocks=0)
+        DRTReader(make(), "ram:", segment_blocks=0).open()
     model = make("external")
     model.model.external = None
     with pytest.raises(InvalidArgument, match="set_retriever"):
-        Reader(model, "ram:")
+        DRTReader(model, "ram:").open()
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_a_memory_of_another_retriever_is_refused(state_dtype: str, tmp_path: Path) -> None:
     model = make("external", state_dtype=state_dtype)
-    with Reader(model, tmp_path / "memory") as reader:
+    with DRTReader(model, tmp_path / "memory") as reader:
         reader.read(tokens(60)[0])
-    with Reader(model, tmp_path / "memory", document="another") as reader:
+    with DRTReader(model, tmp_path / "memory", document="another") as reader:
         assert len(reader) == 0
     model.set_retriever(lambda blocks: embed(blocks).flip(-1))
     for document in ("document", "another"):
         with pytest.raises(ForeignMemory, match="another retriever"):
-            Reader(model, tmp_path / "memory", document=document)
+            DRTReader(model, tmp_path / "memory", document=document).open()
 
 
 def test_a_tokenizer_is_part_of_what_a_memory_belongs_to() -> None:
@@ -440,7 +440,7 @@ def test_a_tokenizer_is_part_of_what_a_memory_belongs_to() -> None:
     assert spec.fingerprint.tokenizer is not None
     other = replace(spec, fingerprint=replace(spec.fingerprint, tokenizer="another"))
     with memstore.open("ram:", spec=other) as memory, pytest.raises(ForeignMemory, match="tokenizer"):
-        Reader(model, memory, tokenizer=Words())
+        DRTReader(model, memory, tokenizer=Words()).open()
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
@@ -450,9 +450,9 @@ def test_a_codec_changes_little_and_pieces_change_nothing(codec: str, tmp_path: 
     answers = []
     for name, stops in {"whole": [380], "parts": [1, 77, 300, 380]}.items():
         for stop in stops:
-            with Reader(model, tmp_path / name, codec=codec if stop == stops[0] else None) as reader:
+            with DRTReader(model, tmp_path / name, codec=codec if stop == stops[0] else None) as reader:
                 reader.read(text[:stop])
-        with Reader(model, tmp_path / name, mode="r") as reader:
+        with DRTReader(model, tmp_path / name, mode="r") as reader:
             assert reader.memory.spec.codec == codec
             answers.append(asked(model, reader, text[380:]))
     # A number that lies between two of the codec's may become the one or the other.
@@ -462,19 +462,19 @@ def test_a_codec_changes_little_and_pieces_change_nothing(codec: str, tmp_path: 
 
 def test_another_codec_than_the_memorys_is_refused(tmp_path: Path) -> None:
     model = make("rope")
-    Reader(model, tmp_path / "m", codec="int8").close()
+    DRTReader(model, tmp_path / "m", codec="int8").open().close()
     with pytest.raises(ForeignMemory, match="codec: int4 here, int8 in the memory"):
-        Reader(model, tmp_path / "m", codec="int4")
+        DRTReader(model, tmp_path / "m", codec="int4").open()
 
 
 def test_a_text_that_the_memory_holds_is_not_read_again(tmp_path: Path) -> None:
     model, text = make(state_dtype="float32"), tokens(400)[0]
     with memstore.open(tmp_path / "m", spec=memory_spec(model)) as memory:
-        Reader(model, memory, "one").read(text[:300])
-        reader = Reader(model, memory, "two")
+        DRTReader(model, memory, "one").open().read(text[:300])
+        reader = DRTReader(model, memory, "two").open()
         result = reader.read(text[:390])
         size = memory.spec.block_size
-        assert (result.reused, result.new) == (300 // size * size, 390 - 300 // size * size)
+        assert (result.reused_tokens, result.new_tokens) == (300 // size * size, 390 - 300 // size * size)
         close(asked(model, reader, text[390:]), logits(model, text[None])[0, 390:])
         assert memory.verify() == []
 
@@ -482,8 +482,8 @@ def test_a_text_that_the_memory_holds_is_not_read_again(tmp_path: Path) -> None:
 def test_a_text_is_read_again_if_that_is_wanted() -> None:
     model, text = make(), tokens(100)[0]
     with memstore.open("ram:", spec=memory_spec(model)) as memory:
-        Reader(model, memory, "one").read(text)
-        assert Reader(model, memory, "two").read(text, reuse=False).new == 100
+        DRTReader(model, memory, "one").open().read(text)
+        assert DRTReader(model, memory, "two").open().read(text, reuse=False).new_tokens == 100
 
 
 def damage(document: memstore.Document, blocks: Sequence[int]) -> None:
@@ -505,16 +505,17 @@ def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
 ) -> None:
     model, text = make(kind), tokens(300)[0]
     question = text[280:]
-    with Reader(model, tmp_path / "m") as reader:
+    with DRTReader(model, tmp_path / "m") as reader:
         reader.read(text[:280])
         with torch.no_grad():
             output = model(question[None], past_key_values=reader.cache(), output_retrieval=True)
         lost = int(output.retrieval[0].blocks[0, -1, 0])
         assert lost in reader.document.complete_blocks
-    damage(reader.document, [lost])
-    with Reader(model, tmp_path / "m") as reader, pytest.raises(DamagedError, match=f"block {lost} is damaged"):
+        document = reader.document
+    damage(document, [lost])
+    with DRTReader(model, tmp_path / "m") as reader, pytest.raises(DamagedError, match=f"block {lost} is damaged"):
         asked(model, reader, question)
-    with Reader(model, tmp_path / "m", on_error="miss") as reader, torch.no_grad():
+    with DRTReader(model, tmp_path / "m", retrieval=memstore.Retrieval(on_error="miss")) as reader, torch.no_grad():
         output = model(question[None], past_key_values=reader.cache(), output_retrieval=True)
         for chosen in output.retrieval:
             assert lost not in chosen.blocks
@@ -534,11 +535,11 @@ def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
 def test_when_all_blocks_are_lost_nothing_is_attended_to(tmp_path: Path) -> None:
     """Neither they, nor the blocks that were chosen before them."""
     model, text = make("rope"), tokens(300)[0]
-    with Reader(model, tmp_path / "m", on_error="miss") as reader:
+    with DRTReader(model, tmp_path / "m", retrieval=memstore.Retrieval(on_error="miss")) as reader:
         reader.read(text[:280])
         document, stored = reader.document, list(reader.document.complete_blocks)
     damage(document, stored)
-    with Reader(model, tmp_path / "m", on_error="miss") as reader:
+    with DRTReader(model, tmp_path / "m", retrieval=memstore.Retrieval(on_error="miss")) as reader:
         cache, size = reader.cache(), model.config.tokens_per_block
         with torch.no_grad():
             found = model(text[None, 280 : 280 + size], past_key_values=cache, output_retrieval=True).retrieval
@@ -549,14 +550,14 @@ def test_when_all_blocks_are_lost_nothing_is_attended_to(tmp_path: Path) -> None
 
 
 def test_what_becomes_of_damage_has_two_names() -> None:
-    with pytest.raises(InvalidArgument, match="on_error must be one of raise, miss, not 'ignore'"):
-        Reader(make(), "ram:", on_error="ignore")  # type: ignore[arg-type]  # the mistake of somebody else
+    with pytest.raises(InvalidArgument, match="on_error must be one of 'raise', 'miss', got 'ignore'"):
+        DRTReader(make(), "ram:", retrieval=memstore.Retrieval(on_error="ignore")).open()  # type: ignore[arg-type]  # the mistake of somebody else
 
 
 def test_autocast_changes_nothing_that_is_stored_found_or_waiting() -> None:
     model, text = make("rope"), tokens(300)[0]
     question = tokens(QUESTION)[0]
-    with Reader(model, "ram:") as plain, Reader(model, "ram:") as cast:
+    with DRTReader(model, "ram:") as plain, DRTReader(model, "ram:") as cast:
         plain.read(text)
         with torch.autocast("cpu", torch.bfloat16):
             cast.read(text)

@@ -216,5 +216,5 @@ def test_deterministic_in_evaluation_and_noisy_in_training() -> None:
 
 
 def test_attach_says_what_serves_a_drt(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"use memstore.models.drt.Reader instead of attach"):
-        memstore.attach(make(), tmp_path / "m").__enter__()
+    with pytest.raises(UnsupportedModel, match=r"use memstore.models.drt.DRTReader instead of attach"):
+        memstore.attach(make(), tmp_path / "m").open()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory import Retrieval
-from memstore.models.landmark import LandmarkForCausalLM, Reader
+from memstore.models.landmark import LandmarkForCausalLM, LandmarkReader
 from memstore.models.landmark import reader as module
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.reader import memory_spec
@@ -41,7 +41,7 @@ def model() -> LandmarkForCausalLM:
 
 
 @torch.no_grad()
-def answer(reader: Reader) -> Tensor:
+def answer(reader: LandmarkReader) -> Tensor:
     """Logits of a question after the document."""
     return in_pieces(reader.model, QUESTION, reader.cache(), 5, 1)
 
@@ -49,12 +49,12 @@ def answer(reader: Reader) -> Tensor:
 def child(folder: str) -> None:
     """What another process does: go on reading, and answer."""
     torch.set_num_threads(1)
-    with Reader(model(), folder) as reader:
+    with LandmarkReader(model(), folder) as reader:
         reader.read(TEXT)
         torch.save((answer(reader), states(reader)), Path(folder) / "answer")
 
 
-def states(reader: Reader) -> Tensor:
+def states(reader: LandmarkReader) -> Tensor:
     """All keys and values of the document."""
     document = reader.document
     layers = [document.layer(layer).gather(list(document.complete_blocks)) for layer in range(4)]
@@ -68,7 +68,7 @@ def test_a_document_is_what_the_model_remembers_without_one(name: str, url: str,
     cache = LandmarkCache(llama.config, 1, retrieval=retrieval)
     in_pieces(llama, TEXT[None], cache, 500)
     expected = in_pieces(llama, QUESTION, cache, 5, 1)
-    with Reader(llama, url if url == "ram:" else tmp_path / "m", retrieval=retrieval) as reader:
+    with LandmarkReader(llama, url if url == "ram:" else tmp_path / "m", retrieval=retrieval) as reader:
         reader.read(TEXT)
         close(answer(reader), expected)
         assert reader.memory.spec.index_layers == (2, 3)
@@ -80,36 +80,36 @@ def test_a_memory_with_a_capacity_forgets_the_oldest_blocks(name: str, tmp_path:
     cache = LandmarkCache(llama.config, 2, retrieval=retrieval, capacity=7)
     in_pieces(llama, TEXT[None].expand(2, -1), cache, 500)
     expected = in_pieces(llama, QUESTION.expand(2, -1), cache, 5, 1)
-    with Reader(llama, tmp_path / "m", retrieval=retrieval, capacity=7) as reader:
+    with LandmarkReader(llama, tmp_path / "m", retrieval=retrieval, capacity=7) as reader:
         reader.read(TEXT)
         assert len(reader.document) == len(TEXT)
         assert len(reader.document.blocks) <= 7 + 2
-    with Reader(llama, tmp_path / "m", retrieval=retrieval) as reader:
+    with LandmarkReader(llama, tmp_path / "m", retrieval=retrieval) as reader:
         assert reader.capacity == 7
         close(in_pieces(llama, QUESTION.expand(2, -1), reader.cache(2), 5, 1), expected)
     with pytest.raises(ForeignMemory, match="capacity"):
-        Reader(llama, tmp_path / "m", retrieval=retrieval, capacity=8)
+        LandmarkReader(llama, tmp_path / "m", retrieval=retrieval, capacity=8).open()
 
 
 def test_pieces_of_any_length_make_the_same_document() -> None:
     llama = model()
-    with Reader(llama, "ram:") as whole, Reader(llama, "ram:") as cut:
+    with LandmarkReader(llama, "ram:") as whole, LandmarkReader(llama, "ram:") as cut:
         whole.read(TEXT)
         for start, stop in ((0, 1), (1, 9), (9, 100), (100, 107), (107, 203)):
             result = cut.append(TEXT[start:stop])
-            assert (result.tokens, result.new) == (stop, stop - start)
+            assert (result.tokens, result.new_tokens) == (stop, stop - start)
         torch.testing.assert_close(states(cut), states(whole), atol=1e-5, rtol=0)
         close(answer(cut), answer(whole))
 
 
 @pytest.mark.slow
 def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path) -> None:
-    with Reader(model(), "ram:") as reader:
+    with LandmarkReader(model(), "ram:") as reader:
         reader.read(TEXT[:98])
         reader.read(TEXT)
         expected = answer(reader), states(reader)
     folder = tmp_path / "m"
-    with Reader(model(), folder) as reader:
+    with LandmarkReader(model(), folder) as reader:
         reader.read(TEXT[:98])
     code = f"from tests.models.test_landmark_reader import child; child({str(folder)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
@@ -118,7 +118,7 @@ def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path
 
 
 def test_a_document_read_under_autocast_is_the_same() -> None:
-    with Reader(model(), "ram:") as plain, Reader(model(), "ram:") as cast:
+    with LandmarkReader(model(), "ram:") as plain, LandmarkReader(model(), "ram:") as cast:
         plain.read(TEXT)
         with torch.autocast("cpu", torch.bfloat16):
             cast.read(TEXT)
@@ -131,7 +131,7 @@ def test_what_was_read_before_an_error_is_kept() -> None:
         yield TEXT[:100]
         raise OSError("the source ended")
 
-    with Reader(model(), "ram:") as reader, Reader(model(), "ram:") as whole:
+    with LandmarkReader(model(), "ram:") as reader, LandmarkReader(model(), "ram:") as whole:
         with pytest.raises(OSError, match="the source ended"):
             reader.read(pieces())  # type: ignore[arg-type]  # an iterator
         assert len(reader) == 98  # whole segments of 14 tokens
@@ -142,7 +142,7 @@ def test_what_was_read_before_an_error_is_kept() -> None:
 
 def test_generation_goes_on_after_the_document() -> None:
     llama = model()
-    with Reader(llama, "ram:") as reader:
+    with LandmarkReader(llama, "ram:") as reader:
         reader.read(TEXT)
         answers = reader.generate(QUESTION.expand(2, -1), max_new_tokens=9, do_sample=False)
         expected = answer(reader).argmax(-1)[0, -1]
@@ -156,14 +156,13 @@ def test_generation_goes_on_after_the_document() -> None:
 
 def test_an_empty_document_is_a_beginning() -> None:
     llama = model()
-    with Reader(llama, "ram:") as reader:
+    with LandmarkReader(llama, "ram:") as reader:
         assert len(reader) == 0
-        assert reader.read(TEXT[:0]).new == 0
         close(answer(reader), in_pieces(llama, QUESTION, LandmarkCache(llama.config, 1), 5, 1))
 
 
 def test_a_text_can_be_asked_with_other_options_than_it_was_read_with() -> None:
-    with Reader(model(), "ram:") as reader:
+    with LandmarkReader(model(), "ram:") as reader:
         reader.read(TEXT)
         cache = reader.cache(2, retrieval=Retrieval(top_k=1, share="layer"))
         in_pieces(reader.model, QUESTION[:, :5].expand(2, -1), cache, 5)
@@ -185,7 +184,7 @@ def test_damaged_blocks_are_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch
         return gather(view, blocks, **more)  # type: ignore[arg-type]  # what it was given
 
     strict, lax = Retrieval(top_k=10, share="layer"), Retrieval(top_k=10, share="layer", on_error="miss")
-    with Reader(llama, "ram:", retrieval=Retrieval(top_k=3, share="layer")) as reader:
+    with LandmarkReader(llama, "ram:", retrieval=Retrieval(top_k=3, share="layer")) as reader:
         reader.read(TEXT)
         caches = [reader.cache(retrieval=each) for each in (strict, lax)]
         monkeypatch.setattr(LayerView, "gather", damaged)
@@ -196,7 +195,7 @@ def test_damaged_blocks_are_left_out_if_asked_to(monkeypatch: pytest.MonkeyPatch
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     llama, folder = model(), tmp_path / "m"
-    with Reader(llama, folder) as reader:
+    with LandmarkReader(llama, folder) as reader:
         reader.read(TEXT[:50])
         with pytest.raises(InvalidArgument, match="from 0 to 96, got"):
             reader.append([5, 97])
@@ -205,21 +204,24 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match="at least one row"):
             reader.cache(0)
     with (
-        Reader(llama, folder, retrieval=RETRIEVALS["one list"]) as reader,
-        pytest.raises(InvalidArgument, match="was begun with reading"),
+        LandmarkReader(llama, folder, retrieval=RETRIEVALS["one list"]) as reader,
+        pytest.raises(InvalidArgument, match="was begun with every=1, now 'segment'"),
     ):
         reader.read(TEXT)
     llama.ramp = 0.5
-    with Reader(llama, "ram:") as reader, pytest.raises(InvalidArgument, match="on its way to landmark attention"):
+    with (
+        LandmarkReader(llama, "ram:") as reader,
+        pytest.raises(InvalidArgument, match="on its way to landmark attention"),
+    ):
         reader.read(TEXT)
     llama.ramp = 1
-    with Reader(llama, folder, mode="r") as reader, pytest.raises(ReadOnlyMemory):
+    with LandmarkReader(llama, folder, mode="r") as reader, pytest.raises(ReadOnlyMemory):
         reader.append(TEXT)
     with pytest.raises(ForeignMemory, match="weights"):
-        Reader(make(segment_blocks=2, local_layers=[1], num_hidden_layers=4, seed=1), folder)
+        LandmarkReader(make(segment_blocks=2, local_layers=[1], num_hidden_layers=4, seed=1), folder).open()
     with pytest.raises(InvalidArgument, match="share must be"):
-        Reader(llama, "ram:", retrieval=Retrieval())
+        LandmarkReader(llama, "ram:", retrieval=Retrieval()).open()
     with pytest.raises(InvalidArgument, match="no landmarks"):
         memory_spec(make("full"))
     with pytest.raises(InvalidArgument, match="reads with a LandmarkForCausalLM"):
-        Reader(torch.nn.Linear(1, 1), "ram:")  # type: ignore[arg-type]  # that is the mistake
+        LandmarkReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # that is the mistake

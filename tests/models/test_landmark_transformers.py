@@ -153,8 +153,8 @@ def test_half_precision_is_near_and_finite(kind: str, dtype: torch.dtype) -> Non
 
 
 def test_attach_says_what_serves_a_landmark_model(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"use memstore.models.landmark.Reader instead of attach"):
-        memstore.attach(make(), tmp_path / "m").__enter__()
+    with pytest.raises(UnsupportedModel, match=r"use memstore.models.landmark.LandmarkReader instead of attach"):
+        memstore.attach(make(), tmp_path / "m").open()
 
 
 def test_generation_without_a_cache_sees_the_whole_text_at_true_positions() -> None:

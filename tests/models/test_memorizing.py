@@ -286,4 +286,4 @@ def test_a_row_that_is_not_there_is_not_cleared() -> None:
 
 def test_attach_says_what_serves_it() -> None:
     with pytest.raises(UnsupportedModel, match=r"use memstore.models.memorizing.StoredTokens instead of attach"):
-        memstore.attach(make(), "ram:")
+        memstore.attach(make(), "ram:").open()

@@ -14,7 +14,7 @@ import memstore
 from memstore.attention.knn import KNNAttention, Neighbours
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
 from memstore.memory.recorder import TIERS, Look
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, Reader, RecentTokens
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader, RecentTokens
 from tests.models.test_memorizing import WINDOW, logits, make, tokens
 
 LENGTH = 3 * WINDOW + 5
@@ -38,11 +38,11 @@ def asked(model: MemorizingForCausalLM, text: Tensor, question: Tensor) -> Tenso
 def test_a_question_finds_what_was_read_also_after_reopening(length: int, tmp_path: Path) -> None:
     model, text, question = small(), tokens(length)[0], tokens(WINDOW - 1)
     expected = asked(model, text, question[0])
-    with Reader(model, tmp_path / "m", "book") as reader:
+    with MemorizingReader(model, tmp_path / "m", "book") as reader:
         result = reader.read(text)
-        assert (result.tokens, result.new, len(reader)) == (length, length, length)
+        assert (result.tokens, result.new_tokens, len(reader)) == (length, length, length)
         torch.testing.assert_close(logits(model, question, cache=reader.cache())[0], expected, atol=1e-4, rtol=0)
-    with Reader(model, tmp_path / "m", "book", mode="r") as reader:
+    with MemorizingReader(model, tmp_path / "m", "book", mode="r") as reader:
         torch.testing.assert_close(logits(model, question, cache=reader.cache())[0], expected, atol=1e-4, rtol=0)
         assert len(reader) == length, "a question is not stored"
         assert reader.memory.verify() == []
@@ -51,7 +51,7 @@ def test_a_question_finds_what_was_read_also_after_reopening(length: int, tmp_pa
 def test_what_is_asked_can_be_found_too_once_it_has_left_the_window() -> None:
     model, text, question = small(), tokens(LENGTH)[0], tokens(4 * WINDOW)
     expected = asked(model, text, question[0])
-    with Reader(model, "ram:") as reader:
+    with MemorizingReader(model, "ram:") as reader:
         reader.read(text)
         cache = reader.cache()
         found = logits(model, *question.split([3, 1, 2 * WINDOW, 2 * WINDOW - 4], 1), cache=cache)
@@ -60,23 +60,23 @@ def test_what_is_asked_can_be_found_too_once_it_has_left_the_window() -> None:
 
 def test_reading_goes_on_where_it_stopped_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
     model, text = small(), tokens(LENGTH)[0]
-    with Reader(model, tmp_path / "m", block_size=4) as reader:
+    with MemorizingReader(model, tmp_path / "m", block_size=4) as reader:
         reader.read(text[:20])
-        assert reader.read(text).new == LENGTH - 20
+        assert reader.read(text).new_tokens == LENGTH - 20
         with pytest.raises(InvalidArgument, match="another text"):
             reader.read(tokens(LENGTH + 1)[0])
         with pytest.raises(InvalidArgument, match="from 0 to 49"):
             reader.append(torch.tensor([50]))
         with pytest.raises(InvalidArgument, match="at least one row"):
             reader.cache(0)
-    with Reader(model, tmp_path / "m", block_size=4, mode="r") as reader, pytest.raises(ReadOnlyMemory):
+    with MemorizingReader(model, tmp_path / "m", block_size=4, mode="r") as reader, pytest.raises(ReadOnlyMemory):
         reader.append(text)
     with pytest.raises(ForeignMemory):
-        Reader(small(retrieval_top_k=2), tmp_path / "m", block_size=4)
+        MemorizingReader(small(retrieval_top_k=2), tmp_path / "m", block_size=4).open()
     with pytest.raises(InvalidArgument, match="memory_layer is None"):
-        Reader(small(memory_layer=None), "ram:")
+        MemorizingReader(small(memory_layer=None), "ram:").open()
     with pytest.raises(InvalidArgument, match="a MemorizingForCausalLM, not a Linear"):
-        Reader(torch.nn.Linear(1, 1), "ram:")  # type: ignore[arg-type]  # what is refused
+        MemorizingReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # what is refused
 
 
 class Mixed:
@@ -103,7 +103,7 @@ class Mixed:
         return float((changed - self.mix(*self.given))[row, head, token, 0])
 
 
-def only_look(reader: Reader) -> Look:
+def only_look(reader: MemorizingReader) -> Look:
     trace = reader.memory.traces.last()
     assert trace is not None
     *_, step = trace.steps()
@@ -116,7 +116,7 @@ def only_look(reader: Reader) -> Look:
 def test_weights_are_the_parts_that_tokens_have_in_the_output(joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = small(joint=joint), tokens(LENGTH)[0]
     mixed = Mixed(model, monkeypatch)
-    with Reader(model, "ram:", block_size=4) as reader:
+    with MemorizingReader(model, "ram:", block_size=4) as reader:
         reader.read(text)
         with reader.record([1]) as recorder:
             cache = reader.cache(trace=recorder)
@@ -140,7 +140,7 @@ def test_weights_are_the_parts_that_tokens_have_in_the_output(joint: bool, monke
 @torch.no_grad()
 def test_tokens_of_the_call_itself_belong_to_no_document() -> None:
     model, ids = small(), tokens(3 * WINDOW, rows=2)
-    with Reader(model, "ram:", block_size=4) as reader:
+    with MemorizingReader(model, "ram:", block_size=4) as reader:
         reader.read(tokens(6)[0])
         with reader.record(ids[0]) as recorder:
             model(ids, past_key_values=reader.cache(2, trace=recorder))
@@ -159,7 +159,7 @@ def test_tokens_of_the_call_itself_belong_to_no_document() -> None:
 
 def test_generate_records_what_it_chose() -> None:
     model, ids = small(), tokens(7)
-    with Reader(model, "ram:") as reader:
+    with MemorizingReader(model, "ram:") as reader:
         reader.read(tokens(LENGTH)[0])
         plain = reader.generate(ids, max_new_tokens=WINDOW, do_sample=False)
         out = reader.generate(ids, max_new_tokens=WINDOW, do_sample=False, trace=True)
@@ -173,15 +173,15 @@ def test_generate_records_what_it_chose() -> None:
 def test_a_memory_of_another_kind_is_refused() -> None:
     model = small()
     with memstore.open("ram:", spec=memstore.models.memorizing.reader.memory_spec(model, block_size=8)) as memory:
-        with Reader(model, memory) as reader:
+        with MemorizingReader(model, memory) as reader:
             assert reader.memory.spec.block_size == 8
         with pytest.raises(ForeignMemory):
-            Reader(model, memory, block_size=16)
+            MemorizingReader(model, memory, block_size=16).open()
 
 
 def test_a_text_finds_the_blocks_whose_tokens_it_would_look_up() -> None:
     model, text, question = small(), tokens(9 * 8)[0], tokens(2 * WINDOW + 3)[0]
-    with Reader(model, "ram:", block_size=8) as reader:
+    with MemorizingReader(model, "ram:", block_size=8) as reader:
         reader.read(text)
         asked: list[Tensor] = []
         cache = reader.cache()
@@ -202,13 +202,13 @@ def test_a_text_finds_the_blocks_whose_tokens_it_would_look_up() -> None:
         assert reader.search(question, 3, layer=model.config.memory_layer) == found
         with pytest.raises(InvalidArgument, match="only layer"):
             reader.search(question, layer=0)
-    with Reader(model, "ram:") as reader:
+    with MemorizingReader(model, "ram:") as reader:
         assert reader.search(question) == []
 
 
 def test_a_document_read_under_autocast_is_the_same() -> None:
     model, text = small(), tokens(LENGTH)[0]
-    with Reader(model, "ram:", block_size=4) as plain, Reader(model, "ram:", block_size=4) as cast:
+    with MemorizingReader(model, "ram:", block_size=4) as plain, MemorizingReader(model, "ram:", block_size=4) as cast:
         plain.read(text)
         with torch.autocast("cpu", torch.bfloat16):
             cast.read(text)

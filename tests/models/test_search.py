@@ -14,10 +14,10 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import needle_blocks
 from memstore.eval.filler import load_filler
-from memstore.eval.readers import memory_spec, open_reader
+from memstore.eval.readers import memory_spec
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.memory import Retrieval
-from memstore.models.landmark import Reader
+from memstore.models.landmark import LandmarkReader
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 
 TOKENS = 4_000
@@ -37,7 +37,7 @@ def haystack(name: str, task: str) -> Iterator[Haystack]:
     filler, rng = load_filler(tokenizer, at_most=TOKENS), random.Random(1)
     sample = plant(make(task, Phrases(tokenizer), rng), TOKENS, filler, model.config.tokens_per_block, rng, start=0)
     with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
-        reader = open_reader(model, memory, "book")
+        reader = memstore.attach(model, memory, document="book").open()
         reader.read(sample.haystack(filler))
         yield Haystack(reader, sample, needle_blocks(sample.hops[0], model.config.tokens_per_block))
 
@@ -100,7 +100,7 @@ def test_a_landmark_model_finds_the_passkey(landmark: Haystack) -> None:
 def test_a_landmark_model_searches_blocks_that_all_fit_into_a_list(landmark: Haystack) -> None:
     prompt, model = landmark.sample.prompt, landmark.reader.model
     with memstore.open("ram:", spec=landmark.reader.memory.spec) as memory:
-        reader = Reader(model, memory, "short", retrieval=Retrieval(top_k=1000, every=1, share="none"))
+        reader = LandmarkReader(model, memory, "short", retrieval=Retrieval(top_k=1000, every=1, share="none")).open()
         reader.read(range(5, 5 + 2 * model.config.segment_tokens))
         found = reader.search(prompt, 1000)
     assert {match.block for match in found} == set(range(2 * model.config.segment_blocks))
@@ -126,6 +126,6 @@ def test_what_is_no_text_is_refused(drt: Haystack, landmark: Haystack, tokens: l
 def test_a_document_that_is_too_short_gives_nothing(drt: Haystack, landmark: Haystack) -> None:
     for each in (drt, landmark):
         with memstore.open("ram:", spec=each.reader.memory.spec) as memory:
-            reader = open_reader(each.reader.model, memory, "short")
+            reader = memstore.attach(each.reader.model, memory, document="short").open()
             reader.read([5, 6, 7])
             assert reader.search([5, 6]) == []

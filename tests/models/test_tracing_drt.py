@@ -12,7 +12,7 @@ import torch
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.recorder import TIERS, Look, Step
-from memstore.models.drt import Reader
+from memstore.models.drt import DRTReader
 from memstore.models.drt.reader import memory_spec
 from tests.models.drt import Reference, make, tokens
 
@@ -34,7 +34,7 @@ class Remembering(Reference):
         return found
 
 
-def traced(reader: Reader, prompt: torch.Tensor) -> list[Step]:
+def traced(reader: DRTReader, prompt: torch.Tensor) -> list[Step]:
     """The steps of calls with so many tokens of ``prompt [rows, T]`` each."""
     with torch.no_grad(), reader.record(prompt[0]) as recorder:
         cache = reader.cache(len(prompt), trace=recorder)
@@ -58,7 +58,7 @@ def test_every_step_has_the_lists_and_weights_that_its_last_token_used(kind: str
     reference = Remembering(model)
     reference.chosen = {}
     reference.logits(text.tolist())
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[:LENGTH])
         steps = traced(reader, text[None, LENGTH:].expand(2, -1))
     assert len(steps) == len(CALLS)
@@ -81,7 +81,7 @@ def test_every_step_has_the_lists_and_weights_that_its_last_token_used(kind: str
 
 def test_a_list_is_searched_for_once_and_used_by_a_whole_block() -> None:
     model, text = make(), tokens(LENGTH + sum(CALLS))[0]
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[:LENGTH])
         looks = [step.looks[0] for step in traced(reader, text[None, LENGTH:])]
     ends = accumulate(CALLS, initial=LENGTH)
@@ -93,7 +93,7 @@ def test_a_list_is_searched_for_once_and_used_by_a_whole_block() -> None:
 
 def test_blocks_of_the_call_itself_belong_to_no_document() -> None:
     model, text = make(), tokens(24 + sum(CALLS))[0]
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[:24])
         stored = reader.document.complete_blocks.stop
         looks = [look for step in traced(reader, text[None, 24:]) for look in step.looks]
@@ -108,8 +108,9 @@ def test_generate_records_what_it_chose_beside_a_memory_that_is_open_for_reading
     model, text = make(), tokens(LENGTH + 9)
     with memstore.open(tmp_path / "m", spec=memory_spec(model)) as memory:
         memory.put_info("model", {"name": "somebody"})
-        Reader(model, memory, "book").read(text[0, :LENGTH])
-    with Reader(model, tmp_path / "m", "book", mode="r") as reader:
+        with DRTReader(model, memory, "book") as reader:
+            reader.read(text[0, :LENGTH])
+    with DRTReader(model, tmp_path / "m", "book", mode="r") as reader:
         plain = reader.generate(text[:, LENGTH:], max_new_tokens=12, do_sample=False)
         assert reader.memory.traces.list() == []
         out = reader.generate(text[:, LENGTH:], max_new_tokens=12, do_sample=False, trace=True)
@@ -129,7 +130,7 @@ def test_generate_records_what_it_chose_beside_a_memory_that_is_open_for_reading
 
 def test_a_model_that_reads_its_blocks_as_one_has_weights_that_nobody_knows() -> None:
     model, text = make("chunked"), tokens(LENGTH + 1)
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(text[0, :LENGTH])
         reader.generate(text[:, LENGTH:], max_new_tokens=2, do_sample=False, trace=True)
         trace = reader.memory.traces.last()
@@ -139,7 +140,7 @@ def test_a_model_that_reads_its_blocks_as_one_has_weights_that_nobody_knows() ->
 
 def test_an_empty_document_is_traced_without_looks() -> None:
     model = make()
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.generate(tokens(3), max_new_tokens=2, do_sample=False, trace=True)
         trace = reader.memory.traces.last()
         assert trace is not None
@@ -148,7 +149,7 @@ def test_an_empty_document_is_traced_without_looks() -> None:
 
 def test_beams_are_not_traced() -> None:
     model = make()
-    with Reader(model, "ram:") as reader:
+    with DRTReader(model, "ram:") as reader:
         reader.read(tokens(50)[0])
         with pytest.raises(InvalidArgument, match="without beams"):
             reader.generate(tokens(3), max_new_tokens=2, num_beams=2, trace=True)

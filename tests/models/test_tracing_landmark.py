@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.memory import Retrieval
 from memstore.memory.recorder import TIERS, Look, Step
-from memstore.models.landmark import LandmarkForCausalLM, Reader
+from memstore.models.landmark import LandmarkForCausalLM, LandmarkReader
 from tests.models.landmark import make, tokens
 from tests.models.landmark_memory import Remembering
 
@@ -53,7 +53,7 @@ class Weighing(Remembering):
 
 def traced(model: LandmarkForCausalLM, text: Tensor, retrieval: Retrieval, calls: list[int]) -> list[Step]:
     """The steps of calls with so many tokens each, after a document of ``READ`` tokens."""
-    with Reader(model, "ram:", retrieval=retrieval) as reader:
+    with LandmarkReader(model, "ram:", retrieval=retrieval) as reader:
         reader.read(text[:READ])
         with torch.no_grad(), reader.record(text[READ:]) as recorder:
             cache = reader.cache(trace=recorder)
@@ -122,7 +122,7 @@ def test_rows_of_different_lengths_are_traced_as_they_would_be_alone() -> None:
     model, text = make(**SMALL), tokens(READ)[0]
     rows, mask = tokens(20, rows=2, seed=1), torch.ones(2, 20, dtype=torch.int64)
     mask[1, 5:] = 0
-    with Reader(model, "ram:") as reader, torch.no_grad():
+    with LandmarkReader(model, "ram:") as reader, torch.no_grad():
         reader.read(text)
         alone = []
         for ids, here in ((rows, mask), (rows[:1], None), (rows[1:, :5], None)):
@@ -154,7 +154,7 @@ def test_blocks_at_hand_and_blocks_of_the_call_are_told_from_stored_ones() -> No
 
 def test_generate_records_what_it_chose() -> None:
     model, text = make(**SMALL), tokens(READ + 5)
-    with Reader(model, "ram:") as reader:
+    with LandmarkReader(model, "ram:") as reader:
         reader.read(text[0, :READ])
         plain = reader.generate(text[:, READ:], max_new_tokens=6, do_sample=False)
         out = reader.generate(text[:, READ:], max_new_tokens=6, do_sample=False, trace=True)

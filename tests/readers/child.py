@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
-from tests.readers.models import tiny, tokens
+from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 RETRIEVAL = Retrieval(top_k=3)
@@ -39,7 +39,7 @@ def serve() -> None:
 
 def read(model: PreTrainedModel, folder: str, length: int) -> None:
     """Read ``length`` tokens of the test text; say so right before."""
-    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+    with attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         print(os.getpid(), flush=True)
         attached.read(tokens(length))
 
@@ -54,7 +54,7 @@ def answer(memory: memstore.Memory) -> dict[str, Any]:
     """Logits of a question to ``memory``, the lists behind it, and all stored states."""
     model = tiny("llama")
     document = memory.document("text")
-    with memstore.attach(model, memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached, torch.no_grad():
+    with attach(model, memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached, torch.no_grad():
         result = model(tokens(9, seed=5)[None]).logits
         lists = [entry.blocks for entry in attached.trace]
     states = [document.layer(i).gather(list(document.blocks)) for i in range(memory.spec.layers)]

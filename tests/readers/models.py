@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import memstore
+from memstore.readers.stock.attached import StockReader
+
 VOCABULARY = 97
 LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -75,3 +78,10 @@ def tokens(n: int, seed: int = 0, rows: int | None = None) -> torch.Tensor:
     """Random token ids ``[n]``, or ``[rows, n]``."""
     shape = (n,) if rows is None else (rows, n)
     return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attach(*given: Any, **options: Any) -> StockReader:
+    """``memstore.attach`` of a stock model."""
+    reader = memstore.attach(*given, **options)
+    assert isinstance(reader, StockReader)
+    return reader

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.readers.stock.attached import Attached
+from memstore.readers.stock.attached import StockReader
+from tests.readers.models import attach as attached_to
 from tests.readers.models import tiny, tokens
 
 LENGTH, SEGMENT = 200, 32
@@ -19,10 +20,10 @@ ERRORS = {"int8": 0.01, "fp8": 0.06, "int4": 0.15}
 """Largest mean error of a state, as part of the states' mean size."""
 
 
-def attach(url: str | Path, codec: str) -> Attached:
+def attach(url: str | Path, codec: str) -> StockReader:
     """The codec is that of a new memory; one that is there keeps its own."""
     retrieval = memstore.Retrieval(top_k=2, span=8)
-    return memstore.attach(
+    return attached_to(
         tiny("llama"),
         url,
         document="text",

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import memstore
 from memstore import Retrieval
-from tests.readers.models import generate, tiny, tokens
+from tests.readers.models import attach, generate, tiny, tokens
 
 EXACT = Retrieval(top_k="all", positions="true")
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -48,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def logits_with_memory(model: PreTrainedModel, document: Tensor, rest: Tensor, retrieval: Retrieval = EXACT) -> Tensor:
-    with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
+    with attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
         attached.read(document)
         with torch.no_grad():
             logits: Tensor = model(rest[None]).logits[0]
@@ -71,7 +70,7 @@ def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrai
 def test_generation_is_that_of_the_whole_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ids = tokens(150)
     want = generate(model, ids[None], attention_mask=torch.ones(1, 150), **options)[0, 150:]
-    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
+    with attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
         attached.read(ids[:131])
         got = generate(model, ids[None, 131:], attention_mask=torch.ones(1, 19), **options)[0, 19:]
     assert got.tolist() == want.tolist()
@@ -93,7 +92,7 @@ def test_left_padded_batches_generate_like_the_whole_prompts(model: PreTrainedMo
         ]
     )
     want = generate(model, whole, attention_mask=whole_mask, **options)[:, 143:]
-    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
+    with attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
         attached.read(document)
         got = generate(model, prompts, attention_mask=mask, **options)[:, 12:]
     assert got.tolist() == want.tolist()
@@ -112,7 +111,7 @@ def test_how_a_text_is_cut_into_calls_is_no_matter(share: Any, top_k: int) -> No
     model, ids, retrieval = tiny("llama"), tokens(230), Retrieval(top_k=top_k, share=share)
     results = []
     for lengths in ([230], [100, 101, 230], list(range(1, 231))):
-        with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
+        with attach(model, "ram:", document="text", retrieval=retrieval, **SIZES) as attached:
             attached.calibrate(ids)  # else the router would be fitted to the first call's tokens alone
             for length in lengths:
                 attached.read(ids[:length])
@@ -131,7 +130,7 @@ def test_top_k_of_all_blocks_is_everything(share: Any) -> None:
 
 def test_a_prompt_token_by_token_is_the_prompt_at_once() -> None:
     model, ids = tiny("llama"), tokens(150)
-    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached, torch.no_grad():
+    with attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached, torch.no_grad():
         attached.read(ids[:131])
         cache, steps = None, []
         for token in ids[131:]:
@@ -144,7 +143,7 @@ def test_a_prompt_token_by_token_is_the_prompt_at_once() -> None:
 
 def test_scores_are_those_of_the_model() -> None:
     model, ids = tiny("llama"), tokens(200)
-    with memstore.attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
+    with attach(model, "ram:", document="text", retrieval=EXACT, **SIZES) as attached:
         result = attached.read(ids, score=90)
     want = torch.nn.functional.cross_entropy(full_logits(model, ids)[:-1], ids[1:], reduction="none")[-90:]
     torch.testing.assert_close(result.nll, want, rtol=0, atol=1e-4)

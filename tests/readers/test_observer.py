@@ -9,9 +9,9 @@ import torch
 
 from memstore import Retrieval
 from memstore.memory import Traces
-from memstore.models.drt import Reader as DRTReader
+from memstore.models.drt import DRTReader
 from memstore.models.drt.choice import DRTChoice
-from memstore.models.landmark import Reader as LandmarkReader
+from memstore.models.landmark import LandmarkReader
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.readers.observer import Choice, Choices, Recording
 from memstore.readers.stock.call import StockChoice

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import memstore
 from memstore import Retrieval
-from memstore.readers.stock.attached import Attached
-from tests.readers.models import tiny, tokens
+from memstore.readers.stock.attached import StockReader
+from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
 LENGTH = 300
@@ -26,9 +25,9 @@ LAYERS, HEADS, KEY_HEADS = 4, 4, 2
 
 
 @contextmanager
-def reading(model: PreTrainedModel, retrieval: Retrieval, length: int = LENGTH, **more: Any) -> Iterator[Attached]:
+def reading(model: PreTrainedModel, retrieval: Retrieval, length: int = LENGTH, **more: Any) -> Iterator[StockReader]:
     """A memory that has read ``length`` tokens; its trace begins after that."""
-    with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **{**SIZES, **more}) as attached:
+    with attach(model, "ram:", document="text", retrieval=retrieval, **{**SIZES, **more}) as attached:
         attached.read(tokens(length))
         attached.trace.clear()
         yield attached
@@ -280,7 +279,7 @@ def test_every_row_of_a_padded_batch_is_that_row_alone(name: str, options: dict[
             torch.testing.assert_close(together[row, pad:], alone[0], rtol=0, atol=1e-4)
 
 
-def by_row(attached: Attached) -> list[list[list[int]]]:
+def by_row(attached: StockReader) -> list[list[list[int]]]:
     rows = range(1 + max(entry.row for entry in attached.trace))
     return [[entry.blocks for entry in attached.trace if entry.row == row] for row in rows]
 
@@ -333,7 +332,7 @@ def log_probability(model: PreTrainedModel, ids: Tensor, given: int) -> float:
 
 def states_after(model: PreTrainedModel, retrieval: Retrieval, *, retrieve: bool = True, **more: Any) -> Tensor:
     """Keys of the last layer, after reading in one go."""
-    with memstore.attach(model, "ram:", document="text", retrieval=retrieval, **{**SIZES, **more}) as attached:
+    with attach(model, "ram:", document="text", retrieval=retrieval, **{**SIZES, **more}) as attached:
         attached.read(tokens(LENGTH), retrieve=retrieve)
         (document,) = attached.documents
         return document.layer(LAYERS - 1).gather(list(document.blocks))["k"]
@@ -341,7 +340,7 @@ def states_after(model: PreTrainedModel, retrieval: Retrieval, *, retrieve: bool
 
 def test_reading_without_retrieval_chooses_nothing() -> None:
     model = tiny("llama")
-    with memstore.attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
+    with attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
         attached.read(tokens(LENGTH), retrieve=False)
         assert not attached.trace
         logits(model, prompt())
@@ -356,7 +355,7 @@ def test_reading_without_retrieval_chooses_nothing() -> None:
 def test_a_window_smaller_than_the_segment_reads_blocks_of_the_segment_before(share: Any) -> None:
     sizes = {"window": 16, "segment": 64, "sink": 0}
     model = tiny("llama")
-    with memstore.attach(
+    with attach(
         model, "ram:", document="text", retrieval=Retrieval(top_k=2, share=share), **{**SIZES, **sizes}
     ) as attached:
         attached.read(tokens(LENGTH))
@@ -380,7 +379,7 @@ def test_a_span_longer_than_the_window_survives_an_interruption() -> None:
     for pieces in ([LENGTH], [250, LENGTH]):
         name = f"ram:{test_a_span_longer_than_the_window_survives_an_interruption.__name__}{len(pieces)}"
         for length in pieces:
-            with memstore.attach(model, name, document="text", retrieval=retrieval, **SIZES) as attached:
+            with attach(model, name, document="text", retrieval=retrieval, **SIZES) as attached:
                 attached.calibrate(tokens(LENGTH))
                 attached.read(tokens(length))
                 found = [entry.blocks for entry in attached.trace]

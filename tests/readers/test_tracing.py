@@ -18,8 +18,8 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend as attend_plainly
 from memstore.memory import Look, Memory, Trace, recorder
-from memstore.readers.stock.attached import Attached
-from tests.readers.models import generate, tiny, tokens
+from memstore.readers.stock.attached import StockReader
+from tests.readers.models import attach, generate, tiny, tokens
 from tests.readers.test_retrieval import (
     HEADS,
     KEY_HEADS,
@@ -55,7 +55,7 @@ def looks_of(trace: Trace, step: int) -> dict[tuple[int, int], Look]:
 
 
 @contextmanager
-def watched(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[int, Tensor]]]:
+def watched(attached: StockReader, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[int, Tensor]]]:
     """For each attention call, block -> the weight ``[B, H]`` that a plain softmax in float64 gives it.
 
     Blocks are found by their values, which no position changes. Where heads have lists of their own, a head that has
@@ -247,12 +247,12 @@ def test_tiers_are_those_that_the_blocks_came_from(
 ) -> None:
     model, path = tiny("llama"), tmp_path / "m"
     options: dict[str, Any] = {"retrieval": Retrieval(top_k=top_k, share=share), **SIZES}
-    with memstore.attach(model, path, document="text", **options) as attached:
+    with attach(model, path, document="text", **options) as attached:
         attached.read(tokens(LENGTH))
     with memstore.open(path, mode="r", host_bytes=host_bytes) as memory:
         for layer in range(LAYERS if warm else 0):  # so that they are in host memory, where there is room
             memory.document("text").layer(layer).gather(list(memory.document("text").blocks))
-        with memstore.attach(model, memory, **options) as attached, attached.record():
+        with attach(model, memory, **options) as attached, attached.record():
             logits(model, prompt())
         found = {tier for look in last(memory).steps()[0].looks for tier in look.tiers.ravel().tolist()}
     assert found == tiers
@@ -274,9 +274,9 @@ def test_several_documents_and_memories_are_told_in_the_first() -> None:
         memstore.open("ram:second", spec=_spec(model)) as second,
     ):
         for memory, name, seed in ((first, "one", 1), (first, "two", 2), (second, "three", 3)):
-            with memstore.attach(model, memory, document=name, **options) as attached:
+            with attach(model, memory, document=name, **options) as attached:
                 attached.read(tokens(LENGTH, seed=seed))
-        with memstore.attach(model, [first, second], **options) as attached:
+        with attach(model, [first, second], **options) as attached:
             with attached.record():
                 logits(model, prompt())
             entries = {(e.layer, e.document): set(e.blocks) for e in list(attached.trace)}
@@ -289,7 +289,7 @@ def test_several_documents_and_memories_are_told_in_the_first() -> None:
 
 
 def _spec(model: PreTrainedModel) -> memstore.MemorySpec:
-    with memstore.attach(model, "ram:", retrieval=Retrieval(top_k=6, share="layer"), **SIZES) as attached:
+    with attach(model, "ram:", retrieval=Retrieval(top_k=6, share="layer"), **SIZES) as attached:
         return attached.memories[0].spec
 
 

@@ -19,7 +19,7 @@ import torch
 import memstore
 from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
 from tests.readers.child import RETRIEVAL, SIZES, answer
-from tests.readers.models import tiny, tokens
+from tests.readers.models import attach, tiny, tokens
 from tests.readers.test_restart import assert_same, read_here
 
 LENGTH = 500
@@ -67,7 +67,7 @@ def test_a_flipped_bit_in_a_block_that_is_wanted_is_named(folder: Path, field: s
     flip(folder / "data.mdb", payload)
 
     name = f"document 'text', layer {layer}, block {block} is damaged"
-    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES), torch.no_grad():
+    with attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES), torch.no_grad():
         with pytest.raises(DamagedError, match=name):
             model(question)
         with pytest.raises(DamagedError, match=name):
@@ -86,14 +86,14 @@ def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: 
     model, retrieval = tiny("llama"), replace(RETRIEVAL, top_k=top_k)
     with memstore.open(folder) as memory:
         assert memory.repair(drop_blocks=True).left == []
-        with memstore.attach(model, memory, document="text", retrieval=retrieval, **SIZES) as attached, torch.no_grad():
+        with attach(model, memory, document="text", retrieval=retrieval, **SIZES) as attached, torch.no_grad():
             logits = model(tokens(9, seed=5)[None]).logits
             retrieved = {block for step in attached.trace for block in step.blocks}
             assert bool(logits.isfinite().all())
             assert wanted not in retrieved
             assert top_k == 2 or retrieved == set()
         assert memory.verify() == []
-    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+    with attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         assert attached.read(tokens(LENGTH), document="text").new_tokens == 0
         assert attached.read(tokens(LENGTH + 50), document="text").new_tokens == 50
 
@@ -105,9 +105,7 @@ def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
     """Only in the layer where it is damaged; it is counted, and logged once, and the answer comes."""
     folder, model = tmp_path / "m", cast("Any", tiny("llama"))
     question, miss = tokens(9, seed=5)[None], Retrieval(top_k=3, share=share, on_error="miss")
-    with memstore.attach(
-        model, folder, document="text", retrieval=replace(miss, on_error="raise"), **SIZES
-    ) as attached:
+    with attach(model, folder, document="text", retrieval=replace(miss, on_error="raise"), **SIZES) as attached:
         attached.read(tokens(LENGTH))
         before = model(question).logits
         layer = attached.trace[-1].layer
@@ -117,7 +115,7 @@ def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
         payload = attached.documents[0].layer(layer).gather([block])["k"][0].numpy().tobytes()
     flip(folder / "data.mdb", payload)
     with memstore.open(folder, mode="r") as memory:
-        with memstore.attach(model, memory, document="text", retrieval=miss, **SIZES), torch.no_grad():
+        with attach(model, memory, document="text", retrieval=miss, **SIZES), torch.no_grad():
             first, second = model(question).logits, model(question).logits
             answer = model.generate(question, max_new_tokens=3, min_new_tokens=3, do_sample=False)
         left_out = memory.stats()["tiers"]["left_out"]
@@ -138,7 +136,7 @@ def test_reading_never_leaves_a_block_out(folder: Path) -> None:
         flip(folder / "data.mdb", payload)
     miss = replace(RETRIEVAL, on_error="miss")
     with (
-        memstore.attach(tiny("llama"), folder, document="text", retrieval=miss, **SIZES) as attached,
+        attach(tiny("llama"), folder, document="text", retrieval=miss, **SIZES) as attached,
         pytest.raises(DamagedError, match="layer 3"),
     ):
         attached.read(tokens(LENGTH + 100))
@@ -150,7 +148,7 @@ def test_a_flipped_bit_in_the_window_stops_reading_on(folder: Path) -> None:
         payload = memory.document("text").layer(1).gather([last])["k"][0].numpy().tobytes()
     flip(folder / "data.mdb", payload)
     with (
-        memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached,
+        attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached,
         pytest.raises(DamagedError, match=f"document 'text', layer 1, block {last} is damaged"),
     ):
         attached.read(tokens(LENGTH + 100))
@@ -184,10 +182,10 @@ def test_a_second_writer_is_told_who_the_first_one_is(folder: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(MemoryInUse, match=rf"\b{holder.pid}\b"):
-            memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES)
+            attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES).open()
         assert_same(answers_of(folder), before)  # reading is no writing
         finished(holder)
-    with memstore.attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+    with attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         assert attached.read(tokens(LENGTH + 50)).new_tokens == 50
 
 
@@ -195,7 +193,7 @@ def test_a_second_writer_is_told_who_the_first_one_is(folder: Path) -> None:
 def test_a_memory_open_for_reading_cannot_read_on(folder: Path, document: str) -> None:
     with (
         memstore.open(folder, mode="r") as memory,
-        memstore.attach(tiny("llama"), memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached,
+        attach(tiny("llama"), memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached,
     ):
         assert attached.read(tokens(LENGTH)).new_tokens == 0
         with pytest.raises(ReadOnlyMemory, match="open it with mode='a' to read a text"):
@@ -268,11 +266,9 @@ def test_ctrl_c_leaves_a_memory_that_is_read_on(tmp_path: Path) -> None:
     assert held % 32 == 0, "whole segments"
 
     length = held + 200
-    with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+    with attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         assert attached.read(tokens(LONG)[:length]).reused_tokens == held
-    with memstore.attach(
-        tiny("llama"), tmp_path / "undisturbed", document="text", retrieval=RETRIEVAL, **SIZES
-    ) as attached:
+    with attach(tiny("llama"), tmp_path / "undisturbed", document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         attached.calibrate(tokens(LONG))
         attached.read(tokens(LONG)[:length])
     assert_same(answers_of(folder), answers_of(tmp_path / "undisturbed"))
@@ -309,7 +305,7 @@ def test_another_process_reads_on_with_the_router_that_is_stored(folder: Path, t
     """A second document is routed by what the first one was, wherever it is read."""
     shutil.copytree(folder, tmp_path / "there")
     finished(child(SECOND, tmp_path / "there", tmp_path / "lists.pt"))
-    with memstore.attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:
+    with attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:
         attached.read(tokens(400, seed=3))
         lists = [entry.blocks for entry in attached.trace]
     assert lists

@@ -148,11 +148,11 @@ def test_memorizing_models_take_blocks_of_any_size(
     ("kind", "verb", "arguments", "code", "words"),
     [
         ("drt", "read", ["--top-k", 3], USAGE, "leave --top-k out"),
-        ("drt", "read", ["--block-size", 16], USAGE, "has blocks of 7 tokens: leave --block-size out"),
+        ("drt", "read", ["--block-size", 16], USAGE, "block_size is for stock models and Memorizing Transformers"),
         ("drt", "read", ["--dtype", "bfloat16"], USAGE, "--dtype bfloat16 is for stock models"),
         ("drt", "read", ["--codec", "zip"], USAGE, "Choose one of none, int8, fp8, int4"),
         ("drt", "read", ["--device", "abacus"], USAGE, "no model can run on the device 'abacus'"),
-        ("memorizing", "read", ["--codec", "int8"], USAGE, "leave --codec out"),
+        ("memorizing", "read", ["--codec", "int8"], USAGE, "codec is for stock models and DRTs and landmark models"),
         ("drt", "ask", ["--top-k", 3], USAGE, "leave --top-k out"),
         ("memorizing", "ask", ["--top-k", 3], USAGE, "leave --top-k out"),
         ("drt", "ask", ["--document", "nobody"], NOT_FOUND, "nobody"),

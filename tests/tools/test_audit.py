@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.models.drt import Reader as DRTReader
-from memstore.models.landmark import Reader as LandmarkReader
-from memstore.models.memorizing import Reader as MemorizingReader
+from memstore.models.drt import DRTReader
+from memstore.models.landmark import LandmarkReader
+from memstore.models.memorizing import MemorizingReader
 from memstore.tools.app import main
 from memstore.tools.trust import remember
 from tests.eval.drts import byte_tokenizer, save_drt, small_drt

@@ -7,8 +7,9 @@ import torch
 
 from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
 from memstore.eval.filler import load_filler
+from memstore.readers.kinds import encode
 from memstore.tools import models
-from memstore.tools.models import encode, load_model, resolve_dtype, resolve_model
+from memstore.tools.models import load_model, resolve_dtype, resolve_model
 from memstore.train.corpora import encoded
 from memstore.train.tokens import END_OF_TEXT, train_tokenizer
 

@@ -95,7 +95,7 @@ def test_a_memory_without_complete_blocks_says_so(cli: Cli, memory: Path, vector
 def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, name: str) -> None:
     from memstore.eval.asking import needle_blocks
     from memstore.eval.filler import load_filler
-    from memstore.eval.readers import memory_spec, open_reader
+    from memstore.eval.readers import memory_spec
     from memstore.eval.tasks import Phrases, make, plant
     from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model
 
@@ -103,7 +103,7 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
     filler, rng, size = load_filler(tokenizer, at_most=1500), random.Random(1), model.config.tokens_per_block
     sample = plant(make("passkey", Phrases(tokenizer), rng), 1500, filler, size, rng, start=0)
     with memstore.open(tmp_path / "own.mem", spec=memory_spec(model, tokenizer)) as opened:
-        open_reader(model, opened, "book").read(sample.haystack(filler))
+        memstore.attach(model, opened, document="book").open().read(sample.haystack(filler))
     asked = tokenizer.decode(sample.prompt)
     done = cli("search", tmp_path / "own.mem", "--text", asked, "--model", name, "--json")
     assert done.code == 0, done.err

@@ -70,7 +70,11 @@ def smoke(folder: Path) -> None:
     ]
     run(*install, cwd=folder)
 
-    version = run(python, "-c", "import memstore, memstore.tools.app; print(memstore.__version__)", cwd=folder).strip()
+    version = run(python, "-c", "import memstore; memstore.open; print(memstore.__version__)", cwd=folder).strip()
+    alone = subprocess.run([folder / "venv/bin/memstore", "--help"], check=False, capture_output=True, text=True)
+    assert "pip install 'torch-memstore[cli]'" in alone.stderr, alone.stderr
+    for package in declared(["typer", "rich"]).values():
+        link(package, site)
     help_text = run(folder / "venv/bin/memstore", "--help", cwd=folder)
     assert "Usage: memstore" in help_text, help_text
     assert (site / "memstore/py.typed").exists(), "the wheel lacks py.typed"

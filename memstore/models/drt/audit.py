@@ -19,13 +19,13 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.models.drt.choice import DRTChoice
-from memstore.models.drt.reader import Reader
+from memstore.models.drt.reader import DRTReader
 from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
 from memstore.readers.observer import Choice
 
 
 def audit_drt(
-    reader: Reader,
+    reader: DRTReader,
     token_ids: Sequence[int] | Tensor,
     *,
     tokens: int | None = None,
@@ -58,7 +58,7 @@ class DRTAuditor(Auditor):
     positions = "scores know no positions; GCA has no full attention, so captured is of the softmax over all scores"
     shares = False
 
-    def __init__(self, reader: Reader, top_k: int | None) -> None:
+    def __init__(self, reader: DRTReader, top_k: int | None) -> None:
         super().__init__(reader.model)
         config = reader.model.config
         if config.retrieval == "random":

@@ -9,21 +9,16 @@ but blocks and tokens is stored, and a document can be continued from any commit
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
-from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder
-from memstore.memory.append import Tokens
+from memstore.errors import ForeignMemory, InvalidArgument
+from memstore.memory import Document, Fingerprint, MemorySpec, Recorder, Retrieval
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
-from memstore.memory.ingest import background_workers, progress_bar
+from memstore.memory.ingest import pipelined
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
@@ -31,9 +26,11 @@ from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import DRTChoice, group_layers
 from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import DRTPacking
-from memstore.models.drt.tables import MemoryTable, OnError
+from memstore.models.drt.tables import MemoryTable
+from memstore.models.reading import CacheReader
+from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reader import DocumentReader, codec_of, evaluating
+from memstore.readers.reader import Job, Place, evaluating
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -76,65 +73,48 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
     )
 
 
-class Reader(DocumentReader):
+class DRTReader(CacheReader):
     """A document of a memory, and the DRT that reads it.
 
-    ::
-
-        with Reader(model, "book.mem", document="moby-dick") as reader:
-            reader.read(token_ids)
-            model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
-
-    One thread at a time. What is asked or generated is not stored; read it to keep it.
-
-    ``codec`` is how a new memory stores complete blocks: "none" (as they are), "int8", "fp8" or "int4", see
-    ``MemorySpec``. A model computes with states rounded to ``state_dtype`` and knows nothing of codecs: behind a memory
-    with one it gives nearly, not exactly, what a pass in one go does, for the last few blocks are computed again and
-    older ones come from the memory. What is stored does not depend on how the text was cut, and reopening changes
-    nothing.
+    A model computes with states rounded to ``state_dtype`` and knows nothing of codecs: behind a memory with one it
+    gives nearly, not exactly, what a pass in one go does, for the last few blocks are computed again and older ones
+    come from the memory. What is stored does not depend on how the text was cut, and reopening changes nothing.
     """
 
+    kind = DRT
     model: DRTForCausalLM
 
     def __init__(
         self,
         model: DRTForCausalLM,
-        memory: Memory | str | Path,
-        document: str = "document",
+        memory: Place,
+        document: str | None = None,
         *,
+        retrieval: Retrieval | None = None,
         tokenizer: Any = None,
         codec: str | None = None,
         mode: Mode = "a",
         segment_blocks: int = SEGMENT_BLOCKS,
-        on_error: OnError = "raise",
         index: str = "exact",
     ) -> None:
-        """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
-
-        ``on_error`` is what becomes of a block that an answer wants and that cannot be read. "raise": ``DamagedError``;
-        "miss": it is left out, counted in ``memory.stats()`` and logged once. Damage met by ``read`` always raises.
-        ``index`` is the vector index of a memory that is opened here, see ``memstore.open``.
-
-        Raises ``ForeignMemory`` for a memory of another model (other weights, block size, state type or retriever),
-        ``InvalidArgument``, and what ``memstore.open`` raises.
-        """
+        """See ``memstore.attach``."""
         if not isinstance(model, DRTForCausalLM):
-            raise InvalidArgument(f"a Reader reads with a DRTForCausalLM, not a {type(model).__name__}; see attach()")
+            raise InvalidArgument(f"expected a DRTForCausalLM, got a {type(model).__name__}; see memstore.attach")
         if segment_blocks < 1:
             raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
-        if on_error not in get_args(OnError):
-            raise InvalidArgument(f"on_error must be one of {', '.join(get_args(OnError))}, not {on_error!r}")
-        self._on_error: OnError = on_error
-        self.model = model
+        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        self._codec = codec
         self.segment = segment_blocks * model.config.tokens_per_block
-        spec = memory_spec(model, tokenizer, codec_of(memory, mode) if codec is None else codec)
-        super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
-        if model.config.retrieval == "external":
-            try:
-                self._check_retriever()
-            except BaseException:
-                self.close()
-                raise
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        codec = "none" if made is None else made.codec
+        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
+
+    def _begin(self) -> None:
+        super()._begin()
+        if self.model.config.retrieval == "external":
+            self._check_retriever()
 
     @torch.no_grad()
     def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> DRTCache:
@@ -164,15 +144,26 @@ class Reader(DocumentReader):
             "top_k": config.retrieval_top_k,
         }
 
-    @torch.no_grad()
-    def search(self, token_ids: Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
-        """The ``top_k`` blocks that the retriever finds for ``token_ids [n]`` after the document, best first.
+    def prompt(self, text: str) -> Tensor:
+        """A block of a DRT retrieves for the next one.
+
+        So the question's last token is made the first of a block, and the block before it, which retrieves for the
+        answer, is made to begin after what was read.
+        """
+        asked = super().prompt(text)
+        size, length = self.model.config.tokens_per_block, asked.shape[1]
+        count = -(len(self) + length - 1) % size
+        if count + length - 1 < size:
+            count += size
+        newline, *_ = self._encoded("\n") or [0]
+        return torch.cat([asked.new_full((1, count), newline), asked], 1)
+
+    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+        """By the retriever of the group of upper layers that ``layer`` is in; by default the first group.
 
         A DRT asks at the end of a block, so the text is placed there: a few of the document's last tokens make room.
-        ``layer``: an upper layer, of whose group the retriever is; by default the first group. Raises
-        ``InvalidArgument`` and ``DamagedError``.
         """
-        tokens, group = self._asking(token_ids, top_k), self._group(layer)
+        group = self._group(layer)
         if self.model.config.retrieval == "random":
             raise InvalidArgument("a DRT with retrieval='random' does not search")
         if not self.document.complete_blocks:
@@ -231,10 +222,10 @@ class Reader(DocumentReader):
         first = max(min(complete.start, complete.stop), count // text - math.ceil(items / size), 0)
         view = self.document.layer(0)
         model = self.model
-        table = MemoryTable(view, complete, rows, model.dtype, model.device, on_error=self._on_error)
+        table = MemoryTable(view, complete, rows, model.dtype, model.device, on_error=self.retrieval.on_error)
         cache = DRTCache(config, rows, table, first * text)
         cache.origin = Origin(self.document, model.device, stored=complete.stop)
-        return cache, self._tokens(first, count)
+        return cache, self._tokens(self.document, first, count)
 
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
         config = self.model.config
@@ -244,75 +235,47 @@ class Reader(DocumentReader):
         cache.advance(packing, len(tokens))
         return result
 
-    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
-        """Read ``pieces`` at the end of the document; seconds that it took."""
-        if self.memory.mode == "r":
-            raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
-        begun = time.perf_counter()
-        commit: Future[None] | None = None
-        computing: deque[tuple[Tensor, Future[tuple[Tensor, Tensor]]]] = deque()
+    @property
+    def _segment_tokens(self) -> int:
+        return self.segment
+
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        document = job.document
         maker = BlockMaker(self.model.model) if BlockMaker.serves(self.model.model) else None
-        with (
-            evaluating(self.model),
-            progress_bar(self.document.name, done, total, progress) as advance,
-            background_workers(1) as writer,
-            background_workers(self._workers) as workers,
-        ):
 
-            def finish_one() -> Future[None]:
-                tokens, blocks = computing.popleft()
-                made = blocks.result()
-                if commit is not None:
-                    commit.result()
-                advance(len(tokens))
-                return writer.submit(self._commit, tokens, *made)
+        def compute(segment: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            context, tokens = segment
+            return tokens, *self._blocks(maker, context, tokens)
 
-            segments = self._with_context(self._segments(pieces, self.segment))
-            failure: BaseException | None = None
-            try:
-                while True:
-                    try:
-                        context, tokens = next(segments)
-                    except StopIteration:
-                        break
-                    except BaseException as error:  # noqa: BLE001 - raised again once what came before it is kept
-                        failure = error
-                        break
-                    computing.append((tokens, workers.submit(self._blocks, maker, context, tokens)))
-                    if len(computing) > self._workers:
-                        commit = finish_one()
-                while computing:
-                    commit = finish_one()
-                if commit is not None:
-                    commit.result()
-            finally:
-                for _, blocks in computing:
-                    blocks.cancel()
-            if failure is not None:
-                raise failure
-        return time.perf_counter() - begun
+        def commit(made: tuple[Tensor, Tensor, Tensor]) -> None:
+            tokens, states, landmarks = made
+            with document.append(tokens) as batch:
+                batch.put(0, landmarks=landmarks, c=states)
+
+        for made in pipelined(self._with_context(document, segments), compute, commit, workers=self._workers):
+            yield len(made[0])
 
     @property
     def _workers(self) -> int:
         """Segments that are computed side by side: on a CPU one for each thread of torch, each with one thread."""
         return torch.get_num_threads() if self.model.device.type == "cpu" else 1
 
-    def _with_context(self, segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _with_context(self, document: Document, segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each segment with the tokens before it that its blocks depend on: then they depend on nothing else."""
-        count = len(self.document)
-        before = self._tokens(self._context_block(count), count)
+        count = len(document)
+        before = self._tokens(document, self._context_block(document, count), count)
         for tokens in segments:
             yield before, tokens
             count += len(tokens)
-            start = self._context_block(count) * self.model.config.tokens_per_block
+            start = self._context_block(document, count) * self.model.config.tokens_per_block
             before = torch.cat([before, tokens])[-(count - start) :] if count > start else tokens[:0]
 
-    def _context_block(self, count: int) -> int:
+    def _context_block(self, document: Document, count: int) -> int:
         """The first block that matters to the lower layers after ``count`` tokens."""
         config = self.model.config
         window = config.lower_layers * (config.window - 1)
         first = count // config.tokens_per_block - math.ceil(window / config.block_size)
-        return max(first, self.document.blocks.start if len(self.document) else 0, 0)
+        return max(first, document.blocks.start if len(document) else 0, 0)
 
     def _blocks(self, maker: BlockMaker | None, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
@@ -339,10 +302,6 @@ class Reader(DocumentReader):
         pieces = tokens.split(blocks_of_a_pass(self.model.config) * self.model.config.tokens_per_block)
         made = [self._segment(self.model.model.read_blocks, piece, cache) for piece in pieces]
         return [(blocks[0][0].cpu(), blocks[1][0].cpu()) for blocks in made if blocks is not None]
-
-    def _commit(self, tokens: Tensor, states: Tensor, landmarks: Tensor) -> None:
-        with self.document.append(tokens) as batch:
-            batch.put(0, landmarks=landmarks, c=states)
 
 
 def _landmark_size(model: DRTForCausalLM) -> int:

@@ -1,7 +1,7 @@
 """Landmark models: language models whose attention retrieves blocks of their own past, and the paper's baselines.
 
 ``LandmarkForCausalLM`` trains, saves and generates as any Hugging Face model does; ``make_landmark`` makes one of a
-stock Llama-like model; ``Reader`` puts its blocks into a memory.
+stock Llama-like model; ``memstore.attach`` gives it a memory.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,7 +11,7 @@ from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.convert import make_landmark, unmake_landmark
 from memstore.models.landmark.modeling import LandmarkForCausalLM, LandmarkModel, LandmarkOutput
 from memstore.models.landmark.past import Past, WindowCache
-from memstore.models.landmark.reader import Reader
+from memstore.models.landmark.reader import LandmarkReader
 
 __all__ = [
     "LandmarkCache",
@@ -19,8 +19,8 @@ __all__ = [
     "LandmarkForCausalLM",
     "LandmarkModel",
     "LandmarkOutput",
+    "LandmarkReader",
     "Past",
-    "Reader",
     "WindowCache",
     "make_landmark",
     "unmake_landmark",

@@ -20,13 +20,13 @@ from memstore.memory import Document
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
-from memstore.models.landmark.reader import Reader
+from memstore.models.landmark.reader import LandmarkReader
 from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
 from memstore.readers.observer import Choice
 
 
 def audit_landmark(
-    reader: Reader,
+    reader: LandmarkReader,
     token_ids: Sequence[int] | Tensor,
     *,
     tokens: int | None = None,
@@ -60,7 +60,7 @@ class LandmarkAuditor(Auditor):
     mechanism = "landmark"
     positions = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
 
-    def __init__(self, reader: Reader, retrieval: Retrieval) -> None:
+    def __init__(self, reader: LandmarkReader, retrieval: Retrieval) -> None:
         super().__init__(reader.model)
         self._document, self.documents = reader.document, [reader.document.name]
         self.top_k = retrieval.top_k

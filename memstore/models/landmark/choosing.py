@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from memstore.errors import InvalidArgument
 from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.readers import options
+from memstore.readers.kinds import LANDMARK
 
 
 def default_retrieval(config: LandmarkConfig) -> Retrieval:
@@ -36,10 +38,7 @@ def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
             "every layer of a landmark model chooses for itself: Retrieval.share must be 'none', 'group' or 'layer', "
             "not 'model'"
         )
-    plain = Retrieval()
-    for name in ("span", "query", "passes"):
-        if getattr(retrieval, name) != getattr(plain, name):
-            raise InvalidArgument(f"Retrieval.{name} is for attached models; landmark models choose by attention alone")
+    options.check_retrieval(LANDMARK, retrieval)
     every = retrieval.every
     if isinstance(every, int) and config.segment_tokens % every:
         raise InvalidArgument(

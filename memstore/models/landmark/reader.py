@@ -12,19 +12,15 @@ next call chooses anew, so there it matters whether a call of ``read`` or ``appe
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument, ReadOnlyMemory
-from memstore.memory import Fingerprint, Memory, MemorySpec, Recorder, Retrieval
-from memstore.memory.append import Tokens
+from memstore.errors import InvalidArgument
+from memstore.memory import Document, Fingerprint, MemorySpec, Recorder, Retrieval
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
-from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, best, check_layer
 from memstore.memory.urls import Mode
 from memstore.models.landmark.cache import LandmarkCache
@@ -34,8 +30,10 @@ from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.search import scores
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
+from memstore.models.reading import CacheReader
+from memstore.readers.kinds import LANDMARK
 from memstore.readers.observer import Origin, Recording
-from memstore.readers.reader import DocumentReader, evaluating, spec_of
+from memstore.readers.reader import Job, Place
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -91,28 +89,27 @@ def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
     return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)
 
 
-class Reader(DocumentReader):
+class LandmarkReader(CacheReader):
     """A document of a memory, and the landmark model that reads it.
 
-    ::
+    ``retrieval`` is by default the paper's: ``config.retrieval_top_k`` blocks for each head and token. A document is
+    read with the same options from beginning to end; ``on_error`` concerns answers.
 
-        with Reader(model, "book.mem", document="moby-dick") as reader:
-            reader.read(token_ids)
-            model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
+    ``capacity``: the last so many blocks of each document can be retrieved; older ones leave the memory, and their
+    numbers are not used again. None: what the memory was made with; a new one keeps all.
 
-    One thread at a time. What is asked or generated is not stored; read it to keep it.
-
-    ``codec`` is how a new memory stores complete blocks, see ``MemorySpec``. Behind one that is not "none" a model
-    gives nearly what it gives without: the latest blocks are at hand as they were computed until it is reopened.
+    Behind a codec that is not "none" a model gives nearly what it gives without: the latest blocks are at hand as they
+    were computed until it is reopened.
     """
 
+    kind = LANDMARK
     model: LandmarkForCausalLM
 
     def __init__(
         self,
         model: LandmarkForCausalLM,
-        memory: Memory | str | Path,
-        document: str = "document",
+        memory: Place,
+        document: str | None = None,
         *,
         retrieval: Retrieval | None = None,
         tokenizer: Any = None,
@@ -121,46 +118,35 @@ class Reader(DocumentReader):
         mode: Mode = "a",
         index: str = "exact",
     ) -> None:
-        """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
-
-        ``index`` is the vector index of a memory that is opened here, see ``memstore.open``.
-
-        ``retrieval``: how blocks are chosen, while reading and after it; by default ``config.retrieval_top_k`` by each
-        head and token. A document is read with the same options from beginning to end; ``on_error`` concerns answers.
-
-        ``capacity``: the last so many blocks of each document can be retrieved; older ones leave the memory, and their
-        numbers are not used again. None: what the memory was made with; a new one keeps all.
-
-        Raises ``ForeignMemory`` for a memory of another model, ``InvalidArgument``, and what ``memstore.open`` raises.
-        """
+        """See ``memstore.attach``."""
         if not isinstance(model, LandmarkForCausalLM):
-            raise InvalidArgument(f"a Reader reads with a LandmarkForCausalLM, not a {type(model).__name__}")
-        self.model = model
+            raise InvalidArgument(f"expected a LandmarkForCausalLM, got a {type(model).__name__}; see memstore.attach")
+        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
         config = model.config
-        made = spec_of(memory, mode)
-        if made is not None:
-            codec = made.codec if codec is None else codec
-            kept = None if made.capacity is None else made.capacity - config.segment_blocks
-            capacity = kept if capacity is None else capacity
-        spec = memory_spec(model, tokenizer, codec or "none", capacity)
-        self.capacity = capacity
-        self.retrieval = default_retrieval(config) if retrieval is None else retrieval
         check_retrieval(config, self.retrieval)
         check_capacity(self.retrieval, capacity)
+        self._codec, self.capacity = codec, capacity
         self.asked = SearchCounts.of(config)
         """What was asked of the memory while reading (by all layers but the last, which asks nothing then); that of a
         cache is ``LandmarkCache.asked``."""
-        options = _options(self.retrieval, capacity)
-        super().__init__(
-            memory,
-            document,
-            spec,
-            mode,
-            config.vocab_size,
-            reading=options,
-            step=config.segment_blocks,
-            index=index,
-        )
+
+    @classmethod
+    def usual(cls, model: LandmarkForCausalLM) -> Retrieval:
+        """See ``Reader``."""
+        return default_retrieval(model.config)
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        codec, capacity = "none" if made is None else made.codec, self.capacity
+        if capacity is None and made is not None and made.capacity is not None:
+            capacity = made.capacity - self.model.config.segment_blocks
+        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec, capacity)
+
+    def _begin(self) -> None:
+        super()._begin()
+        made = self.memory.spec.capacity
+        self.capacity = None if made is None else made - self.model.config.segment_blocks
+        check_capacity(self.retrieval, self.capacity)
 
     @torch.no_grad()
     def cache(
@@ -176,7 +162,7 @@ class Reader(DocumentReader):
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
         retrieval = self.retrieval if retrieval is None else retrieval
         check_retrieval(self.model.config, retrieval)
-        cache = self._begun(rows, retrieval)
+        cache = self._begun(self.document, rows, retrieval)
         cache.belong_to(self.model.model)
         if trace is not None:
             cache.observers.append(Recording(trace))
@@ -191,15 +177,8 @@ class Reader(DocumentReader):
             "top_k": self.retrieval.top_k,
         }
 
-    @torch.no_grad()
-    def search(self, token_ids: Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
-        """The ``top_k`` blocks that the model would turn to after the document and ``token_ids [n]``, best first.
-
-        A score is the part of a head's attention to landmarks that the block gets, from 0 to 1, in the head (of
-        ``layer``, or of all layers) that gives it most. Blocks that are seen without being chosen, those of the last
-        segment, are not found. Raises ``InvalidArgument`` and ``DamagedError``.
-        """
-        tokens = self._asking(token_ids, top_k)
+    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+        """By the part of a head's attention to landmarks that a block gets; in one layer, or the most of any."""
         if layer is not None:
             check_layer(self.memory, layer)
         if self.retrieval.top_k == "all":
@@ -209,48 +188,55 @@ class Reader(DocumentReader):
         seen = found > 0
         return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], found[seen])], top_k)
 
-    def _begun(self, rows: int, retrieval: Retrieval) -> LandmarkCache:
+    def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> LandmarkCache:
         """A cache at the end of the document."""
-        config, count = self.model.config, len(self.document)
+        config, count = self.model.config, len(document)
         text = config.tokens_per_block
         blocks = count // text // config.segment_blocks * config.segment_blocks
         near = retrieval.top_k if isinstance(retrieval.top_k, int) else NEAR
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
-        table = document_table(self.document, blocks, near, rows, like, on_error=retrieval.on_error)
+        table = document_table(document, blocks, near, rows, like, on_error=retrieval.on_error)
         cache = LandmarkCache(config, rows, retrieval=retrieval, table=table, blocks=blocks, capacity=self.capacity)
-        cache.origin = Origin(self.document, self.model.device, stored=self.document.complete_blocks.stop)
+        cache.origin = Origin(document, self.model.device, stored=document.complete_blocks.stop)
         waiting = count - blocks * text
         if waiting:
             local = list(range(blocks, -(-count // text)))
             for layer in range(config.num_hidden_layers):
-                states = self.document.layer(layer).gather(local)
+                states = document.layer(layer).gather(local)
                 keys, values = (states[name].to(like) for name in ("k", "v"))
                 cache.put_local(layer, keys, values, waiting + waiting // text)
             cache.resume(waiting)
         return cache
 
-    @torch.no_grad()
-    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
-        """Read ``pieces`` at the end of the document; seconds that it took."""
-        if self.memory.mode == "r":
-            raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
+    @property
+    def _segment_tokens(self) -> int:
+        every = self.retrieval.every
+        return every if isinstance(every, int) and every > 1 else self.model.config.segment_tokens
+
+    @property
+    def _step(self) -> int:
+        return self.model.config.segment_blocks
+
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it cannot do without
+        names = ("top_k", "every", "share", "share_tokens", "pool", "positions", "threshold")
+        limits = {} if self.capacity is None else {"capacity": self.capacity}
+        return {**{name: getattr(self.retrieval, name) for name in names}, **limits}
+
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
         self.model.check_retrieves()
-        begun = time.perf_counter()
-        cache = self._begun(1, self.retrieval)
+        cache = self._begun(job.document, 1, self.retrieval)
         cache.asked, cache.unstored = self.asked, int(cache.blocks[0])
         limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
         waiting: list[Tensor] = []
-        with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
-            try:
-                for tokens in self._segments(pieces, cache.step):
-                    self._segment(tokens, cache)
-                    waiting.append(tokens)
-                    if sum(map(len, waiting)) >= limit:
-                        self._commit(waiting, cache)
-                    advance(len(tokens))
-            finally:  # what was computed before an error, or before somebody interrupted, is whole
-                self._commit(waiting, cache)
-        return time.perf_counter() - begun
+        try:
+            for tokens in segments:
+                self._segment(tokens, cache)
+                waiting.append(tokens)
+                if sum(map(len, waiting)) >= limit:
+                    self._commit(job, waiting, cache)
+                yield len(tokens)
+        finally:  # what was computed before an error, or before somebody interrupted, is whole
+            self._commit(job, waiting, cache)
 
     def _segment(self, tokens: Tensor, cache: LandmarkCache) -> None:
         ids = tokens.to(self.model.device, torch.int64)[None]
@@ -259,23 +245,16 @@ class Reader(DocumentReader):
         self.model.model.read(packing, cache)
         cache.end()
 
-    def _commit(self, waiting: list[Tensor], cache: LandmarkCache) -> None:
+    def _commit(self, job: Job, waiting: list[Tensor], cache: LandmarkCache) -> None:
         """Store what was read; ``waiting`` is empty then."""
         if not waiting:
             return
-        spec = self.memory.spec
-        with self.document.append(torch.cat(waiting), reading=self._reading) as batch:
+        spec, options, job.options = self.memory.spec, job.options, None
+        with job.document.append(torch.cat(waiting), reading=options) as batch:
             for layer in range(spec.layers):
                 keys, values = (x.cpu() for x in cache.states(layer, batch.blocks.start))
                 # An incomplete block ends in zeros, and so does its landmark, which nobody searches.
                 landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None
                 batch.put(layer, landmarks=landmarks, k=keys, v=values)
         waiting.clear()
-        cache.stored(self.document.complete_blocks.stop)
-
-
-def _options(retrieval: Retrieval, capacity: int | None) -> dict[str, Any]:
-    """What the states of a document depend on beside the model and the tokens."""
-    names = ("top_k", "every", "share", "share_tokens", "pool", "positions", "threshold")
-    limits = {} if capacity is None else {"capacity": capacity}
-    return {**{name: getattr(retrieval, name) for name in names}, **limits}
+        cache.stored(job.document.complete_blocks.stop)

@@ -11,7 +11,7 @@ from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
-from memstore.models.memorizing.reader import Reader
+from memstore.models.memorizing.reader import MemorizingReader
 from memstore.models.memorizing.stock import (
     KNNMemory,
     add_knn_memory,
@@ -26,7 +26,7 @@ __all__ = [
     "MemorizingConfig",
     "MemorizingForCausalLM",
     "MemorizingModel",
-    "Reader",
+    "MemorizingReader",
     "RecentTokens",
     "StoredTokens",
     "add_knn_memory",

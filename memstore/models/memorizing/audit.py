@@ -21,7 +21,7 @@ from torch import Tensor
 from memstore.attention.knn import KNNAttention
 from memstore.memory import Document
 from memstore.models.memorizing.choice import KNNChoice
-from memstore.models.memorizing.reader import DocumentTokens, Reader
+from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 
@@ -35,7 +35,7 @@ JOINT = (
 
 
 def audit_memorizing(
-    reader: Reader,
+    reader: MemorizingReader,
     token_ids: Sequence[int] | Tensor,
     *,
     tokens: int | None = None,
@@ -63,7 +63,7 @@ class KNNAuditor(Auditor):
 
     mechanism = "knn"
 
-    def __init__(self, reader: Reader, top_k: int | None) -> None:
+    def __init__(self, reader: MemorizingReader, top_k: int | None) -> None:
         super().__init__(reader.model)
         layer: KNNAttention = reader.model.model.layers[reader.model.config.memory_layer or 0].attention
         self._layer, self._document, self._cache = layer, reader.document, reader.cache()

@@ -8,8 +8,7 @@ after a document that was closed begins with empty windows: it sees the document
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +17,18 @@ from torch import Tensor
 from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
-from memstore.errors import InvalidArgument, ReadOnlyMemory
-from memstore.memory import Document, Fingerprint, Memory, MemorySpec, Recorder
-from memstore.memory.append import Tokens
+from memstore.errors import InvalidArgument
+from memstore.memory import Document, Fingerprint, MemorySpec, Recorder, Retrieval
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
-from memstore.memory.ingest import progress_bar
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
+from memstore.models.reading import CacheReader
+from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reader import DocumentReader, evaluating
+from memstore.readers.reader import Job, Place, evaluating
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory; each of them has a landmark of its own."""
@@ -68,45 +67,36 @@ def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size:
     )
 
 
-class Reader(DocumentReader):
-    """A document of a memory, and the Memorizing Transformer that reads it.
+class MemorizingReader(CacheReader):
+    """A document of a memory, and the Memorizing Transformer that reads it. ``block_size``: of a new memory, 64."""
 
-    ::
-
-        with Reader(model, "book.mem", document="moby-dick") as reader:
-            reader.read(token_ids)
-            model.generate(prompt, past_key_values=reader.cache(), max_new_tokens=20)
-
-    One thread at a time. What is asked or generated is not stored; read it to keep it.
-    """
-
+    kind = MEMORIZING
     model: MemorizingForCausalLM
 
     def __init__(
         self,
         model: MemorizingForCausalLM,
-        memory: Memory | str | Path,
-        document: str = "document",
+        memory: Place,
+        document: str | None = None,
         *,
+        retrieval: Retrieval | None = None,
         tokenizer: Any = None,
         block_size: int | None = None,
         mode: Mode = "a",
         index: str = "exact",
     ) -> None:
-        """``memory``: one that is open, or where it is. ``tokenizer`` becomes part of its fingerprint.
-
-        ``block_size``: that of a memory which is open if None, else 64 tokens. ``index`` is the vector index of a
-        memory that is opened here, see ``memstore.open``.
-
-        Raises ``ForeignMemory`` for a memory of another model, ``InvalidArgument``, and what ``memstore.open`` raises.
-        """
+        """See ``memstore.attach``."""
         if not isinstance(model, MemorizingForCausalLM):
-            raise InvalidArgument(f"a Reader reads with a MemorizingForCausalLM, not a {type(model).__name__}")
-        if block_size is None:
-            block_size = memory.spec.block_size if isinstance(memory, Memory) else BLOCK_SIZE
-        self.model = model
-        spec = memory_spec(model, tokenizer, block_size)
-        super().__init__(memory, document, spec, mode, model.config.vocab_size, index=index)
+            raise InvalidArgument(
+                f"a MemorizingReader reads with a MemorizingForCausalLM, not a {type(model).__name__}"
+            )
+        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        self._block_size = block_size
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        size = BLOCK_SIZE if made is None else made.block_size
+        return memory_spec(self.model, self.tokenizer, size if self._block_size is None else self._block_size)
 
     # A memory of tokens keeps one layer, and windows of the others cannot be computed from it: so they begin empty.
     # What is asked is found too once it has left the window: it lies in tensors beside the document.
@@ -121,18 +111,14 @@ class Reader(DocumentReader):
         cache = MemorizingCache(self.model.config, rows, memory)
         cache.origin = Origin(self.document, self.model.device)
         if trace is not None:
-            memory.stored.tiers = [{} for _ in range(rows)]
             cache.observers.append(Recording(trace))
+        if trace is not None or self.observers:
+            memory.stored.tiers = [{} for _ in range(rows)]
         return cache
 
-    @torch.no_grad()
-    def search(self, token_ids: Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
-        """The ``top_k`` blocks with the tokens that ``token_ids [n]`` look up after the document, best first.
-
-        The last token asks. A block's score is that of its best token, a mean over heads: a cosine. ``layer``: only the
-        one with the memory can be meant. Raises ``InvalidArgument`` and ``DamagedError``.
-        """
-        tokens, own = self._asking(token_ids, top_k), self.model.config.memory_layer
+    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+        """By the tokens that the last one looks up: a block's score is that of its best token, a mean over heads."""
+        own = self.model.config.memory_layer
         if layer not in (None, own):
             raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
         if not self.document.complete_blocks:
@@ -152,21 +138,18 @@ class Reader(DocumentReader):
             "top_k": config.retrieval_top_k,
         }
 
-    @torch.no_grad()
-    def _append(self, pieces: Iterator[Tensor], done: int, total: int | None, *, progress: bool) -> float:
-        """Read ``pieces`` at the end of the document; seconds that it took."""
-        if self.memory.mode == "r":
-            raise ReadOnlyMemory(f"memory {self.memory.url} is open for reading; open it with mode 'a' to read into it")
-        begun = time.perf_counter()
-        cache = MemorizingCache(self.model.config, 1, StoredTokens([self.document]))
-        with evaluating(self.model), progress_bar(self.document.name, done, total, progress) as advance:
-            try:
-                for tokens in self._segments(pieces, self.model.config.window):
-                    self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
-                    advance(len(tokens))
-            finally:  # what was computed before an error, or before somebody interrupted, is whole
-                cache.flush()
-        return time.perf_counter() - begun
+    @property
+    def _segment_tokens(self) -> int:
+        return self.model.config.window
+
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        cache = MemorizingCache(self.model.config, 1, StoredTokens([job.document]))
+        try:
+            for tokens in segments:
+                self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
+                yield len(tokens)
+        finally:  # what was computed before an error, or before somebody interrupted, is whole
+            cache.flush()
 
 
 class DocumentTokens:

@@ -82,12 +82,6 @@ def examine(model: PreTrainedModel) -> Architecture:
     """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if it cannot be done."""
     if not hasattr(model, "base_model") or not hasattr(model, "config"):
         raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")
-    if model.config.model_type.startswith("memstore-"):
-        kind = model.config.model_type.removeprefix("memstore-")
-        way = "StoredTokens" if kind == "memorizing" else "Reader"
-        raise UnsupportedModel(
-            f"{type(model).__name__} brings its own way to a memory: use memstore.models.{kind}.{way} instead of attach"
-        )
     try:
         return _examine(model)
     except MemstoreError:

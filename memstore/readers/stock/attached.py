@@ -9,25 +9,32 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
 
 from memstore.attention import Router
-from memstore.errors import InvalidArgument, NotFound
-from memstore.memory import Document, Memory, Recorder
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound
+from memstore.memory import Document, Fingerprint, Memory, MemorySpec
+from memstore.memory.ingest import pipelined
+from memstore.memory.layer_index import cannot_score
 from memstore.memory.retrieval import Retrieval
 from memstore.memory.search import Match
-from memstore.readers.observer import Observer, Recording
+from memstore.memory.urls import Mode
+from memstore.readers.kinds import STOCK
+from memstore.readers.reader import Job, Place, Reader
 from memstore.readers.stock import calibration, rotary
-from memstore.readers.stock.architecture import Architecture, LayerPlan, implementation
+from memstore.readers.stock.architecture import LayerPlan, examine, implementation
 from memstore.readers.stock.call import Call, LayerStates
 from memstore.readers.stock.draft import BlockList
-from memstore.readers.stock.reading import ReadResult, read
+from memstore.readers.stock.identity import fingerprint_of, spec_for
+from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.search import search
 from memstore.readers.stock.selection import Selection
 from memstore.readers.stock.visible import Candidates, DocumentStates, Source, Visible, visible
@@ -38,51 +45,110 @@ if TYPE_CHECKING:
 NAME = "memstore"
 KEPT = 4096
 """Lists that ``trace`` remembers."""
+BLOCK_SIZE = 64
+"""Tokens per block of a new memory."""
 NOTHING = Visible(range(0), Candidates(()), range(0))
-_PLANS: WeakKeyDictionary[nn.Module, tuple[Attached, LayerPlan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[nn.Module, tuple[StockReader, LayerPlan]] = WeakKeyDictionary()
 
 
 class _Enough(Exception):
     """Ends a forward pass whose first layers were all that was wanted."""
 
 
-class Attached:
-    """A model with a memory, made by ``memstore.attach`` and used as a context manager."""
+class StockReader(Reader):
+    """A stock causal LM with a memory.
+
+    Inside the ``with`` block its calls see the first ``sink`` tokens of the document, the last ``window`` tokens, and
+    the blocks retrieved for what is asked.
+    """
+
+    kind = STOCK
+    several = True
+    model: PreTrainedModel
+    selection: Selection
 
     def __init__(
         self,
         model: PreTrainedModel,
-        architecture: Architecture,
-        memories: Sequence[Memory],
+        memory: Place | Sequence[Place],
+        document: str | Sequence[str] | None = None,
         *,
-        document: str | Sequence[str] | None,
-        retrieval: Retrieval,
-        window: int,
-        sink: int,
-        segment: int,
-        tokenizer: Any,
-        owned: Sequence[Memory] = (),
+        retrieval: Retrieval | None = None,
+        tokenizer: Any = None,
+        index: str = "exact",
+        mode: Mode = "a",
+        window: int = 256,
+        sink: int = 64,
+        segment: int = 256,
+        block_size: int | None = None,
+        codec: str | None = None,
+        routing_layers: tuple[int, ...] | None = None,
     ) -> None:
-        self.model, self.architecture, self.memories = model, architecture, tuple(memories)
-        self.retrieval, self.window, self.sink, self.segment = retrieval, window, sink, segment
-        self.tokenizer = tokenizer
-        self.names = [document] if isinstance(document, str) else None if document is None else list(document)
-        spec = memories[0].spec
-        self.block_size = spec.block_size
-        self.selection = Selection(architecture, retrieval, spec.block_size, spec.index_layers)
-        self._owned = tuple(owned)
-        self._stack = ExitStack()
+        """See ``memstore.attach``."""
+        self.architecture = examine(model)
+        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        self.window, self.sink, self.segment = window, sink, segment
+        self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
+        self._fingerprints: dict[int, Fingerprint] = {}
         self._call: Call | None = None
         self._next: Call | None = None
         self._thread: int | None = None  # the thread that is in a forward pass
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
-        self.observers: list[Observer] = []
-        """Told what the calls of the model retrieve; not what reading does."""
         self.trace: deque[BlockList] = deque(maxlen=KEPT)
         """The lists of blocks that were chosen, oldest first, while reading too."""
-        self._recorder: Recorder | None = None
+
+    def _fingerprint(self, block_size: int) -> Fingerprint:
+        if block_size not in self._fingerprints:  # a digest of all weights takes a while
+            made = fingerprint_of(self.model, self.architecture, self.tokenizer, block_size)
+            self._fingerprints[block_size] = made
+        return self._fingerprints[block_size]
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        size = made.block_size if made is not None else BLOCK_SIZE if self._block_size is None else self._block_size
+        self._check_sizes(size)
+        codec = self._codec or "none"
+        return spec_for(self.architecture, self._fingerprint(size), self.retrieval, self._routing_layers, codec)
+
+    def _check_sizes(self, block_size: int) -> None:
+        if not isinstance(block_size, int) or block_size < 1:
+            raise InvalidArgument(f"block_size must be a whole number of at least 1, got {block_size!r}")
+        for name in ("window", "sink", "segment"):
+            value, least = getattr(self, name), 0 if name == "sink" else block_size
+            if not isinstance(value, int) or value < least or value % block_size:
+                raise InvalidArgument(
+                    f"{name} must be a multiple of the block size {block_size}, at least {least}, got {value!r}"
+                )
+
+    def _check_memory(self, memory: Memory, first: Memory) -> None:
+        self._check_sizes(first.spec.block_size)
+        differences = self._fingerprint(first.spec.block_size).differences(memory.spec.fingerprint)
+        if differences:
+            raise ForeignMemory(
+                f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it "
+                "was made by, or read the text into a new memory"
+            )
+        if not memory.index_capabilities.dense:
+            raise InvalidArgument(cannot_score(memory.index))
+        routes = memory.spec.key_dtype == "bit"
+        if routes != (self.retrieval.share == "model"):
+            has = "one router for all layers" if routes else "landmarks of every layer"
+            raise ForeignMemory(
+                f"the memory {memory.url} has {has}, which Retrieval(share={self.retrieval.share!r}) cannot use: "
+                f"use share={'model' if routes else 'group'!r}, or read the text into a new memory"
+            )
+        if memory.spec.index_layers != first.spec.index_layers:
+            raise ForeignMemory(
+                f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one "
+                f"attached in {first.spec.index_layers}: attach them one at a time"
+            )
+
+    def _begin(self) -> None:
+        spec = self.memory.spec
+        self.block_size = spec.block_size
+        self.selection = Selection(self.architecture, self.retrieval, spec.block_size, spec.index_layers)
 
     # Use
 
@@ -109,135 +175,95 @@ class Attached:
                 raise NotFound(f"no document {name!r} in this memory; it has {shown}")
         return [source for name in self.names for source in all_of_them if source.document.name == name]
 
-    def read(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        document: str | None = None,
-        *,
-        progress: bool = False,
-        score: int = 0,
-        retrieve: bool = True,
-        reuse: bool = True,
-    ) -> ReadResult:
-        """Read a text into the memory, segment by segment, each committed before the next one but one is read.
+    # Reading
 
-        A document that is there already, in part or whole, must begin with the same tokens: reading goes on where it
-        stopped. An interrupted read leaves all committed segments in place. It computes in the types of the model's
-        weights, also under ``torch.autocast``.
+    @property
+    def _vocabulary(self) -> int:
+        return self.vocabulary
 
-        Args:
-            token_ids: the tokens of the whole document ``[n]``.
-            document: its name; by default the name given to ``attach``.
-            progress: show a progress bar with tokens per second.
-            score: also compute how well the last ``score`` tokens were predicted (``ReadResult.nll``); only tokens
-                read in this call can be scored.
-            retrieve: False reads with sink and window alone, for comparison.
-            reuse: a new document shares the blocks of another one that begins with the same tokens and was read with
-                the same options, which then need not be read. False reads all of them, for comparison.
+    @property
+    def _segment_tokens(self) -> int:
+        return self.segment
 
-        Raises:
-            InvalidArgument: no tokens, tokens outside of the vocabulary, or another text under this name.
-            StoreFull, ReadOnlyMemory: the segment in hand could not be stored; those before it are.
-        """
-        if document is None:
-            if self.names is None or len(self.names) != 1:
-                raise InvalidArgument("read needs to know the document: pass document=NAME to read or to attach")
-            document = self.names[0]
-        return read(self, token_ids, document, progress=progress, score=score, retrieve=retrieve, reuse=reuse)
+    @property
+    def _step(self) -> int:
+        # Lists are chosen by the tokens before a segment; but layers that choose for themselves ask with all tokens of
+        # the segment, so for them whole segments are reused.
+        return self.segment // self.block_size if self.selection.by_layer else 1
 
-    @contextmanager
-    def record(self, *, question: str | None = None, **info: Any) -> Iterator[Recorder]:
-        """Record what the model's calls retrieve, for the length of a ``with`` block, as a trace of the first memory.
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:
+        sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
+        options = {**asdict(self.retrieval), **sizes}
+        # The first four concern prompts, the others landmark models.
+        for elsewhere in ("every", "query", "passes", "on_error", "share_tokens", "threshold"):
+            del options[elsewhere]
+        return options
 
-        Each forward pass is a step: for every layer that retrieved its lists of blocks, their scores, the tiers they
-        came from, and the part of each query head's attention that each block carried for the last token. Read it with
-        ``memory.traces`` or ``memstore trace``. ``question`` and ``info`` (JSON) are told with it; ``close(tokens)`` of
-        the recorder tells the tokens of the answer, the last of which it cannot see.
+    def _prepared(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        if not self._uncalibrated:
+            return pieces
+        beginning: list[Tensor] = []
+        for piece in pieces:
+            beginning.append(piece)
+            if sum(map(len, beginning)) >= calibration.SAMPLE_TOKENS:
+                break
+        if beginning:
+            self.calibrate(torch.cat(beginning).long())
+        return chain(beginning, pieces)
 
-        Raises ``InvalidArgument`` while another recording runs, and what ``Traces.record`` raises.
-        """
-        if self._recorder is not None:
-            raise InvalidArgument("this attached model is being recorded already; leave that block first")
-        names = [document.name for document in self.documents]
-        facts = self._described()
-        with self.memories[0].traces.record(**facts, documents=names, question=question, **info) as recorder:
-            recording, self._recorder = Recording(recorder), recorder
-            self.observers.append(recording)
-            try:
-                yield recorder
-            finally:
-                recorder.close()
-                self.observers.remove(recording)
-                self._recorder = None
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        reading = SegmentReading(self, job)
+        # Blocks of the segment before may be retrieved already, where the window is shorter than a segment.
+        ahead = self.window >= self.segment
+        for made in pipelined(segments, reading.compute, reading.commit, ahead=ahead):
+            yield len(made.tokens)
 
     def _described(self) -> dict[str, Any]:
-        """What the info of a trace says of the model and of how it retrieves."""
         first = 0 if self.selection.by_layer else self.selection.first_layer
         layers = [plan for plan in self.architecture.layers if not plan.local and plan.index >= first]
         return {
             "mechanism": "attach",
-            "model": self.memories[0].model_info().get("name"),
             "layers": [plan.index for plan in layers],
             "heads": max(plan.heads for plan in layers),
             "top_k": self.retrieval.top_k,
-            "block_size": self.block_size,
         }
 
-    def search(self, token_ids: Sequence[int] | Tensor, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
-        """The ``top_k`` blocks that the prompt ``token_ids [n]`` finds among all complete ones, best first.
-
-        They are scored as for an answer, also those at the ends of a document, which an answer sees without a search.
-        ``layer``: one that has landmarks; by default the last. Raises ``InvalidArgument``, ``DamagedError``.
-        """
-        return search(self, token_ids, top_k, layer)
+    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+        """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
+        return search(self, tokens, top_k, layer)
 
     # Installation
 
-    def __enter__(self) -> Self:
-        try:
-            self._install()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
-
-    def _install(self) -> None:
+    def _install(self, stack: ExitStack) -> None:
         plans = self.architecture.layers
-        self.selection.ended = False
         if any(plan.module in _PLANS for plan in plans):
             raise InvalidArgument("this model has a memory attached already; leave that block first")
-        self._stack.callback(self._close)
-        self._stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
+        stack.callback(self._end)
+        stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
         for plan in plans:
             _PLANS[plan.module] = (self, plan)
-            self._stack.callback(_PLANS.pop, plan.module, None)
-            self._hook(plan.module.register_forward_pre_hook(_uncompiled(_without_positions), with_kwargs=True))
+            stack.callback(_PLANS.pop, plan.module, None)
+            self._hook(stack, plan.module.register_forward_pre_hook(_uncompiled(_without_positions), with_kwargs=True))
         if not self.selection.by_layer:
             for layer in self.selection.index_layers:
                 self._hook(
+                    stack,
                     plans[layer].block.register_forward_pre_hook(
                         _uncompiled(self._hidden_hook(layer)), with_kwargs=True
-                    )
+                    ),
                 )
         decoder = self.architecture.decoder
-        self._hook(decoder.register_forward_pre_hook(_uncompiled(self._before_forward), with_kwargs=True))
-        self._hook(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True))
+        self._hook(stack, decoder.register_forward_pre_hook(_uncompiled(self._before_forward), with_kwargs=True))
+        self._hook(stack, decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True))
         self._load_routers()
 
-    def _hook(self, handle: Any) -> None:
-        self._stack.callback(handle.remove)
+    @staticmethod
+    def _hook(stack: ExitStack, handle: Any) -> None:
+        stack.callback(handle.remove)
 
-    def _remove(self) -> None:
-        self._stack.close()
+    def _end(self) -> None:
         self._call = self._next = self._tap = None
         self.selection.ended = True
-
-    def _close(self) -> None:
-        for memory in self._owned:
-            memory.close()
 
     # Routers
 
@@ -250,10 +276,15 @@ class Attached:
                 # A memory without a router is empty; any router will do for the nothing that is in it.
                 self.selection.routers[layer] = [Router(**(arrays or stored[0])) for arrays in stored]
 
+    @property
+    def _uncalibrated(self) -> bool:
+        selection = self.selection
+        return not selection.by_layer and any(layer not in selection.routers for layer in selection.index_layers)
+
     def calibrate(self, tokens: Tensor) -> None:
         """Fit the routers to ``tokens`` and general text and store them, unless the memory has them already."""
         layers = self.selection.index_layers
-        if self.selection.by_layer or all(layer in self.selection.routers for layer in layers):
+        if not self._uncalibrated:
             return
         memory = self.memories[0]
         fitted = calibration.fit_routers(self, tokens, memory.spec.key_dim, layers)

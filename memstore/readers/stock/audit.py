@@ -27,7 +27,7 @@ from memstore.memory import Document
 from memstore.memory.ingest import progress_bar
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
-from memstore.readers.stock.attached import Attached
+from memstore.readers.stock.attached import StockReader
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
 from memstore.readers.stock.visible import Candidates
 
@@ -61,7 +61,7 @@ class _LastToken(NamedTuple):
 
 
 def audit_attached(
-    attached: Attached,
+    attached: StockReader,
     token_ids: Sequence[int] | Tensor,
     *,
     tokens: int | None = None,
@@ -89,7 +89,7 @@ class StockAuditor(Auditor):
 
     mechanism = "attach"
 
-    def __init__(self, attached: Attached, top_k: int | None) -> None:
+    def __init__(self, attached: StockReader, top_k: int | None) -> None:
         super().__init__(attached.model)
         self._attached, retrieval = attached, attached.retrieval
         if retrieval.on_error == "miss":
@@ -251,7 +251,7 @@ def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
     return keys.transpose(0, 1).flatten(1, 2)
 
 
-def _index_recall(attached: Attached, call: Call, layer: int, seen: _LastToken) -> float | None:
+def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToken) -> float | None:
     """Mean over the documents of the recall of the index that chose for ``layer``."""
     top_k = seen.numbers.shape[-1]
     recalls = []

@@ -11,7 +11,7 @@ from torch import Tensor
 from memstore.attention import Router
 
 if TYPE_CHECKING:
-    from memstore.readers.stock.attached import Attached
+    from memstore.readers.stock.attached import StockReader
 
 SAMPLE_TOKENS = 2048
 """Tokens of the document, and as many of general text: a document that repeats itself must not decide alone."""
@@ -22,7 +22,7 @@ def stored_name(layer: int) -> str:
     return f"router/{layer}"
 
 
-def fit_routers(attached: Attached, tokens: Tensor, key_dim: int, layers: Sequence[int]) -> dict[int, Router]:
+def fit_routers(attached: StockReader, tokens: Tensor, key_dim: int, layers: Sequence[int]) -> dict[int, Router]:
     """Routers for ``layers``, fitted to the first ``tokens [n]`` of the document and to general text."""
     samples = [general_sample(attached.tokenizer, attached.vocabulary)]
     if (

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from memstore.attention import pooled
-from memstore.errors import InvalidArgument
-from memstore.memory.append import as_tokens
 from memstore.memory.search import Match, best, check_layer
-from memstore.memory.tensors import own_types
 from memstore.readers.stock.visible import Candidates, Source
 
 if TYPE_CHECKING:
-    from memstore.readers.stock.attached import Attached
+    from memstore.readers.stock.attached import StockReader
 
 
-@own_types()
-def search(attached: Attached, token_ids: Sequence[int] | Tensor, top_k: int, layer: int | None) -> list[Match]:
-    """See ``Attached.search``."""
-    tokens = as_tokens(token_ids)
-    if not len(tokens) or top_k < 1:
-        raise InvalidArgument("a search needs at least one token, and a top_k of at least 1.")
+def search(attached: StockReader, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    """The ``top_k`` blocks that the prompt ``tokens [n]`` finds among all complete ones, best first."""
     layer = check_layer(attached.memories[0], layer)
     candidates = _everything(attached)
     if not len(candidates):
         return []
-    scores = _scores(attached, tokens.long(), layer, candidates)
+    scores = _scores(attached, tokens, layer, candidates)
     parts, start = [], 0
     for source, blocks in candidates.parts:
         here = torch.arange(blocks.start, blocks.stop)
@@ -38,7 +30,7 @@ def search(attached: Attached, token_ids: Sequence[int] | Tensor, top_k: int, la
     return best(parts, top_k)
 
 
-def _everything(attached: Attached) -> Candidates:
+def _everything(attached: StockReader) -> Candidates:
     """All complete blocks: also those that a prompt would see without a search, at the document's two ends."""
     sources = [
         Source(document, number)
@@ -51,7 +43,7 @@ def _everything(attached: Attached) -> Candidates:
     )
 
 
-def _scores(attached: Attached, tokens: Tensor, layer: int, candidates: Candidates) -> Tensor:
+def _scores(attached: StockReader, tokens: Tensor, layer: int, candidates: Candidates) -> Tensor:
     """Scores ``[N]`` as the prompt ``tokens [T]`` would give them to ``candidates`` in ``layer``."""
     selection, options = attached.selection, attached.retrieval
     asking = attached.asking(tokens)[layer]

@@ -1,0 +1,55 @@
+"""Readers of models with caches of their own: plain calls of the model get one that goes on after a document."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from memstore.errors import InvalidArgument
+from memstore.memory import Document, Recorder
+from memstore.models.cache import ModelCache
+from memstore.readers.reader import Reader
+
+_OPEN: WeakKeyDictionary[nn.Module, list[CacheReader]] = WeakKeyDictionary()
+
+
+class CacheReader(Reader):
+    """A model, and the document that its caches go on after."""
+
+    @abstractmethod
+    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> ModelCache:
+        """See ``Reader``."""
+
+    def _begin(self) -> None:
+        for name in self.names or []:
+            self.memory.document(name)  # raises for what cannot be a name
+
+    def _install(self, stack: ExitStack) -> None:
+        readers = _OPEN.setdefault(self.model, [])
+        readers.append(self)
+        stack.callback(readers.remove, self)
+        handle = self.model.register_forward_pre_hook(self._go_on, with_kwargs=True)
+        stack.callback(handle.remove)
+
+    def _go_on(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Give a call of the model that begins without a past one that goes on after the document."""
+        ids = args[0] if args else given.get("input_ids")
+        if given.get("past_key_values") is not None or len(args) > 2 or not isinstance(ids, Tensor):
+            return None
+        if len(_OPEN[self.model]) > 1:
+            raise InvalidArgument(
+                "this model has several memories attached: say which one with past_key_values=reader.cache()"
+            )
+        cache = self.cache(len(ids))
+        cache.observers += self.observers
+        return args, {**given, "past_key_values": cache}
+
+    def _tokens(self, document: Document, first: int, count: int) -> Tensor:
+        """Tokens of ``document`` from block ``first`` on, which has ``count`` tokens in all."""
+        blocks = range(first, -(-count // self.memory.spec.block_size))
+        return document.tokens(blocks) if blocks else torch.empty(0, dtype=torch.int64)

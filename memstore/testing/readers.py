@@ -1,0 +1,272 @@
+"""What every reader promises, as tests: whoever adds a kind of model subclasses ``ReaderTests`` with one of its models.
+
+::
+
+    class TestMine(ReaderTests):
+        def model(self, seed=0):
+            torch.manual_seed(seed)
+            return MyModel(MyConfig()).eval()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import memstore
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.readers.kinds import kind_of
+from memstore.readers.options import OPTIONS, RETRIEVAL
+from memstore.readers.reader import Reader
+
+STRANGE: dict[str, Any] = {"share_tokens": False, "threshold": 0.5, "span": 3, "query": "all", "on_error": "miss"}
+
+
+class ReaderTests(ABC):
+    """The contract of ``Reader``."""
+
+    options: ClassVar[dict[str, Any]] = {}
+    """Of ``attach``."""
+    length: ClassVar[int] = 300
+    """Tokens of a text: enough that something is retrieved."""
+    unit: ClassVar[int] = 1
+    """Tokens: cut at a multiple of them, a text in pieces has the states of the whole text."""
+    tolerance: ClassVar[float] = 1e-4
+    """By how much logits may differ where the same text was cut in other places."""
+
+    @abstractmethod
+    def model(self, seed: int = 0) -> Any:
+        """A small model in evaluation mode, whose weights ``seed`` decides."""
+
+    def attach(self, model: Any, memory: Any, **options: Any) -> Reader:
+        """``memstore.attach`` with the options of this suite."""
+        return memstore.attach(model, memory, **{"document": "text", **self.options, **options})
+
+    def text(self, model: Any, seed: int = 0) -> Tensor:
+        """Random tokens ``[length]``."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(3, model.config.vocab_size, (self.length,), generator=generator)
+
+    @torch.no_grad()
+    def asked(self, reader: Reader) -> Tensor:
+        """Logits of a question, by a plain call of the model."""
+        logits: Tensor = reader.model(self.text(reader.model, 1)[None, :9]).logits
+        return logits.clone()
+
+    def answer(self, place: str) -> Tensor:
+        """What a process answers that has only this class and the memory."""
+        with self.attach(self.model(), place, mode="r") as reader:
+            return self.asked(reader)
+
+    # Reading
+
+    def test_a_text_in_pieces_is_the_text(self, tmp_path: Path) -> None:
+        model = self.model()
+        text = self.text(model)
+        with self.attach(model, tmp_path / "whole") as reader:
+            result = reader.read(text)
+            assert (result.tokens, result.new_tokens, result.reused_tokens) == (len(text), len(text), 0)
+            whole = self.asked(reader)
+        for stop in (self.length // 3 // self.unit * self.unit, self.length // 2 // self.unit * self.unit, self.length):
+            with self.attach(model, tmp_path / "pieces") as reader:
+                result = reader.read(text[:stop])
+                assert result.tokens == len(reader) == result.new_tokens + result.reused_tokens == stop
+        with self.attach(model, tmp_path / "pieces") as reader:
+            torch.testing.assert_close(self.asked(reader), whole, rtol=0, atol=self.tolerance)
+            assert reader.memory.verify() == []
+
+    def test_a_text_comes_as_an_iterator_too_and_what_was_whole_stays(self) -> None:
+        model = self.model()
+        text = self.text(model)
+
+        def pieces() -> Iterator[Tensor]:
+            yield from text.split(64)
+            raise KeyError("the source is gone")
+
+        with self.attach(model, "ram:") as reader:
+            with pytest.raises(KeyError, match="the source is gone"):
+                reader.read(pieces())
+            stored = len(reader)
+            assert torch.equal(reader.document.tokens(), text[:stored])
+            assert reader.read(text).reused_tokens == stored
+
+    def test_what_is_appended_is_seen(self) -> None:
+        model = self.model()
+        text = self.text(model)
+        with self.attach(model, "ram:") as reader:
+            half = len(text) // 2
+            reader.read(text[:half])
+            before = self.asked(reader)
+            result = reader.append(text[half:])
+            assert (result.new_tokens, len(reader)) == (len(text) - half, len(text))
+            assert not torch.equal(self.asked(reader), before)
+            assert reader.read(text).new_tokens == 0
+
+    def test_another_process_answers_the_same(self, tmp_path: Path) -> None:
+        model = self.model()
+        with self.attach(model, tmp_path / "m") as reader:
+            reader.read(self.text(model))
+            here = self.asked(reader)
+        name, saved = type(self).__qualname__, tmp_path / "answer"
+        code = (
+            "import sys, torch\n"
+            "torch.set_num_threads(1)\n"
+            f"from {type(self).__module__} import {name}\n"
+            f"torch.save({name}().answer(sys.argv[1]), sys.argv[2])\n"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "m"), str(saved)], check=True)
+        torch.testing.assert_close(torch.load(saved), here, rtol=0, atol=self.tolerance)
+
+    def test_a_text_known_under_another_name_is_not_read_again(self) -> None:
+        model = self.model()
+        text = self.text(model)
+        with memstore.open("ram:", spec=self.attach(model, "ram:").spec()) as memory:
+            with self.attach(model, memory) as reader:
+                reader.read(text)
+                first = self.asked(reader)
+            with self.attach(model, memory, document="again") as reader:
+                assert reader.read(text).reused_tokens > 0
+                torch.testing.assert_close(self.asked(reader), first, rtol=0, atol=self.tolerance)
+
+    # Asking
+
+    def test_generate_is_generate_of_the_model_and_sees_the_memory(self) -> None:
+        model = self.model()
+        options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        question = self.text(model, 1)[None, :9]
+        with self.attach(model, "ram:") as reader:
+            bare = self.asked(reader)
+            reader.read(self.text(model))
+            assert not torch.equal(self.asked(reader), bare)
+            assert torch.equal(reader.generate(question, **options), model.generate(question, **options))
+            with pytest.raises(InvalidArgument, match="generate without them"):
+                reader.generate(question, prompt_lookup_num_tokens=2, **options)
+            with pytest.raises(InvalidArgument, match="expected the tokens that come next"):
+                reader.generate(question[0], **options)
+            assert len(reader) == self.length, "what is asked is not stored"
+
+    def test_a_search_tells_complete_blocks_best_first(self) -> None:
+        model = self.model()
+        with self.attach(model, "ram:") as reader:
+            question = self.text(model, 1)[:9]
+            assert reader.search(question) == []
+            reader.read(self.text(model))
+            found = reader.search(question, 3)
+            assert len(found) == 3
+            assert sorted(found, key=lambda match: -match.score) == found
+            assert {match.block for match in found} <= set(reader.document.complete_blocks)
+            with pytest.raises(InvalidArgument, match="at least one token"):
+                reader.search([])
+
+    def test_what_is_retrieved_can_be_recorded(self) -> None:
+        model = self.model()
+        with self.attach(model, "ram:") as reader:
+            reader.read(self.text(model))
+            question = self.text(model, 1)[None, :9]
+            with reader.record(question="why?") as recorder:
+                new = model.generate(question, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, 9:]
+                recorder.close(new.tolist())
+                with pytest.raises(InvalidArgument, match="recorded already"), reader.record():
+                    pass
+            trace = reader.memory.traces.get(recorder.number)
+            assert (trace.info["question"], trace.info["prompt"]) == ("why?", question[0].tolist())
+            assert trace.info["documents"] == ["text"]
+            assert [step.token for step in trace.steps()] == new.tolist()
+
+    # What is refused
+
+    def test_the_memory_of_another_model_is_refused(self, tmp_path: Path) -> None:
+        with self.attach(self.model(), tmp_path / "m") as reader:
+            reader.read(self.text(reader.model))
+        with pytest.raises(ForeignMemory, match="weights"):
+            self.attach(self.model(seed=1), tmp_path / "m").open()
+        with memstore.open(tmp_path / "m", mode="a"):
+            pass  # whoever was refused keeps nobody from writing
+
+    def test_another_text_under_the_same_name_is_refused(self) -> None:
+        model = self.model()
+        text = self.text(model)
+        with self.attach(model, "ram:") as reader:
+            reader.read(text)
+            other = text.clone()
+            other[60] = 3 + (other[60] - 2) % 5
+            with pytest.raises(InvalidArgument, match="differ from token 60 on"):
+                reader.read(other)
+            assert torch.equal(reader.document.tokens(), text)
+
+    def test_a_memory_open_for_reading_answers_and_is_not_written(self, tmp_path: Path) -> None:
+        model = self.model()
+        text = self.text(model)
+        with self.attach(model, tmp_path / "m") as reader:
+            reader.read(text[:-3])
+            here = self.asked(reader)
+        with self.attach(model, tmp_path / "m", mode="r") as reader:
+            torch.testing.assert_close(self.asked(reader), here, rtol=0, atol=self.tolerance)
+            assert reader.read(text[:-3]).new_tokens == 0
+            with pytest.raises(ReadOnlyMemory, match="mode='r'"):
+                reader.read(text)
+            with pytest.raises(ReadOnlyMemory, match="mode='r'"):
+                reader.append(text[:2])
+
+    def test_tokens_that_cannot_be_are_refused_before_anything_is_stored(self) -> None:
+        model = self.model()
+        last = model.config.vocab_size
+        with self.attach(model, "ram:") as reader:
+            wrong: list[Any] = [[5, last], [-1, 5], [0.5], [], "words without a tokenizer"]
+            for text in wrong:
+                with pytest.raises(InvalidArgument):
+                    reader.read(text)
+            assert len(reader) == 0
+
+    def test_options_of_other_kinds_are_refused_by_name(self) -> None:
+        model = self.model()
+        kind = kind_of(model)
+        for name in (
+            name for name, kinds in OPTIONS.items() if kind not in kinds and name not in ("score", "retrieve")
+        ):
+            with pytest.raises(InvalidArgument, match=f"{name} is for"):
+                self.attach(model, "ram:", **{name: 16})
+        for name, value in STRANGE.items():
+            if kind not in RETRIEVAL[name]:
+                with pytest.raises(InvalidArgument, match=f"Retrieval.{name} is for"):
+                    self.attach(model, "ram:", retrieval=replace(memstore.Retrieval(), **{name: value}))
+
+    # Before the block and after it
+
+    def test_nothing_is_opened_before_the_block(self, tmp_path: Path) -> None:
+        model = self.model()
+        with self.attach(model, tmp_path / "m") as reader:
+            reader.read(self.text(model))
+        waiting = self.attach(model, tmp_path / "m")
+        with memstore.open(tmp_path / "m", mode="a") as memory:
+            assert len(memory.documents()) == 1
+        for use in (lambda: waiting.read([5]), lambda: waiting.search([5]), lambda: waiting.documents):
+            with pytest.raises(InvalidArgument, match="inside a with block"):
+                use()
+
+    def test_the_model_is_as_before_also_after_an_error(self) -> None:
+        model = self.model()
+        question, hooks = self.text(model, 1)[None, :9], _hooks(model)
+        with torch.no_grad():
+            before = model(question).logits
+        with contextlib.suppress(KeyError), self.attach(model, "ram:") as reader:
+            reader.read(self.text(model))
+            assert _hooks(model) > hooks
+            raise KeyError("whatever")
+        assert _hooks(model) == hooks
+        with torch.no_grad():
+            assert torch.equal(model(question).logits, before)
+
+
+def _hooks(model: Any) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())

@@ -1,0 +1,56 @@
+"""Every kind of model keeps the promises of a reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from memstore import Retrieval
+from memstore.readers.kinds import ATTACHED
+from memstore.readers.options import table
+from memstore.testing.readers import ReaderTests
+from tests.eval.memorizing import small_memorizing
+from tests.models import drt, landmark
+from tests.readers.models import tiny
+
+SIZES = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
+
+
+class TestStock(ReaderTests):
+    options: ClassVar[dict[str, Any]] = SIZES
+
+    def model(self, seed: int = 0) -> Any:
+        return tiny("llama", seed=seed)
+
+
+class TestStockByLayer(ReaderTests):
+    options: ClassVar[dict[str, Any]] = {**SIZES, "retrieval": Retrieval(share="group", top_k=3)}
+    unit = 32  # all tokens of a segment choose together
+
+    def model(self, seed: int = 0) -> Any:
+        return tiny("qwen3", seed=seed)
+
+
+class TestDRT(ReaderTests):
+    def model(self, seed: int = 0) -> Any:
+        return drt.make("rope", seed=seed)
+
+
+class TestLandmark(ReaderTests):
+    def model(self, seed: int = 0) -> Any:
+        return landmark.make(segment_blocks=2, retrieval_top_k=3, seed=seed)
+
+
+class TestMemorizing(ReaderTests):
+    options: ClassVar[dict[str, Any]] = {"block_size": 8}
+
+    def model(self, seed: int = 0) -> Any:
+        return small_memorizing(seed)
+
+
+def test_the_documentation_prints_the_table_of_options() -> None:
+    said = (Path(__file__).parents[2] / "docs/models.md").read_text("utf-8")
+    printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")]
+    assert ["option", *(kind.name for kind in ATTACHED)] in printed
+    assert [row for row in table() if row not in printed] == []
+    assert len([row for row in printed if row[0].startswith("`") and len(row) == len(ATTACHED) + 1]) == len(table())
