@@ -30,8 +30,7 @@ from memstore.memory.places import Home, Homes, Places, common, lacking, merged
 from memstore.memory.rules import Keeping
 from memstore.memory.spec import Header, block_layouts, fits_in, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped, present
-from memstore.store.checks import MAX_DOCUMENT
-from memstore.store.contract import BlockStore, Key, Layout, Record, Scanned, Table
+from memstore.store.contract import MAX_DOCUMENT, BlockStore, Key, Layout, Record, Scanned, Table
 from memstore.stored import fit
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)

@@ -33,7 +33,7 @@ from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.memory.usage import Usage, present
 from memstore.store.contract import Compacted, Progress
-from memstore.store.space import FULL
+from memstore.store.paths import FULL
 
 _log = logging.getLogger("memstore.index")
 

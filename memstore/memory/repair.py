@@ -35,8 +35,7 @@ from memstore.memory.places import Home, Places, common, dropped, merged
 from memstore.memory.rules import lost_keys
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.urls import folder
-from memstore.store.checks import MAX_ITEM, MAX_LAYER
-from memstore.store.contract import Batch, Key, Record, Table
+from memstore.store.contract import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 
 @dataclass

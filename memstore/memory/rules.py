@@ -23,9 +23,8 @@ from typing import Any, Literal, Self, get_args
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, DocumentState
 from memstore.memory.places import catalog_of
-from memstore.store.checks import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
-from memstore.store.contract import Batch, BlockStore, Key, Record, Table
-from memstore.store.records import Misplaced, describe
+from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
+from memstore.store.records import Misplaced
 from memstore.stored import array, fit, maybe, members, number, row, table, text, whole
 
 WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]

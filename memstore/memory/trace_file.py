@@ -18,7 +18,7 @@ from weakref import finalize
 
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
 from memstore.store import paths
-from memstore.store.space import free_bytes
+from memstore.store.paths import free_bytes
 
 NAME = "traces.sqlite"
 VERSION = 1

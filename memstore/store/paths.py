@@ -8,13 +8,17 @@ A name is refused, not repaired, where it is a link, a pipe, a device, or a fold
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from memstore.errors import NotAMemory
+from memstore.errors import MemstoreError, NotAMemory
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers that say that there is no room."""
 
 FILES = (
     "data.mdb",
@@ -174,3 +178,25 @@ def walk(root: Path, name: str, *, bottom_up: bool = False) -> Iterator[tuple[st
             (f"{above}/{place}" if above else place, folders, files, handle)
             for place, folders, files, handle in os.fwalk(last, topdown=not bottom_up, dir_fd=folder)
         )
+
+
+def shortage(code: int | None, folder: Path) -> MemstoreError | None:
+    """The error for an error number that says that this process lacks something, and nothing of the disk; else None."""
+    match code:
+        case errno.EMFILE | errno.ENFILE:
+            what, remedy = "too many files are open", "close some, or raise the limit (ulimit -n)"
+        case errno.ENOMEM:
+            what, remedy = "the system gives no more memory", "end other processes, or raise the limit (ulimit -v)"
+        case _:
+            return None
+    return MemstoreError(
+        f"memory {folder} cannot be used now: {what} in this process or on this machine. Nothing is damaged; {remedy}, "
+        "and try again",
+        memory=folder,
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user can still write to the file system of ``folder``, a quota included where it says so."""
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize

@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from memstore.errors import InvalidArgument
-from memstore.store.checks import check_batch, check_out, check_range, document_ranges
 from memstore.store.contract import (
     Batch,
     BlockStore,
@@ -18,6 +17,10 @@ from memstore.store.contract import (
     Record,
     Scanned,
     beyond_limit,
+    check_batch,
+    check_out,
+    check_range,
+    document_ranges,
 )
 from memstore.store.records import fill_row
 

@@ -17,7 +17,7 @@ import pytest
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, StoreFull
 from memstore.store import Batch, BlockStore, Key, Layout, Record, Table
-from memstore.store.checks import document_ranges
+from memstore.store.contract import document_ranges
 
 LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
 """Two records per value: 40 bytes, and 6 bytes, which no alignment suits."""

@@ -13,7 +13,7 @@ import pytest
 
 from memstore.errors import StoreFull
 from memstore.store import Batch, BlockStore, LmdbStore, RamStore, ZarrStore
-from memstore.store.checks import document_ranges
+from memstore.store.contract import document_ranges
 from memstore.testing.stores import BLOCKS, block, put_blocks, value
 
 DOCUMENTS = (1, 2, 3)

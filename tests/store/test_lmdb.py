@@ -20,8 +20,9 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table, lmdb_values
-from memstore.store.naming import STORE_KEY
+from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table
+from memstore.store.lmdb import values as lmdb_values
+from memstore.store.lmdb.naming import STORE_KEY
 from memstore.store.records import encode_value
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
 
@@ -239,18 +240,32 @@ def test_an_environment_without_facts_is_an_interrupted_creation(tmp_path: Path)
     LmdbStore.create(tmp_path / "m").close()
 
 
-def test_a_memory_that_is_made_while_it_is_opened_is_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    LmdbStore.create(tmp_path / "m").close()
-    looks: list[dict[str, Any] | None] = []
-    look = LmdbStore._facts
+class _Committing:
+    """An environment in which another process makes a memory: its count is ahead of what reads see."""
 
-    def before_the_first_commit(store: LmdbStore) -> dict[str, Any] | None:
-        looks.append(look(store) if looks else None)
-        return looks[-1]
+    def __init__(self, env: lmdb.Environment) -> None:
+        self._env = env
 
-    monkeypatch.setattr(LmdbStore, "_facts", before_the_first_commit)
-    LmdbStore.open(tmp_path / "m", read_only=True).close()
-    assert len(looks) == 2
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def stat(self) -> dict[str, Any]:
+        return {**self._env.stat(), "entries": 1}
+
+
+def test_a_memory_that_is_being_made_is_not_taken_for_another_kind_of_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lmdb.open(str(tmp_path), map_size=1 << 40).close()
+    init = LmdbStore.__init__
+
+    def in_the_making(store: LmdbStore, *arguments: Any) -> None:
+        init(store, *arguments)
+        monkeypatch.setattr(store, "_env", _Committing(store._env))
+
+    monkeypatch.setattr(LmdbStore, "__init__", in_the_making)
+    with pytest.raises(NotFound, match="interrupted"):
+        LmdbStore.open(tmp_path, read_only=True)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
-from memstore.store import Batch, Layout, LmdbStore, Record, pages
-from memstore.store import lmdb as lmdb_store
-from memstore.store.pages import Survey, erase_unused
+from memstore.store import Batch, Layout, LmdbStore, Record
+from memstore.store.lmdb import erasing
+from memstore.store.lmdb import store as lmdb_store
+from memstore.store.lmdb.erasing import Survey, erase_unused
 from memstore.testing.stores import BLOCKS, block, put_blocks, same, value
 from tests.faults.processes import run
 from tests.faults.read_only import NOBODY
@@ -175,7 +176,7 @@ def test_damaged_pages_are_refused_or_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_without_holes_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_punch", lambda file, start, nbytes: False)
+    monkeypatch.setattr(erasing, "_punch", lambda file, start, nbytes: False)
     env = lmdb.open(str(tmp_path), map_size=1 << 30)
     put(env, range(100), 9_000)
     delete(env, range(50))

@@ -20,7 +20,7 @@ from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory, Stor
 from memstore.memory import index_files
 from memstore.memory.urls import Mode
 from memstore.store import LmdbStore
-from memstore.store.environment import translate
+from memstore.store.lmdb.environment import translate
 from tests.memory.helpers import append, check_content, make_spec, random_tokens
 
 TOKENS = random_tokens(40)

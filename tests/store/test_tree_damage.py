@@ -15,7 +15,7 @@ import pytest
 
 from memstore.errors import DamagedError
 from memstore.store import Batch, Layout, LmdbStore, Record
-from memstore.store.checks import document_ranges
+from memstore.store.contract import document_ranges
 from memstore.testing.stores import BLOCKS, block, put_blocks, value
 
 PAGE = 4096  # bytes

@@ -20,7 +20,7 @@ import torch
 import memstore
 from memstore.memory.entry import HEADER
 from memstore.store import Batch, LmdbStore, Record
-from memstore.store.writer import WriterLock
+from memstore.store.lmdb.writer import WriterLock
 from tests.faults.lmdb_pages import by_kind
 from tests.faults.processes import run
 from tests.tools.conftest import Cli, Outcome, append, tiny_spec

@@ -20,7 +20,7 @@ import numpy as np
 
 from memstore.errors import NotAMemory
 from memstore.store import paths
-from memstore.store.space import shortage
+from memstore.store.paths import shortage
 from memstore.store.zarr.extents import OBJECT
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ import numpy as np
 
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
 from memstore.store import paths
-from memstore.store.checks import check_batch, check_key, check_out, check_range, document_ranges
 from memstore.store.contract import (
     Batch,
     BlockStore,
@@ -40,9 +39,14 @@ from memstore.store.contract import (
     Scanned,
     Table,
     beyond_limit,
+    check_batch,
+    check_key,
+    check_out,
+    check_range,
+    document_ranges,
 )
-from memstore.store.environment import DATA_NAME
-from memstore.store.lmdb_values import used_bytes
+from memstore.store.lmdb.environment import DATA_NAME
+from memstore.store.lmdb.values import used_bytes
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
 from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
 from memstore.store.zarr.reading import Failure, SealedBlocks, items
@@ -379,6 +383,7 @@ def _check_folder(folder: Path) -> Path:
 
 def _check_tail(folder: Path) -> None:
     """Raise ``DamagedError`` for shards without the tail that names them: a new memory would take them for garbage."""
+    # This is what a half-copied folder looks like; an interrupted creation never leaves it.
     if not (folder / TAIL_NAME / DATA_NAME).exists() and any(each.is_dir() for each in (folder / "blocks").glob("*")):
         raise DamagedError(
             f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which says what they are, was "

@@ -12,8 +12,7 @@ import struct
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from memstore.store.checks import MAX_DOCUMENT
-from memstore.store.contract import Key, Table
+from memstore.store.contract import MAX_DOCUMENT, Key, Table
 from memstore.store.records import header_sums
 
 if TYPE_CHECKING:

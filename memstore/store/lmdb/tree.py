@@ -9,7 +9,7 @@ not read (their records have checksums), so this costs one look at about one pag
 A large value takes as many pages as its length asks for, with one exception: LMDB leaves a value that becomes shorter
 within one transaction on the pages that it had. Then the first of them says how many there are, and they are counted.
 
-``lmdb_format.py`` says how pages are laid out. They are numbered from 0; the first two are the meta pages.
+``format.py`` says how pages are laid out. They are numbered from 0; the first two are the meta pages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memstore.store import lmdb_format as layout
 from memstore.store import paths
+from memstore.store.lmdb import format as layout
 
 _Array = npt.NDArray[Any]
 

@@ -31,9 +31,11 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import paths, tree
+from memstore.store import paths
+from memstore.store.lmdb import tree
+from memstore.store.lmdb.writer import RESERVE_NAME
+from memstore.store.paths import FULL, free_bytes, shortage
 from memstore.store.records import MAGIC
-from memstore.store.space import FULL, RESERVE_NAME, free_bytes, shortage
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -220,7 +222,8 @@ def check_exists(folder: Path) -> None:
 
 def check_not_lost(folder: Path) -> None:
     """Raise ``DamagedError`` where there was a memory and its data file has gone: a new one must not take its place."""
-    if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():  # which is made before the reserve
+    # The data file is made before the reserve, so no interrupted creation leaves this: it is a half-copied folder.
+    if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():
         raise DamagedError(
             f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was touched; restore it "
             "from a copy, or delete the folder to begin anew",

@@ -1,5 +1,8 @@
 """The pages of a data file of LMDB, which are private to it: the one place here that knows how they are laid out.
 
+Two read them: ``tree.py`` looks at every page of the tree at each opening, with array operations; ``erasing.py`` goes
+through both commits page by page. One reader for both would be slower in the first, or blind in the second.
+
 A page, in the data format of LMDB 0.9 on a 64-bit little-endian machine (bytes, kind, meaning):
 
     page    0 u64 own number   8 u16 -   10 u16 flags   12 u16 lower   14 u16 upper (overflow: 12 u32 number of pages)

@@ -2,7 +2,7 @@
 
 A batch is one LMDB transaction, synced to disk before ``write`` returns. LMDB never overwrites a page that a committed
 transaction refers to, so a process that dies at any instruction leaves the last commit whole, and recovery is nothing.
-``docs/format.md`` describes every byte; this folder's files ``records.py`` and ``runs.py`` implement it.
+``docs/format.md`` describes every byte; ``records.py`` and ``runs.py`` implement it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import environment as environments
-from memstore.store import paging, paths
-from memstore.store.checks import check_batch, check_key, check_out, check_range
+from memstore.store import paths
 from memstore.store.contract import (
     Batch,
     BlockStore,
@@ -41,15 +39,19 @@ from memstore.store.contract import (
     Scanned,
     Table,
     beyond_limit,
+    check_batch,
+    check_key,
+    check_out,
+    check_range,
 )
-from memstore.store.environment import MAP_BYTES, Environment
-from memstore.store.lmdb_changes import Changes, Deletes, Puts
-from memstore.store.lmdb_erasing import check_known, erase, wait_for_readers
-from memstore.store.lmdb_values import Transaction, Values, used_bytes
-from memstore.store.naming import KEY_BYTES, STORE_KEY, Naming
+from memstore.store.lmdb import environment as environments
+from memstore.store.lmdb import paging
+from memstore.store.lmdb.environment import MAP_BYTES, Environment
+from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
+from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
+from memstore.store.lmdb.values import Changes, Deletes, Puts, Transaction, Values, used_bytes
+from memstore.store.lmdb.writer import Reserve, WriterLock
 from memstore.store.records import HEADER_BYTES, decode_value, value_reader
-from memstore.store.space import Reserve
-from memstore.store.writer import WriterLock
 
 FORMATS = 1, 2
 """That can be read and written; memories are made in the last one."""
@@ -379,7 +381,9 @@ class LmdbStore(BlockStore):
         self._check_writable()
         check_known(self.path)
         before = self.size_bytes()
-        for _ in range(2):  # so that neither of the last two commits has what was deleted before
+        # In place, not as a copy: that would need the space twice, and readers stay on their file. Two commits first,
+        # so that neither of the last two, which LMDB keeps whole, has what was deleted before.
+        for _ in range(2):
             self._commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
         try:
             with self._env.begin(write=True) as txn:  # nothing changes now

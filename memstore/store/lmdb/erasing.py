@@ -11,7 +11,7 @@ Nothing is erased unless everything is understood. The walk starts from both met
 pages, leaf pages, overflow pages, values. A page that says another number or another kind than expected, that is used
 twice, or that is in use and listed as free is damage, and the file is left alone.
 
-``lmdb_format.py`` says how pages are laid out.
+``format.py`` says how pages are laid out.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ import ctypes
 import errno
 import os
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Self
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from memstore.errors import DamagedError
-from memstore.store import lmdb_format as layout
+from memstore.errors import DamagedError, MemoryInUse, MemstoreError, ReadOnlyMemory
+from memstore.store import paths
 from memstore.store.contract import Progress
+from memstore.store.lmdb import format as layout
+from memstore.store.lmdb.environment import DATA_NAME
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate(2)
 _DEEPEST = 32  # pages from root to leaf; LMDB has no deeper trees
@@ -304,3 +309,58 @@ def _punch(file: int, start: int, nbytes: int) -> bool:
 
 def _damaged(what: str) -> DamagedError:
     return DamagedError(f"the pages of the data file are not as expected: {what}; nothing was changed, run verify")
+
+
+def wait_for_readers(env: lmdb.Environment, folder: Path, oldest: int, patience: float) -> None:
+    """Return when nobody reads a commit before ``oldest``. Raises ``MemoryInUse`` after ``patience`` seconds."""
+    until = time.monotonic() + patience
+    while late := _readers_before(env, oldest):
+        if time.monotonic() > until:
+            raise MemoryInUse(
+                f"nothing was erased: process {late[0]} has been reading an older state of memory {folder} for "
+                f"more than {patience:g} seconds; let it finish, then compact again",
+                memory=folder,
+            )
+        time.sleep(0.01)
+        env.reader_check()
+
+
+def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
+    """Processes that read a commit before ``oldest``."""
+    lines = [line.split() for line in env.readers().splitlines()]
+    rows = [line for line in lines if len(line) == 3 and line[0].isdigit() and line[2].isdigit()]
+    return [int(pid) for pid, _, commit in rows if int(commit) < oldest]
+
+
+def check_known(folder: Path) -> None:
+    """Raise ``MemstoreError`` where the LMDB in use may lay out its pages in another way than is known here."""
+    if not layout.is_known():
+        raise MemstoreError(
+            f"memory {folder} was not compacted: this is LMDB {layout.version()}, and only the pages of LMDB 0.9 are "
+            "known well enough to erase in them. Nothing was erased; a copy of the memory leaves behind what "
+            "was deleted",
+            memory=folder,
+        )
+
+
+def erase(folder: Path, progress: Progress | None) -> None:
+    """Erase, and give the space back. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
+    try:
+        handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
+        try:
+            erase_unused(handle, progress)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if isinstance(error, DamagedError):
+            raise
+        kept = "what is stored is whole, but bytes of what was deleted are still in the file"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ReadOnlyMemory(
+                f"memory {folder} may not be written to any more ({error.strerror}); {kept}. Give the right back, then "
+                "compact again",
+                memory=folder,
+            ) from error
+        raise DamagedError(
+            f"memory {folder} could not be compacted ({error.strerror}); {kept}. Check the disk, then compact again"
+        ) from error
