@@ -77,7 +77,7 @@ class _Seen:
         return [extra for seen in self.ranges for extra in lacking(seen, expected)]
 
 
-class Audit:
+class Check:
     """One check of one store. Raises ``MemstoreError`` only where the header cannot be read."""
 
     def __init__(self, store: BlockStore) -> None:

@@ -25,7 +25,7 @@ from shlex import quote
 
 from memstore.errors import DamagedError
 from memstore.memory.append import Deleting, moved
-from memstore.memory.checking import Audit, Finding
+from memstore.memory.checking import Check, Finding
 from memstore.memory.document import Document
 from memstore.memory.entry import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.hashes import HASHES_PER_RUN
@@ -154,14 +154,14 @@ def _dropped(state: DocumentState) -> int:
     return sum(len(common(part, state.live())) for part in dropped(state))
 
 
-Cure = Callable[[list[Finding], bool], "Iterable[Step]"]
+Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # of JSON that is damaged, or not what it should be
 _FIRST_AGAIN = 1000  # numbers left out where nobody knows which one was used last
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RepairStep:
     """One thing that a repair did, or would do."""
 
     message: str
@@ -175,7 +175,7 @@ class Step:
 class Repaired:
     """The outcome of a repair."""
 
-    steps: list[Step]
+    steps: list[RepairStep]
     left: list[Finding]
     """What is still wrong; after a dry run, everything that is."""
 
@@ -193,7 +193,7 @@ class Repair:
     def run(self, *, dry_run: bool, drop_blocks: bool = False) -> Repaired:
         """Repair as far as that is possible. Raises ``DamagedError`` where not even the keys can be walked."""
         cure = self._drops if drop_blocks else self._truncations
-        findings, steps = self._verify(), list[Step]()
+        findings, steps = self._verify(), list[RepairStep]()
         for _ in range(_ROUNDS):
             if any(finding.kind == "crash" for finding in findings):
                 raise DamagedError(
@@ -209,98 +209,104 @@ class Repair:
             findings = self._verify()
         return Repaired(steps=steps, left=findings)
 
-    def _round(self, findings: list[Finding], cure: Cure, dry_run: bool) -> list[Step]:
+    def _round(self, findings: list[Finding], cure: Cure, dry_run: bool) -> list[RepairStep]:
         """Put right what does not depend on anything else that is wrong."""
-        audit = Audit(self._shared.store)
-        audit.run()
+        check = Check(self._shared.store)
+        check.run()
         batch = Batch()
-        steps = [*self._numbers(batch, audit), *self._rules(batch), *self._entries(batch, audit)]
-        steps += self._branches(batch, audit)
+        steps = [*self._numbers(batch, check), *self._rules(batch), *self._entries(batch, check)]
+        steps += self._branches(batch, check)
         if steps:
             if not dry_run:
                 self._shared.store.write(batch)
                 self._shared.catalog.clear()
             return steps
-        steps = list(self._unknown(batch, audit.unknown))
+        steps = list(self._unknown(batch, check.unknown))
         if batch.deletes and not dry_run:
             self._shared.store.write(batch)
         return [*steps, *self._indexes(findings, dry_run), *cure(findings, dry_run)]
 
-    def _numbers(self, batch: Batch, audit: Audit) -> Iterator[Step]:
+    def _numbers(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
         """The number of the next document."""
-        last = max(audit.numbers, default=0)
+        last = max(check.numbers, default=0)
         try:
             if self._shared.next_document() > last:
                 return
         except _UNREADABLE:
             pass
         batch.put(NEXT_DOCUMENT, next_document_record(last + _FIRST_AGAIN))
-        yield Step(message=f"the number of the next document was lost; it will be {last + _FIRST_AGAIN}")
+        yield RepairStep(message=f"the number of the next document was lost; it will be {last + _FIRST_AGAIN}")
 
-    def _rules(self, batch: Batch) -> Iterator[Step]:
+    def _rules(self, batch: Batch) -> Iterator[RepairStep]:
         """Limits and pins: where they are damaged there are none."""
         try:
             self._shared.keeper.rules()
         except _UNREADABLE:
             for key in (KEEPING, *lost_keys(self._shared.store)):
                 batch.delete(key)
-            yield Step(message="the limit, pins and times to live were damaged and are gone; set them anew")
+            yield RepairStep(message="the limit, pins and times to live were damaged and are gone; set them anew")
 
-    def _entries(self, batch: Batch, audit: Audit) -> Iterator[Step]:
+    def _entries(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
         """Entries of documents that are damaged: all but the name follows from the token ids.
 
         What such a document shared with others, or wrote under another number, stood in its entry alone. So all token
         ids that no sound entry refers to become documents, one for each number under which there are some.
         """
-        if not audit.damaged_entries:
+        if not check.damaged_entries:
             return
-        names = {state.name for state in audit.documents.values()}
-        for number in sorted({*audit.damaged_entries, *audit.orphans}):
+        names = {state.name for state in check.documents.values()}
+        for number in sorted({*check.damaged_entries, *check.orphans}):
             name = next(name for n in count(number) if (name := f"recovered-{n}") not in names)
             names.add(name)
             entry = Address(number).entry
             batch.delete(entry, entry._replace(layer=MAX_LAYER, item=MAX_ITEM))  # where it may have come to lie
             state = told_by_tokens(self._shared, number, name)
             if state is None:
-                yield Step(message=f"document number {number} has a damaged entry and no token ids, so it is gone")
+                yield RepairStep(
+                    message=f"document number {number} has a damaged entry and no token ids, so it is gone"
+                )
             else:
                 batch.put(entry, state.to_record())
                 message = f"document number {number} had lost its entry, and with it its name: it is {name!r} now"
-                yield Step(message=message, document=name)
+                yield RepairStep(message=message, document=name)
 
-    def _branches(self, batch: Batch, audit: Audit) -> Iterator[Step]:
+    def _branches(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
         """What homes are branches of: the entry of the document that writes there says it too.
 
         Where there is no such document any more, the blocks that others share through it cannot be found.
         """
-        for number, facts in audit.lost_branches().items():
-            state = audit.documents[number]
+        for number, facts in check.lost_branches().items():
+            state = check.documents[number]
             home = number if state.home is None else state.home
             batch.put(Address(home).branch, Record.from_json(facts))
-            yield Step(message=f"where document {state.name!r} has its shared blocks was lost; its entry tells it")
+            yield RepairStep(
+                message=f"where document {state.name!r} has its shared blocks was lost; its entry tells it"
+            )
         written = {key for key, _ in batch.puts}
-        for home in sorted(audit.damaged_branches):
+        for home in sorted(check.damaged_branches):
             if Address(home).branch not in written:
                 batch.delete(Address(home).branch)
-                yield Step(message=f"where the blocks before those of number {home} lie was damaged: they are lost")
+                yield RepairStep(
+                    message=f"where the blocks before those of number {home} lie was damaged: they are lost"
+                )
 
-    def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[Step]:
+    def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[RepairStep]:
         """Values that nothing refers to."""
         for first, last in unknown:
             batch.delete(first, last)
         if unknown:
-            yield Step(message=f"values that no document refers to were removed, in {len(unknown)} places")
+            yield RepairStep(message=f"values that no document refers to were removed, in {len(unknown)} places")
 
-    def _indexes(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
+    def _indexes(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Kept indexes that are damaged: they are built anew, so they go."""
         if all(finding.kind != "index" for finding in findings):
             return  # to find out again which ones would mean to read them all
         for path, _ in damaged(folder_of(folder(self._shared.url))):
             if not dry_run:
                 remove(path)
-            yield Step(message=f"the kept index {path.stem} was damaged; it is built anew where it is wanted")
+            yield RepairStep(message=f"the kept index {path.stem} was damaged; it is built anew where it is wanted")
 
-    def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
+    def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Cut each document where its first unsound block is."""
         size = self._shared.spec.block_size
         ends: dict[str, int] = {}
@@ -314,16 +320,16 @@ class Repair:
                 document.truncate(keep)
             lost = before - min(before, keep * size)
             message = f"document {name!r} ends before block {keep} now: {before - lost} tokens stay, {lost} are lost"
-            yield Step(message=message, document=name, tokens_lost=lost)
+            yield RepairStep(message=message, document=name, tokens_lost=lost)
 
-    def _drops(self, findings: list[Finding], dry_run: bool) -> Iterator[Step]:
+    def _drops(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Take out of each document its unsound blocks, at its end by cutting it."""
         store, names = self._shared.store, losses(findings, self._shared.spec.block_size)
         numbers = {n: state.name for n in self._shared.documents() if (state := self._shared.state(n)) is not None}
         lost = {number: names[name] for number, name in numbers.items() if name in names}
         for number in (number for number, loss in lost.items() if loss.hashes):
             message = f"document {numbers[number]!r} goes on without hashes of its history: its text is not reused"
-            yield Step(message=message, document=numbers[number])
+            yield RepairStep(message=message, document=numbers[number])
         if not dry_run:
             store.write(without_hashes(self._shared, lost))
         done = outcomes(self._shared, lost)
@@ -332,7 +338,7 @@ class Repair:
         for number, outcome in done.items():
             blocks, tokens, stay = outcome.blocks, outcome.tokens, outcome.stay
             message = f"document {numbers[number]!r} goes on without {blocks} damaged blocks: {tokens} tokens are lost"
-            yield Step(message=f"{message}, {stay} stay", document=numbers[number], tokens_lost=tokens)
+            yield RepairStep(message=f"{message}, {stay} stay", document=numbers[number], tokens_lost=tokens)
 
 
 def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from shlex import quote
 
 from memstore.errors import MemstoreError
-from memstore.memory.checking import Audit, Finding
+from memstore.memory.checking import Check, Finding
 from memstore.memory.urls import folder, open_unchecked
 from memstore.store.contract import BlockStore
 
@@ -31,7 +31,7 @@ def check(store: BlockStore) -> list[Finding]:
     for _ in range(_ATTEMPTS):
         version = store.version()
         try:
-            findings = Audit(store).run()
+            findings = Check(store).run()
         except MemstoreError as error:
             return [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
         # A writer may have moved on in the middle: then values of different commits were compared.

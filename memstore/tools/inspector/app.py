@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 MOST_BYTES = 65_536
-Answer = Callable[["Asked"], Mapping[str, Any]]
+Answer = Callable[["PageQuery"], Mapping[str, Any]]
 
 
 class Inspector:
@@ -137,7 +137,7 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-class Asked:
+class PageQuery:
     """What a request asks for, checked."""
 
     def __init__(self, path: Mapping[str, Any], query: Mapping[str, str]) -> None:
@@ -195,7 +195,7 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
 
     def endpoint(request: Request) -> Response:
         try:
-            return _json(answer(Asked(request.path_params, request.query_params)))
+            return _json(answer(PageQuery(request.path_params, request.query_params)))
         except MemstoreError as error:
             return _failed(error)
         except FileNotFoundError:
