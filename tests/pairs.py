@@ -35,8 +35,13 @@ def each(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
     """Every value of every dimension, but as few instances as the longest dimension has: the others take turns."""
     most = max(len(values) for values in dimensions.values())
     cases = list(zip(*(islice(cycle(values), most) for values in dimensions.values()), strict=True))
-    return pytest.mark.parametrize(",".join(dimensions), cases, ids=str)
+    return pytest.mark.parametrize(",".join(dimensions), cases, ids=_name)
 
 
 def _pairs(row: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     return [(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)]
+
+
+def _name(value: Any) -> str:
+    """The same in every process: a function by its name, not by its address."""
+    return str(getattr(value, "__name__", value))
