@@ -143,7 +143,7 @@ def members(inner: Check, most: int) -> Check:
         if not isinstance(value, Mapping) or len(value) > most:
             _unfit(at, f"an object of up to {most:,} members", value)
         for name, each in value.items():
-            inner(each, f"{at}[{reprlib.repr(name)}]")
+            inner(each, f"{at}[{name if len(name) <= 30 else reprlib.repr(name)}]")
 
     return check
 

@@ -28,7 +28,7 @@ from memstore.memory.entry import (
 from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
 from memstore.memory.places import Home, Homes, Places, common, lacking, merged
 from memstore.memory.rules import Keeping
-from memstore.memory.spec import Header, block_layouts, fits_in, plain_layouts, read_header, run_layout, token_layout
+from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped, present
 from memstore.store.contract import MAX_DOCUMENT, BlockStore, Key, Layout, Record, Scanned, Table
 from memstore.stored import fit
@@ -83,6 +83,7 @@ class Check:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._header: Header = read_header(store, "this one")
+        self._room = Room(store, self._header.spec)
         self.documents: dict[int, DocumentState] = {}
         """What the entries say that are sound, by the documents' numbers."""
         self.damaged_entries: set[int] = set()
@@ -207,7 +208,7 @@ class Check:
                 return self._meta_problem(key, records)
             case Table.DOCUMENTS:
                 state = DocumentState.from_record(records[0])
-                if not fits_in(self._store, self._header.spec, state):
+                if not self._room.holds(state):
                     return f"{state.tokens:,} tokens in {state.blocks:,} blocks are more than the whole memory holds"
                 self.documents[key.document] = state
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ class Document:
     @property
     def reading(self) -> dict[str, Any] | None:
         """What was given to the first ``append``: how the states were computed."""
-        return self._handle.current().reading
+        return deepcopy(self._handle.current().reading)
 
     def append(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> Append:
         """Add ``tokens [t]`` and their states, in one transaction when the body of ``with`` is left.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from memstore.errors import DamagedError, ForeignMemory
 from memstore.store.contract import Key, Record, Table
-from memstore.stored import anything, array, fit, maybe, members, ranges, row, table, text, whole
+from memstore.stored import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
 
 LAST_DOCUMENT = 2**32 - 2
 LAST_ITEM = 2**32 - 1
@@ -107,25 +108,31 @@ class DocumentState:
 
     def to_record(self) -> Record:
         """As stored: what not every document has is left out, so that plain entries stay as they always were."""
-        plain = asdict(DocumentState(name=self.name))
-        values = asdict(self)
-        return Record.from_json({key: values[key] for key in values if key in _ALWAYS or values[key] != plain[key]})
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return Record.from_json(
+            {name: value for name, (value, default) in values.items() if name in _ALWAYS or value != default}
+        )
 
     @classmethod
     def from_record(cls, record: Record) -> DocumentState:
         """The inverse of ``to_record``. Raises ``DamagedError`` and ``ForeignMemory``."""
-        values = fit(record.to_json(), ENTRY, "the entry of a document")
-        if unknown := set(values) - set(cls.__dataclass_fields__):
-            raise ForeignMemory(
-                f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
-            )
-        spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
-        dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))
-        branch = values.pop("branch", None)
-        if branch is not None:
-            parent, stop = map(int, branch)
-            branch = parent, stop
-        return cls(**values, branch=branch, spans=spans, dropped=dropped)
+        return _state(record.payload.tobytes())
+
+
+@lru_cache(256)  # each use after a commit reads the entry again, which is mostly what it was
+def _state(entry: bytes) -> DocumentState:
+    values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
+    if unknown := set(values) - {each.name for each in fields(DocumentState)}:
+        raise ForeignMemory(
+            f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
+        )
+    spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
+    dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))
+    branch = values.pop("branch", None)
+    if branch is not None:
+        parent, stop = map(int, branch)
+        branch = parent, stop
+    return DocumentState(**values, branch=branch, spans=spans, dropped=dropped)
 
 
 _NUMBER, _BLOCK = whole(0, LAST_DOCUMENT), whole(0, LAST_BLOCK)

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,11 +77,14 @@ class IndexFiles:
 
     def __init__(self, folder: Path | None, spec: MemorySpec, kind: str, *, writable: bool) -> None:
         self._folder = folder
-        self._spec = _digest(spec.to_dict())
-        self._fingerprint = spec.fingerprint
+        self._memory_spec = spec
         self._kind = kind
         self.writable = writable and folder is not None
         """Whether ``save`` keeps anything."""
+
+    @cached_property
+    def _spec(self) -> str:
+        return _digest(self._memory_spec.to_dict())
 
     def load(self, index: VectorIndex, source: Source, blocks: range) -> tuple[range, Mapping[str, Any]] | None:
         """Fill ``index`` from a file and say which of the complete ``blocks`` it holds, and its facts; None: from none.
@@ -165,7 +169,7 @@ class IndexFiles:
         state = source.state
         if state.digest is None:
             return None
-        return hash_before(source.history, source.places, state, stop, self._fingerprint).hex()
+        return hash_before(source.history, source.places, state, stop, self._memory_spec.fingerprint).hex()
 
     def _fits(self, about: Mapping[str, Any], source: Source, blocks: range) -> bool:
         """Whether the landmarks of a file are those of the store, of blocks that are complete now."""

@@ -149,10 +149,10 @@ class Memory:
         Raises ``InvalidArgument`` for a bad name, and ``NotFound`` where nothing can be made (mode "r").
         """
         _check_name(name)
-        if self._read_only and self._shared.catalog.find(name) is None:
-            raise self._no_document(name)
         document = self._document(name)
-        if self._read_only and document.id is None:  # forgotten since it was found
+        if self._read_only and document.id is None:
+            with self._lock:
+                self._documents.pop(name, None)
             raise self._no_document(name)
         return document
 

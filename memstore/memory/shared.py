@@ -19,7 +19,7 @@ from memstore.memory.history import history_runs
 from memstore.memory.index_files import IndexFiles
 from memstore.memory.places import Catalog, Homes, Places, catalog_of
 from memstore.memory.rules import Keeper
-from memstore.memory.spec import MemorySpec, block_layouts, fits_in
+from memstore.memory.spec import MemorySpec, Room, block_layouts
 from memstore.memory.tensors import LandmarkRuns, Runs, index_dtype
 from memstore.store.contract import BlockStore, Layout, Record
 from memstore.stored import fit
@@ -114,17 +114,21 @@ class Shared:
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
         state = self._stored_state(document)
-        if state is None or fits_in(self.store, self.spec, state):
+        if state is None or self._room.holds(state):
             return state
         # Between the two looks a writer may have forgotten it, and its bytes with it.
         state = self._stored_state(document)
-        if state is None or fits_in(self.store, self.spec, state):
+        if state is None or self._room.holds(state):
             return state
         raise DamagedError(
             f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks are "
             "more than the whole memory holds; run verify",
             memory=self.url,
         )
+
+    @cached_property
+    def _room(self) -> Room:
+        return Room(self.store, self.spec)
 
     def _stored_state(self, document: int) -> DocumentState | None:
         records = self.store.get(Address(document).entry)

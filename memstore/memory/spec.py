@@ -7,6 +7,7 @@ Layouts of the values of a memory, all of which follow from its spec.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import prod
@@ -253,19 +254,28 @@ def run_layout(spec: MemorySpec, blocks: int) -> Layout:
     return Layout("uint8" if bits else spec.key_dtype, (blocks, spec.key_heads, spec.keys_per_block, numbers))
 
 
-def fits_in(store: BlockStore, spec: MemorySpec, state: DocumentState) -> bool:
+class Room:
     """Whether a store is large enough for what an entry says that a document has, each block of which lies in it once.
 
-    Otherwise whoever counts to the entry's numbers, or makes room for its blocks, could be kept busy for ever. Raises
-    ``DamagedError`` for an entry that contradicts itself.
+    Otherwise whoever counts to the entry's numbers, or makes room for its blocks, could be kept busy for ever.
     """
-    if not store.capabilities.durable:  # then this very process wrote it
-        return True
-    state.check()
-    complete = len(state.complete(spec.block_size)) - sum(stop - start for start, stop in state.dropped)
-    blocks = max(complete, len(state.live()) - len(state.complete(spec.block_size)))
-    needed = blocks * spec.layers * sum(layout.nbytes for layout in block_layouts(spec))
-    return needed <= BELIEVED_BYTES or needed <= store.used_bytes()
+
+    def __init__(self, store: BlockStore, spec: MemorySpec) -> None:
+        self._store = store
+        self._block_size = spec.block_size
+        self._bytes = spec.layers * sum(layout.nbytes for layout in block_layouts(spec))
+        # What this very process wrote need not be doubted.
+        self._believed = BELIEVED_BYTES if store.capabilities.durable else math.inf
+
+    def holds(self, state: DocumentState) -> bool:
+        """Whether there is room for a document. Raises ``DamagedError`` for an entry that contradicts itself."""
+        state.check()
+        full = len(state.complete(self._block_size))
+        needed = self._bytes * max(full - sum(stop - start for start, stop in state.dropped), len(state.live()) - full)
+        if needed > self._believed:
+            # Twice, so that a document that grows is not compared with the store at each append.
+            self._believed = max(self._believed, 2 * self._store.used_bytes())
+        return needed <= self._believed
 
 
 def blocks_per_run(spec: MemorySpec) -> int:

@@ -48,10 +48,12 @@ _KINDS = {
 
 def check_names(folder: Path) -> None:
     """Raise ``NotAMemory`` where a name of ours in the folder of a memory is no file, or no folder, of its own."""
-    for name in FILES:
-        find(folder / name)
-    for name in FOLDERS:
-        find(folder / name, stat.S_IFDIR)
+    for kind, names in {stat.S_IFREG: FILES, stat.S_IFDIR: FOLDERS}.items():
+        for name in names:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                facts = os.lstat(f"{folder}/{name}")  # each opening does this, and making a Path takes longer
+                if stat.S_IFMT(facts.st_mode) != kind:
+                    _check(folder / name, facts, kind)
 
 
 def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:

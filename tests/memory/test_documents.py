@@ -388,7 +388,7 @@ def test_reading_only_forbids_every_change(tmp_path: Any) -> None:
             lambda: memory.put_info("a", 1),
             lambda: memory.put_arrays("a", {}),
         ):
-            with pytest.raises(ReadOnlyMemory, match="mode 'a'"):
+            with pytest.raises(ReadOnlyMemory, match="mode='a'"):
                 act()
         with pytest.raises(NotFound, match=r"has no document 'b'; it has 'a'"):
             memory.document("b")

@@ -137,9 +137,11 @@ class _Check:
         starts, lengths = starts[order], lengths[order]
         taken = np.append(starts[1:], self._last + 1) - starts
         longer = (taken != lengths).nonzero()[0]
-        large = np.isin(starts[longer], np.concatenate([*met.big, np.empty(0, np.int64)]))
-        said = [self._pages_of(number) for number in starts[longer[large]].tolist()]
-        good = large.all() and (taken[longer] > lengths[longer]).all() and said == taken[longer].tolist()
+        good: bool | np.bool_ = True
+        if len(longer):  # which is rare, and to look for them among all large values takes long
+            large = np.isin(starts[longer], np.concatenate([*met.big, np.empty(0, np.int64)]))
+            said = [self._pages_of(number) for number in starts[longer[large]].tolist()]
+            good = large.all() and (taken[longer] > lengths[longer]).all() and said == taken[longer].tolist()
         spare = int((taken - lengths).sum())
         _require(bool(good) and spare == met.spare, "its pages overlap or are lost")
 
