@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,6 @@ from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.places import common
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
-
-if TYPE_CHECKING:
-    from memstore.memory.document import Document
-
 
 TRANSACTION_BYTES = 64 << 20
 """States that are copied in one transaction; at least one block of all layers."""
@@ -50,8 +46,18 @@ class CopyResult:
     """Tokens that were copied; the others were there, or are shared with a document that a fork was made of."""
 
 
-def copy_document(source: Document, memory: Memory, name: str, advance: Callable[[int], None]) -> Document:
-    """See ``Document.copy_to``; ``advance`` is told how many tokens more have been copied."""
+def copy_document(
+    source: Document, memory: Memory, name: str, advance: Callable[[int], None] = lambda _: None
+) -> Document:
+    """Copy a document to ``memory``, in transactions of bounded size; everything is verified on the way.
+
+    A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as a
+    router, are copied too; a pin and a time to live are not. Where both memories have the same codec, not a bit
+    changes. Where they differ, states are decoded and encoded anew, and what one codec lost is not brought back by
+    another. ``advance`` is told how many tokens more have been copied. Raises ``ForeignMemory`` where the memories were
+    made for different models, layouts or routers, ``InvalidArgument`` where another text has this name,
+    ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+    """
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)

@@ -7,24 +7,47 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
+from memstore.index import IndexCapabilities
 from memstore.memory.append import Append, Tokens, as_tokens, forking, truncation
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
 from memstore.memory.rules import Keeping
 from memstore.memory.shared import Handle, Shared, next_document_record
-from memstore.memory.spec import token_layout
+from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.tensors import Rows, from_record
 from memstore.memory.view import LayerView
 from memstore.store.contract import Batch
 
-if TYPE_CHECKING:
-    from memstore.memory.memory import Memory
+
+class Container(Protocol):
+    """The memory that a document is in, as far as a document needs it: see ``Memory``, which is one."""
+
+    @property
+    def spec(self) -> MemorySpec:
+        """Its layout."""
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+
+    @property
+    def index_capabilities(self) -> IndexCapabilities:
+        """What its vector indexes can do."""
+
+    def document(self, name: str) -> Document:
+        """A document of it."""
+
+    def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
+        """The document that holds most first blocks of ``tokens``, and how many."""
+
+    def share_facts(self, other: Any) -> None:
+        """Give another memory the named arrays and facts that it lacks."""
 
 
 class Document:
@@ -33,7 +56,7 @@ class Document:
     One thread may append while others search and gather. Raises ``NotFound`` once the document was forgotten.
     """
 
-    def __init__(self, shared: Shared, name: str, memory: Memory) -> None:
+    def __init__(self, shared: Shared, name: str, memory: Container) -> None:
         self.name = name
         self._shared = shared
         self._memory = memory
@@ -55,7 +78,7 @@ class Document:
         return True
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Container:
         """The memory that it is in."""
         return self._memory
 
@@ -214,19 +237,6 @@ class Document:
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.store.write(batch)
         return child
-
-    def copy_to(self, memory: Memory, name: str) -> Document:
-        """Copy this document to ``memory``, in transactions of bounded size; everything is verified on the way.
-
-        A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as
-        a router, are copied too; a pin and a time to live are not. Where both memories have the same codec, not a bit
-        changes. Where they differ, states are decoded and encoded anew, and what one codec lost is not brought back by
-        another. Raises ``ForeignMemory`` where the memories were made for different models, layouts or routers,
-        ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
-        """
-        from memstore.memory.copy import copy_document
-
-        return copy_document(self, memory, name, lambda _: None)
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
         """Store a new document that has nothing in it yet, of which blocks below ``first`` have left already.

@@ -19,7 +19,7 @@ from memstore.memory import verify
 from memstore.memory.append import Deleting, Tokens, as_tokens
 from memstore.memory.blocks import BlockReader
 from memstore.memory.checking import Finding
-from memstore.memory.document import Document
+from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.hashes import beginning
 from memstore.memory.history import chain, known_prefix
@@ -471,7 +471,7 @@ def _check_name(name: object) -> None:
         raise InvalidArgument(f"the name of a document is a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {found}.")
 
 
-def check_same(spec: MemorySpec, memory: Shared | Memory) -> None:
+def check_same(spec: MemorySpec, memory: Shared | Container) -> None:
     """Raise ``ForeignMemory`` unless ``memory`` was made for ``spec``."""
     if differences := spec.differences(memory.spec):
         raise ForeignMemory(

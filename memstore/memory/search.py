@@ -17,6 +17,7 @@ from memstore.errors import InvalidArgument
 from memstore.index.checks import check_numbers
 from memstore.memory.document import Document
 from memstore.memory.memory import Memory
+from memstore.memory.spec import MemorySpec
 
 AT_ONCE = 1 << 22
 """Scores held at a time, 4 bytes each: a memory of single tokens has many keys in a block, all of which may ask."""
@@ -38,7 +39,7 @@ def search_vectors(documents: Sequence[Document], queries: Tensor, top_k: int, *
     score is the mean over heads and ``T``. Raises ``InvalidArgument`` and ``DamagedError``.
     """
     for document in documents:
-        _check(document.memory, queries, top_k)
+        _check(document.memory.spec, queries, top_k)
     return best(((document, *_scored(document, queries.float(), layer)) for document in documents), top_k)
 
 
@@ -72,8 +73,7 @@ def check_layer(memory: Memory, layer: int | None) -> int:
     return layers[-1] if layer is None else layer
 
 
-def _check(memory: Memory, queries: Tensor, top_k: int) -> None:
-    spec = memory.spec
+def _check(spec: MemorySpec, queries: Tensor, top_k: int) -> None:
     if queries.dim() != 3 or queries.shape[-1] != spec.key_dim or not len(queries) or len(queries) % spec.key_heads:
         raise InvalidArgument(
             f"expected queries [H, T, {spec.key_dim}] with H a multiple of {spec.key_heads}, the key heads of the "

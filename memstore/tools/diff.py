@@ -83,17 +83,18 @@ def _document(each: DocumentDifference, ours: Memory, theirs: Memory) -> dict[st
     sides = None
     if not each.tokens_a == each.tokens_b == each.common_tokens:
         pairs = (ours.document(each.name_a), theirs.document(each.name_b))
-        sides = [_side(document, each.common_tokens) for document in pairs]
+        memories = (ours, theirs)
+        sides = [_side(*both, each.common_tokens) for both in zip(memories, pairs, strict=True)]
     return asdict(each) | {"same": each.same, "first_difference": sides}
 
 
-def _side(document: Document, token: int) -> dict[str, Any] | None:
+def _side(memory: Memory, document: Document, token: int) -> dict[str, Any] | None:
     """The block in which two texts begin to differ, as one of them has it; None where it has ended before."""
-    block = token // document.memory.spec.block_size
+    block = token // memory.spec.block_size
     if token >= len(document) or not document.present(range(block, block + 1)):
         return None
     ids = document.tokens(block).tolist()
-    text, missing = decode(document.memory, ids)
+    text, missing = decode(memory, ids)
     return {"block": block, "token": token, "token_ids": ids, "text": text, "text_missing": missing}
 
 

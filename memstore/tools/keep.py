@@ -268,7 +268,7 @@ def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
         memstore copy notes.mem zarr:archive
         memstore copy notes.mem small.mem --codec int8
 
-    In Python: memstore.copy, or memstore.Document.copy_to for one document.
+    In Python: memstore.copy, or memstore.memory.copy.copy_document for one document.
     """
     try:
         result = memstore.copy(source, target, codec=codec, progress=True)

@@ -17,7 +17,7 @@ import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index import ExactIndex, auto, cluster_index, codes, faiss
-from memstore.memory import Document, layer_index
+from memstore.memory import Document, Memory, layer_index
 from memstore.models import drt, landmark, memorizing
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 
 class Session(NamedTuple):
     """A model with a memory that is searched by some index."""
 
+    memory: Memory
     document: Document
     read: Callable[[Tensor], object]
     logits: Callable[[], Tensor]
@@ -58,7 +59,7 @@ def _with_reader(model: Any, reader: Any) -> Iterator[Session]:
         return list(generate(model, QUESTION[None], past_key_values=reader.cache(), **options)[0, -NEW:].tolist())
 
     with reader:
-        yield Session(reader.document, reader.read, logits, answer)
+        yield Session(reader.memory, reader.document, reader.read, logits, answer)
 
 
 @contextmanager
@@ -100,7 +101,7 @@ def attached(folder: Path, index: str, share: Any = "model") -> Iterator[Session
         def answer() -> list[int]:
             return list(generate(model, QUESTION[None], max_new_tokens=NEW, do_sample=False)[0, -NEW:].tolist())
 
-        yield Session(memory.memories[0].document("text"), memory.read, logits, answer)
+        yield Session(memory.memories[0], memory.memories[0].document("text"), memory.read, logits, answer)
 
 
 @contextmanager
@@ -148,17 +149,17 @@ def indexes_of_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def searched_and_built(session: Session) -> None:
     """Some searches, which indexes learn from or are judged by; then indexes of all layers, as far as the text goes."""
-    spec, generator = session.document.memory.spec, torch.Generator().manual_seed(0)
+    spec, generator = session.memory.spec, torch.Generator().manual_seed(0)
     for layer in spec.index_layers:
         for _ in range(20):
             queries = torch.randn(spec.key_heads, 1, spec.key_dim, generator=generator)
             session.document.layer(layer).search(queries, 2)
-    session.document.memory.build_indexes()
+    session.memory.build_indexes()
 
 
 def at_work(session: Session, index: str) -> bool:
     """Whether the indexes that were named hold blocks in what makes them another index than the exact one."""
-    facts = session.document.memory.stats()["indexes"]
+    facts = session.memory.stats()["indexes"]
     part = {"faiss": "blocks_in_faiss", "clusters": "lists"}.get(index.partition(":")[0], "kind")
     return all(each[part] for each in facts)
 
@@ -223,8 +224,8 @@ def test_an_index_that_misses_blocks_gives_answers_all_the_same(family: Family, 
         assert len(answer) == NEW
         assert all(0 <= token < 256 for token in answer)
         assert session.answer() == answer, "the index has not changed, so neither has what it finds"
-        assert all(0 < each["recall"] <= 1 for each in session.document.memory.stats()["indexes"])
-        assert session.document.memory.verify() == []
+        assert all(0 < each["recall"] <= 1 for each in session.memory.stats()["indexes"])
+        assert session.memory.verify() == []
     with family(tmp_path / "m", index) as session:
         assert session.answer() == answer
 
@@ -296,7 +297,7 @@ def test_milvus_under_a_model_that_scores_every_block_is_refused(family: Family,
 def test_milvus_keeps_nothing_of_what_was_truncated_or_forgotten(tmp_path: Path) -> None:
     pytest.importorskip("milvus_lite", reason="the embedded engine of Milvus is not installed")
     with with_drt(tmp_path / "m", f"milvus:{tmp_path}/landmarks.db") as session:
-        memory = session.document.memory
+        memory = session.memory
         read(session)
         searched_and_built(session)
         with memstore.open(tmp_path / "m", mode="r") as other:

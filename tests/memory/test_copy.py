@@ -16,6 +16,7 @@ import torch
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory import Document, Memory, copy, verify
+from memstore.memory.copy import copy_document
 from memstore.memory.entry import Address
 from memstore.memory.spec import CODECS
 from memstore.memory.tensors import as_stored
@@ -39,12 +40,12 @@ def small_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_document_goes_to_another_memory(make_memory: MakeMemory, length: int) -> None:
     one, other = make_memory(), make_memory()
     append(one.document("text"), TEXT[:length])
-    made = one.document("text").copy_to(other, "copied")
+    made = copy_document(one.document("text"), other, "copied")
     assert made is other.document("copied")
     check_content(made, TEXT[:length])
     assert made.digest == one.document("text").digest
     append(one.document("text"), TEXT[length:])
-    check_content(one.document("text").copy_to(other, "copied"), TEXT)
+    check_content(copy_document(one.document("text"), other, "copied"), TEXT)
     assert other.verify() == []
 
 
@@ -52,7 +53,7 @@ def test_a_document_goes_to_another_memory(make_memory: MakeMemory, length: int)
 def test_landmarks_are_copied_as_they_are(make_memory: MakeMemory, key_dtype: str) -> None:
     one, other = make_memory(key_dtype=key_dtype), make_memory(key_dtype=key_dtype)
     append(one.document("text"), TEXT)
-    made = one.document("text").copy_to(other, "text")
+    made = copy_document(one.document("text"), other, "text")
     for layer in (0, 2):
         expected = one.document("text").layer(layer).landmarks(range(10))
         assert torch.equal(made.layer(layer).landmarks(range(10)), expected)
@@ -61,7 +62,7 @@ def test_landmarks_are_copied_as_they_are(make_memory: MakeMemory, key_dtype: st
 def test_a_document_that_has_lost_its_first_blocks_is_copied(make_memory: MakeMemory) -> None:
     one, other = make_memory(capacity=4), make_memory(capacity=4)
     append(one.document("text"), TEXT[:-1])
-    check_content(one.document("text").copy_to(other, "text"), TEXT[:-1])
+    check_content(copy_document(one.document("text"), other, "text"), TEXT[:-1])
     assert other.verify() == []
     append(other.document("text"), TEXT[-1:])
     check_content(other.document("text"), TEXT)
@@ -80,12 +81,12 @@ def test_a_copy_that_died_is_sound_and_goes_on(make_memory: MakeMemory, monkeypa
 
     monkeypatch.setattr(copy, "_copy_blocks", dying)
     with pytest.raises(KeyboardInterrupt):
-        one.document("text").copy_to(other, "text")
+        copy_document(one.document("text"), other, "text")
     begun = len(other.document("text"))
     assert 0 < begun < len(TEXT)
     check_content(other.document("text"), TEXT[:begun])
     assert other.verify() == []
-    check_content(one.document("text").copy_to(other, "text"), TEXT)
+    check_content(copy_document(one.document("text"), other, "text"), TEXT)
 
 
 def test_what_does_not_go_together_is_refused(make_memory: MakeMemory) -> None:
@@ -93,15 +94,15 @@ def test_what_does_not_go_together_is_refused(make_memory: MakeMemory) -> None:
     append(one.document("text"), TEXT)
     append(other.document("text"), TEXT[1:9])
     with pytest.raises(InvalidArgument, match="no beginning of document 'text'"):
-        one.document("text").copy_to(other, "text")
+        copy_document(one.document("text"), other, "text")
     with pytest.raises(InvalidArgument, match="another name"):
-        one.document("text").copy_to(one, "text")
+        copy_document(one.document("text"), one, "text")
     with pytest.raises(ForeignMemory, match="weights"):
-        one.document("text").copy_to(make_memory(fingerprint=make_fingerprint(weights="other")), "text")
+        copy_document(one.document("text"), make_memory(fingerprint=make_fingerprint(weights="other")), "text")
     one.put_arrays("router", {"mean": torch.ones(3)})
     other.put_arrays("router", {"mean": torch.zeros(3)})
     with pytest.raises(ForeignMemory, match="other arrays under the name 'router'"):
-        one.document("text").copy_to(other, "new")
+        copy_document(one.document("text"), other, "new")
 
 
 def test_damage_is_not_copied(make_memory: MakeMemory) -> None:
@@ -111,7 +112,7 @@ def test_damage_is_not_copied(make_memory: MakeMemory) -> None:
     batch.delete(Address(1).block(1, 7))
     one._shared.store.write(batch)
     with pytest.raises(DamagedError, match="document 'text', layer 1, block 7"):
-        one.document("text").copy_to(other, "text")
+        copy_document(one.document("text"), other, "text")
     check_content(other.document("text"), TEXT[: len(other.document("text"))])
 
 
@@ -207,13 +208,13 @@ def test_a_copy_grows_like_what_it_was_made_of(make_memory: MakeMemory, codec: s
     one, other = make_memory(codec=codec), make_memory(codec=codec)
     states = states_of(5 * S)
     append_states(one.document("text"), 3 * S + 1, states)
-    one.document("text").copy_to(other, "text")
+    copy_document(one.document("text"), other, "text")
     for memory in (one, other):
         append_states(memory.document("text"), S, states)
     same_bits(one.document("text"), other.document("text"))
-    one.document("text").copy_to(other, "text")
+    copy_document(one.document("text"), other, "text")
     append_states(one.document("text"), 2, states)
-    same_bits(one.document("text"), one.document("text").copy_to(other, "text"))
+    same_bits(one.document("text"), copy_document(one.document("text"), other, "text"))
     assert other.verify() == []
 
 
@@ -275,7 +276,7 @@ def test_a_last_block_that_grows_meanwhile_is_read_again(
 
     append_states(source, 2 * S + 2, states)
     monkeypatch.setattr(copy, "_read", reading)
-    same_bits(source, source.copy_to(other, "text"))
+    same_bits(source, copy_document(source, other, "text"))
     assert grown
 
 
@@ -298,7 +299,7 @@ def test_a_source_that_loses_blocks_meanwhile_is_an_error(
     monkeypatch.setattr(copy, "_copy_blocks", losing)
     words = "was truncated while it was copied" if change == "truncate" else "lost its blocks below 6 while it was"
     with pytest.raises(InvalidArgument, match=words):
-        source.copy_to(other, "text")
+        copy_document(source, other, "text")
 
 
 COPIED = """

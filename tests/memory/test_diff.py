@@ -9,7 +9,7 @@ import torch
 
 import memstore
 from memstore.memory import Document, Memory, copy
-from memstore.memory.copy import compare_documents, compare_memories
+from memstore.memory.copy import compare_documents, compare_memories, copy_document
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import (
     LAYERS,
@@ -39,7 +39,7 @@ def test_a_memory_is_the_same_as_its_copy(make_memory: MakeMemory) -> None:
     append(one.document("whale").fork("draft", 3), TEXT[:5])
     assert not compare_memories(one, other).same
     for document in one.documents():
-        document.copy_to(other, document.name)
+        copy_document(document, other, document.name)
     heard: list[int] = []
     found = compare_memories(one, other, heard.append)
     assert found.same

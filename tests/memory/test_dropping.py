@@ -11,6 +11,7 @@ import torch
 import memstore
 from memstore.errors import NotFound
 from memstore.memory import Document, Memory
+from memstore.memory.copy import copy_document
 from memstore.memory.entry import Address
 from memstore.store import Table
 from memstore.store.contract import Batch, Key
@@ -202,11 +203,11 @@ def test_a_copy_lacks_the_same_blocks(make_memory: MakeMemory, tmp_path: Path) -
     append(memory.document("whale"), TOKENS)
     lose(memory, 0, 3, 4)
     with memstore.open(tmp_path / "copy", spec=make_spec()) as other:
-        memory.document("whale").copy_to(other, "whale")
+        copy_document(memory.document("whale"), other, "whale")
         check_without(other.document("whale"), TOKENS, [0, 3, 4])
         assert other.verify() == []
         append(memory.document("whale"), random_tokens(S, 8))
-        memory.document("whale").copy_to(other, "whale")
+        copy_document(memory.document("whale"), other, "whale")
         check_without(other.document("whale"), torch.cat([TOKENS, random_tokens(S, 8)]), [0, 3, 4])
 
 
@@ -214,11 +215,11 @@ def test_a_search_that_was_open_does_not_find_what_a_copy_passes_over(make_memor
     source, target = make_memory(), make_memory()
     tokens = random_tokens(8 * S, 9)
     append(source.document("whale"), tokens[: 3 * S])
-    copied = source.document("whale").copy_to(target, "whale")
+    copied = copy_document(source.document("whale"), target, "whale")
     check_without(copied, tokens[: 3 * S], [])
     append(source.document("whale"), tokens[3 * S :])
     lose(source, 4)
-    source.document("whale").copy_to(target, "whale")
+    copy_document(source.document("whale"), target, "whale")
     check_without(copied, tokens, [4])
 
 

@@ -11,7 +11,7 @@ import pytest
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import Memory
-from memstore.memory.copy import copy_memory
+from memstore.memory.copy import copy_document, copy_memory
 from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
 from memstore.memory.rules import DAY, Rules
@@ -188,7 +188,7 @@ def test_forks_and_copies_of_one_document_are_free(make_memory: MakeMemory) -> N
     fill(one, "whale")
     one.document("whale").pin()
     one.document("whale").expire(DAY)
-    made = [one.document("whale").fork("fork"), one.document("whale").copy_to(other, "copy")]
+    made = [one.document("whale").fork("fork"), copy_document(one.document("whale"), other, "copy")]
     assert [(document.pinned, document.expires) for document in made] == [(False, None)] * 2
     assert one.rules().pinned == ("whale",)
 
