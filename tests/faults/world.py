@@ -26,7 +26,8 @@ from memstore.memory import rules
 from memstore.memory.spec import Fingerprint
 from memstore.memory.urls import is_path, open_store
 from memstore.memory.verify import check
-from memstore.store import LmdbStore, zarr
+from memstore.store import LmdbStore
+from memstore.store.zarr import store as zarr
 
 
 def _zarr(folder: Path) -> str:

@@ -17,7 +17,8 @@ from memstore.memory import Finding, Memory, layer_index, verify
 from memstore.memory.export import export_memory, export_table
 from memstore.memory.interchange import import_memory
 from memstore.memory.urls import Mode, open_unchecked
-from memstore.store import paths, zarr
+from memstore.store import paths
+from memstore.store.zarr import store as zarr
 from memstore.testing.indexes import small_integers
 from tests.memory.helpers import KEY_DIM, G, append, check_content, make_spec, random_tokens
 from tests.memory.test_traces import record
