@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, ForeignMemory, NotFound
-from memstore.store.contract import MAX_DIMENSIONS, Bytes, Key, Layout, Record, Table, describe
+from memstore.store.contract import MAX_DIMENSIONS, Bytes, Key, Layout, Record, Scanned, Table, describe
 
 MAGIC = b"MSTR"
 VERSION = 1
@@ -185,6 +185,20 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
         records.append(record)
         count = header.records
     return tuple(records), start
+
+
+def scan_value(view: memoryview, key: Key) -> Scanned:
+    """What a store's ``scan`` says about the value of ``key`` that ``view`` is."""
+    try:
+        records, _ = decode_value(view, 0, key)
+    except (DamagedError, ForeignMemory) as error:
+        return Scanned(key, (), as_damage(error))
+    return Scanned(key, records, None)
+
+
+def as_damage(error: DamagedError | ForeignMemory) -> DamagedError:
+    """The error as ``scan`` reports it."""
+    return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
 
 class _Plan(NamedTuple):

@@ -17,12 +17,14 @@ from memstore.store.records import (
     HEADER_BYTES,
     MAGIC,
     ValueReader,
+    as_damage,
     damaged,
     decode_header,
     decode_value,
     encode_value,
     misplaced,
     padding,
+    scan_value,
 )
 
 
@@ -143,27 +145,14 @@ def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:
         try:
             entry = next(entries(view[start:], run._replace(item=expected.item), run.item + length - expected.item))
         except (DamagedError, ForeignMemory) as error:
-            yield Scanned(expected, (), _as_damage(error))
+            yield Scanned(expected, (), as_damage(error))
             start, following = _resume(view, start + ALIGNMENT, run), expected.item + 1
             continue
         except StopIteration:
             yield Scanned(run, (), damaged(run, "it is empty"))
             return
-        yield scanned(view[start + entry.start : start + entry.end], entry.key)
+        yield scan_value(view[start + entry.start : start + entry.end], entry.key)
         start, following = start + entry.end, entry.key.item + 1
-
-
-def scanned(view: memoryview, key: Key) -> Scanned:
-    """What ``scan`` says about the value of ``key`` that ``view`` is."""
-    try:
-        records, _ = decode_value(view, 0, key)
-    except (DamagedError, ForeignMemory) as error:
-        return Scanned(key, (), _as_damage(error))
-    return Scanned(key, records, None)
-
-
-def _as_damage(error: DamagedError | ForeignMemory) -> DamagedError:
-    return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
 
 def _resume(view: memoryview, start: int, run: Key) -> int:
