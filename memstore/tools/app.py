@@ -75,7 +75,7 @@ def demo(
 
         memstore demo
 
-    In Python: memstore.models.drt.Reader, or memstore.attach for a stock model.
+    In Python: memstore.attach.
     """
     use_threads(threads)
     if model == DRT or kind_named(model) is kinds.DRT:

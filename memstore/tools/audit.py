@@ -77,7 +77,7 @@ def audit(
     A Memorizing Transformer retrieves single tokens: shares and recall are of tokens there, and what was missed is
     told by the blocks that they lie in.
 
-    In Python: audit_attached, audit_landmark, audit_drt and audit_memorizing, in the file audit.py beside each reader.
+    In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
     use_threads(threads)
     asked = Asked(
