@@ -75,7 +75,7 @@ def landmark(options: LandmarkTraining) -> Report:
     """
     given = options.given()
     if not options.context_miss:  # a flag that is not set says nothing: a model to start from may have the token
-        del given["context_miss"]
+        given.pop("context_miss", None)
     if "init" in given:
         given["init"] = Path(resolve_model(str(given["init"])))
     return options.carry_out(lambda runtime: _train(options.text or [], options.recipe, options.out, given, runtime))
