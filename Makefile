@@ -69,8 +69,8 @@ gpu: $(READY) ## On a GPU: test the kernels there, and measure them
 house: $(READY) ## Say how large and how tangled the package is, and how many files common calls pass
 	$(BIN)/python -m tests.house
 
-docs: $(READY) ## Write docs/cli.md anew
-	$(BIN)/python -m memstore.tools.reference > docs/cli.md
+docs: $(READY) ## Write docs/cli.md and docs/api.md anew
+	$(BIN)/python -m tests.tools.reference
 
 PICTURES := build/pictures
 pictures: $(READY) ## Draw docs/pictures anew, from the demo's memory and (the audit) the README read by a stock model

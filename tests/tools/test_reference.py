@@ -1,11 +1,20 @@
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
-from memstore.tools.reference import reference
+import memstore
+from tests.tools.reference import CLASSES, DOCS, FUNCTIONS, pages
 
-PAGE = Path(__file__).parents[2] / "docs/cli.md"
+
+@pytest.mark.parametrize("page", ["cli.md", "api.md"])
+def test_a_page_is_current(page: str) -> None:
+    assert (DOCS / page).read_text(encoding="utf-8") == pages()[page], "run: make docs"
 
 
-def test_the_reference_is_current() -> None:
-    assert PAGE.read_text() == reference(), "run: make docs"
+def test_every_public_name_has_its_place() -> None:
+    errors = {
+        name
+        for name in memstore.__all__
+        if isinstance(each := getattr(memstore, name), type) and issubclass(each, memstore.MemstoreError)
+    }
+    assert {*FUNCTIONS, *CLASSES, *errors, "__version__"} >= set(memstore.__all__)

@@ -1,0 +1,38 @@
+"""Pages link to what is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_links_to_files_that_are_there(page: Path) -> None:
+    targets = [target for _, target in LINK.findall(page.read_text("utf-8")) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def symbols(source: Path) -> set[str]:
+    """Functions and classes of a file, methods as ``Class.method``."""
+    found = set()
+    for node in ast.parse(source.read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def test_the_stops_of_the_tour_are_functions_that_are_there() -> None:
+    page = ROOT / "docs" / "tour.md"
+    stops = re.findall(r"\[`([\w.]+)`\]\((\.\./memstore/[\w/]+\.py)\)", page.read_text("utf-8"))
+    assert 8 <= len({stop for stop, _ in stops}) <= 24
+    missing = [(stop, source) for stop, source in stops if stop not in symbols(page.parent / source)]
+    assert missing == []
