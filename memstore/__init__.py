@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memstore.memory.retrieval import Retrieval
     from memstore.memory.spec import Fingerprint, MemorySpec
     from memstore.readers.attach import attach
+    from memstore.readers.reader import Reader
 
 _HOMES = {
     "Document": ("memstore.memory.document", "Document"),
@@ -38,6 +39,7 @@ _HOMES = {
     "Memory": ("memstore.memory.memory", "Memory"),
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
     "Retrieval": ("memstore.memory.retrieval", "Retrieval"),
+    "Reader": ("memstore.readers.reader", "Reader"),
     "attach": ("memstore.readers.attach", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),
     "open": ("memstore.memory.memory", "open_memory"),
@@ -56,6 +58,7 @@ __all__ = [
     "NotAMemory",
     "NotFound",
     "ReadOnlyMemory",
+    "Reader",
     "Retrieval",
     "StoreFull",
     "UnsupportedModel",

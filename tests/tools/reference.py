@@ -11,7 +11,6 @@ from typing import Any
 import typer
 
 import memstore
-from memstore.readers.reader import Reader
 from memstore.tools.app import app
 from memstore.tools.failures import EXIT_CODES
 
@@ -85,7 +84,7 @@ def api() -> str:
     for name in FUNCTIONS:
         parts += [f"## memstore.{name}\n", *_function(name, getattr(memstore, name))]
     for name in CLASSES:
-        kind: Any = Reader if name == "Reader" else getattr(memstore, name)
+        kind: Any = getattr(memstore, name)
         parts += [f"## {name}\n", _prose(inspect.getdoc(kind) or "")]
         for member, what in sorted(vars(kind).items()):
             if not member.startswith("_") and (inspect.isfunction(what) or isinstance(what, property)):
@@ -127,9 +126,9 @@ def _prose(doc: str) -> str:
     lines: list[str] = []
     listing = False
     for line in doc.replace("``", "`").split("\n"):
-        if head := re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line):
-            listing = head[1] not in ("Returns", "Yields")
-            lines += [f"{head[1]}:", ""]
+        if head := re.fullmatch(r"((Args|Attributes|Raises|Returns|Yields)\b.*):", line):
+            listing = head[2] not in ("Returns", "Yields")
+            lines += [line, ""]
         elif listing and (entry := re.fullmatch(r"    (\w[\w.]*): (.*)", line)):
             lines.append(f"- `{entry[1]}`: {entry[2]}")
         elif listing and line.startswith("        "):
