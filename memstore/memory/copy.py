@@ -30,6 +30,8 @@ from memstore.memory.places import common
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
 
+# A copy is made of appends, so what is there at any moment is a document like any other, and going on needs no record
+# of how far it came.
 TRANSACTION_BYTES = 64 << 20
 """States that are copied in one transaction; at least one block of all layers."""
 
@@ -153,6 +155,9 @@ def _check_beginning(source: Document, target: Document) -> None:
         )
 
 
+# Complete blocks go as they are stored where both memories have one codec: a step is rounded to bfloat16, so decoding
+# and encoding again need not give the same codes, and copies of copies would drift. A source that is truncated
+# meanwhile is an error: the copy could hold what it never had at one time.
 def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -> None:
     """Append what the source has in ``blocks`` to the target, which has ``done`` tokens.
 
@@ -357,6 +362,7 @@ def _ids(document: Document, tokens: range) -> Tensor:
     return ids[tokens.start - blocks.start * size :][: len(tokens)]
 
 
+# By the checksums in the headers: LMDB need not read payloads for it.
 def _compare_states(a: Document, b: Document, blocks: range) -> tuple[int, tuple[int, int] | None]:
     """How many of ``blocks`` both have, and the first of them, with its layer, of which the states differ."""
     step = max(1, AT_ONCE // a.memory.spec.block_size)

@@ -95,6 +95,7 @@ def agreeing(history: Runs, places: Places, state: DocumentState, hashes: Tensor
     return bisect_left(range(most), True, least, most, key=differs)
 
 
+# Documents whose first blocks have left, or that have no digest, are not found for reuse.
 def known_prefix(
     candidates: Iterable[tuple[DocumentState, Places]], history: Runs, hashes: Tensor, size: int
 ) -> tuple[str, int] | None:

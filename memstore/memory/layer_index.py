@@ -70,6 +70,8 @@ WORTH_KEEPING = 1 << 14
 _watcher: ContextVar[Progress | None] = ContextVar("watcher", default=None)
 
 
+# A context variable, because searches are asked for deep inside of a model's attention; `ask` and `search` draw a bar
+# from it.
 @contextmanager
 def watched(progress: Progress) -> Iterator[None]:
     """Inside, searches of this thread tell ``progress`` how many blocks of how many they have put into an index."""
@@ -248,6 +250,7 @@ class LayerIndex:
         elif len(self._index):  # what it took from a file was not what the file promised
             self._index = self._renewed()
 
+    # What takes another index's place closes it: a collection in Milvus outlives the process that forgot it.
     def _renewed(self) -> VectorIndex:
         """An empty index in place of the one that there was."""
         self.drop()

@@ -116,6 +116,8 @@ def outcomes(shared: Shared, lost: Mapping[int, Loss]) -> dict[int, Dropped]:
     }
 
 
+# All documents that share a damaged block drop it together, in one transaction. The digest goes: the hash of a history
+# is a chain over tokens that are not all there.
 def without_blocks(shared: Shared, done: Mapping[int, Dropped]) -> Batch:
     """What takes the lost blocks away. Raises ``DamagedError``.
 
@@ -157,6 +159,7 @@ def _dropped(state: DocumentState) -> int:
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # of JSON that is damaged, or not what it should be
+# Numbers of documents are never used twice: a lost next number is set this far past the last one known.
 _FIRST_AGAIN = 1000  # numbers left out where nobody knows which one was used last
 
 
@@ -306,6 +309,7 @@ class Repair:
                 remove(path)
             yield RepairStep(message=f"the kept index {path.stem} was damaged; it is built anew where it is wanted")
 
+    # Repair cuts instead of patching: every block was computed from those before it.
     def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Cut each document where its first unsound block is."""
         size = self._shared.spec.block_size
@@ -341,6 +345,8 @@ class Repair:
             yield RepairStep(message=f"{message}, {stay} stay", document=numbers[number], tokens_lost=tokens)
 
 
+# The token ids say everything of an entry but the name. A gap in them is blocks that were dropped; to end the document
+# there would delete all that lies behind.
 def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | None:
     """The state of a document whose entry is lost, from the blocks that have token ids. Raises ``DamagedError``.
 

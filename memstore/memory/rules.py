@@ -39,6 +39,8 @@ BELIEVED = 30 * DAY
 """Seconds between two writes that a clock is believed without being asked; see ``Keeping.believes``."""
 
 
+# One value of META, not the entries of documents: a fork does not inherit a pin, and an open append does not clash with
+# one.
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
     """One state of the rules. Documents are named by their numbers, which are never used twice."""
@@ -89,6 +91,8 @@ class Keeping:
             reads={number: count for number, count in self.reads.items() if number in documents},
         )
 
+    # A clock behind the last append, or more than 30 days ahead of it, is not believed by appends: they warn once and
+    # forget nothing.
     def believes(self, now: float) -> bool:
         """Whether a write may forget what has expired by ``now`` without being asked.
 
@@ -166,6 +170,8 @@ def read_keeping(store: BlockStore) -> Keeping:
     return Keeping() if records is None else Keeping.from_json(records[0].to_json())
 
 
+# Rules that cannot be found are not taken for none, or a memory would forget what is pinned: a flipped bit in the tree
+# moves a value without touching it.
 def lost_keys(store: BlockStore) -> list[Key]:
     """Keys of META under which another key's value lies, where there seem to be no rules: it may be them.
 
@@ -240,6 +246,8 @@ class Keeper:
         """Whether anybody has ever made a rule, also one that was taken back."""
         return self._store.get(KEEPING) is not None
 
+    # Least read is the number of blocks gathered, counted in the process and stored with its next write; a reader in
+    # mode "r" cannot store any. Ties: the oldest first.
     def count(self, document: int, blocks: int) -> None:
         """Note that blocks of a document were gathered; the next write stores it, where a limit asks for it."""
         if not self._store.read_only:  # else there will be none
@@ -393,6 +401,9 @@ class Rules:
             expires={name: when for name, when in self.expires.items() if name in documents},
         )
 
+    # By the names of documents, in one transaction at the end, so that a time to live cannot take a document away while
+    # others are still to be made of it. The limit goes only to a memory that holds nothing else and never had rules:
+    # elsewhere it would evict what nobody meant.
     def added_to(self, keeping: Keeping, names: Mapping[int, str], now: float) -> Keeping:
         """The rules of a memory once it has these too, for the documents that it has. Raises ``InvalidArgument``."""
         numbers = {name: number for number, name in names.items()}

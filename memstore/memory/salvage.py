@@ -61,6 +61,8 @@ class Saved:
     """The same in words, and why."""
 
 
+# The tree is asked, not the file: pages that LMDB has freed hold forgotten documents and older states, whose checksums
+# are right too. A child reads and may die; after 1,000 deaths it is given up.
 def salvage(source: str | Path, target: str | Path) -> list[Saved]:
     """Save what can be read of the memory at ``source`` into a new one at ``target``, document by document.
 

@@ -82,6 +82,8 @@ class LayerView:
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
+    # What comes back may be strided views of one buffer: the fields of a block lie beside each other as they were read
+    # or cached. Whoever needs contiguous tensors makes a copy.
     def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
         """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified, on ``device`` (None: the CPU).
 
@@ -122,6 +124,7 @@ class LayerView:
 
         return self._steadily(ids, read)
 
+    # An error met while reading ahead is dropped, and met again, with its name, by whoever asks for the block.
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
         """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.
 

@@ -22,6 +22,8 @@ _SMALL_SHARE = 10
 """One page of so many is for what came new."""
 
 
+# Our own, since libraries keep Python objects, one call per name: here a policy only hands out pages of a slab, and a
+# hit of 32 blocks is one look into a dict for each and one copy for all.
 class S3Fifo:
     """Names and the pages ``0 ... pages - 1`` that hold them. Not safe to use from several threads at once."""
 

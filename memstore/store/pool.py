@@ -140,6 +140,8 @@ class Pool:
         """Bytes of the blocks that are here."""
         return len(self._kept) * self._block_bytes
 
+    # Bytes are cached as stored, after they were verified; what decodes them comes after the cache. A cached block is
+    # one page with all its records, and its name is one number, so a list of blocks is one copy.
     def take(self, names: Sequence[int]) -> tuple[list[Tensor], list[int]]:
         """Copies of the blocks that are here, ``[n, *shape]`` for each record, and the places of the others."""
         begun = time.perf_counter()

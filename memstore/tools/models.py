@@ -57,6 +57,7 @@ def shipped_folder(name: str) -> Path | None:
     return folder if folder != given.expanduser() else None
 
 
+# A model of the package is recorded by its name, so that a memory that moves to another machine finds it there.
 def lasting_name(name: str) -> str:
     """What a memory calls its model, so that others find it: a shipped one by name, a directory by its whole path."""
     path = Path(name).expanduser()

@@ -191,6 +191,8 @@ class DRTReader(CacheReader):
             raise InvalidArgument(f"layer must be an upper one, from {config.lower_layers} to {last}, not {layer}")
         return groups[layer - config.lower_layers]
 
+    # An external retriever has no weights for a fingerprint: it is known by what it makes. Retrievers are networks and
+    # round, so 5% of a landmark's length are allowed.
     @torch.no_grad()
     def _check_retriever(self) -> None:
         """Raise ``ForeignMemory`` where another retriever made the landmarks: it has no weights to tell it by."""
@@ -260,6 +262,8 @@ class DRTReader(CacheReader):
         """Segments that are computed side by side: on a CPU one for each thread of torch, each with one thread."""
         return torch.get_num_threads() if self.model.device.type == "cpu" else 1
 
+    # What reading needs of the text just before a segment is computed again, not kept: 1.5% more work buys segments
+    # that are independent of each other, and documents that any process can continue from any commit.
     def _with_context(self, document: Document, segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each segment with the tokens before it that its blocks depend on: then they depend on nothing else."""
         count = len(document)

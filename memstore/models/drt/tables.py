@@ -38,6 +38,9 @@ class BlockTable(ABC):
     def gather(self, blocks: Tensor) -> Tensor:
         """States ``[B, m, S, d]`` of ``blocks [B, m]``; anything where a block is -1."""
 
+    # Blocks that cannot be read leave the list before its weights are computed, so those of the others sum to one. A
+    # list that has lost all its blocks is empty; the one before it is not used in its place. Lists are read once to
+    # see, and again to use, which the host cache makes cheap.
     def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Lists ``[B, n, K]`` without the blocks that cannot be read: -inf and -1 at the end of a list instead."""
         return scores, blocks

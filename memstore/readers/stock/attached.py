@@ -185,6 +185,8 @@ class StockReader(Reader):
     def _segment_tokens(self) -> int:
         return self.segment
 
+    # Reuse ends at whole blocks; where layers choose for themselves at whole segments, since a list is then chosen by
+    # all tokens of the segment, also by those behind the block.
     @property
     def _step(self) -> int:
         # Lists are chosen by the tokens before a segment; but layers that choose for themselves ask with all tokens of
@@ -370,6 +372,7 @@ class StockReader(Reader):
             self._loose.release()
             self._loose = None
 
+    # One forward pass at a time: a second thread is told so.
     def _claim(self) -> None:
         """What a pass knows of itself is kept here, so there can be one at a time."""
         if self._thread not in (None, threading.get_ident()):
@@ -464,6 +467,7 @@ def _real(call: Call, ids: Tensor) -> Tensor:
     return ids[0] if call.padding is None else ids[0][call.padding[0, -ids.shape[1] :].to(ids.device)]
 
 
+# A compiled model calls the memory's functions uncompiled: one graph break per layer.
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """What the memory does depends on what is in it, which a compiler cannot see: it is called, not compiled."""
     disabled: Callable[..., Any] = torch.compiler.disable(function)

@@ -301,6 +301,9 @@ class Call:
         tiers = [tier for document, blocks in located for tier in document.layer(plan.index).tiers(blocks)]
         return dict(zip(chosen.numbers.unique().tolist(), tiers, strict=True))
 
+    # Only prompts and answers leave blocks out, never reading: what is computed while reading is stored. Of several
+    # lists in a layer those that lost fewer blocks give up their lowest slots, so that all have one length. Damage to
+    # sink, window or landmarks is always an error.
     def _readable(self, plan: LayerPlan, chosen: CandidateLists) -> tuple[CandidateLists | None, list[States]]:
         """What there is of the lists in layer ``plan``, and its states; raises where an error is not to be a miss."""
         try:

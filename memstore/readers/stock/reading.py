@@ -90,6 +90,9 @@ class SegmentReading:
         self.tokens += len(tokens)
         return Made(tokens, blocks, landmarks)
 
+    # Lists come from the tokens before the segment, not from its own: strictly causal, so a perplexity measured while
+    # reading is honest, and a text gives the same states however it is cut. Layers that choose for themselves have no
+    # stored queries and use the segment's own.
     def _choose(self, call: Call, begin: int) -> None:
         layer = self.selection.index_layers[0]
         queries = self.codes[layer].read(range(begin - self.selection.retrieval.span, begin))
@@ -117,6 +120,9 @@ class SegmentReading:
             return blocks, means
         return blocks, {layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()}
 
+    # With a codec reading goes on with what the memory gives back of complete blocks, so a text that was interrupted
+    # between segments ends in the same states, bit for bit. One that is read in pieces that end within a segment has
+    # states that differ by what the codec loses.
     def _settle(self, blocks: list[tuple[Tensor, Tensor]], new: int) -> None:
         """Go on with what the memory will give back of complete blocks: who resumes here has nothing else."""
         if self.spec.codec == "none":

@@ -128,6 +128,9 @@ class Selection:
         )
         return numbers[None], best[None]
 
+    # Two looks choose 0.96 of the eight blocks that all scores choose among a million codes: another answer now and
+    # then, so it is asked for by name (`codes:pruned`). The heirs of the best k blocks are the only heirs that can be
+    # among the best k. Several documents are scored in full, since mean and deviation are taken over all.
     def _pruned(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor] | None:
         """As ``choose`` of ``routed``, by an index that need not score every block; None where that cannot be.
 

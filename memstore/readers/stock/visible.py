@@ -115,6 +115,8 @@ class Visible:
         return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
 
 
+# Of several documents the last one is continued: its sink and window are seen. Of the others complete blocks are
+# searched, so up to `block_size - 1` tokens at their end cannot be found.
 def visible(sources: Sequence[Source], block_size: int, *, tokens: int, start: int, sink: int, window: int) -> Visible:
     """What a call sees that continues the last of ``sources`` after ``tokens`` tokens.
 
