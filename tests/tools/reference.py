@@ -29,8 +29,8 @@ its traceback.
 API = """\
 # Python
 
-Written by `make docs` from the docstrings. Everything here is a name of `memstore`; [howto.md](howto.md) has programs to
-start from. Models that learn to retrieve, layers and kernels have their own packages: `memstore.models`,
+Written by `make docs` from the docstrings. Everything here is a name of `memstore`; [howto.md](howto.md) has programs
+to start from. Models that learn to retrieve, layers and kernels have their own packages: `memstore.models`,
 `memstore.attention`, `memstore.kernels`.
 """
 FUNCTIONS = ("attach", "open", "copy")
