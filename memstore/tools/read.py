@@ -9,7 +9,6 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.memory.spec import CODECS
 from memstore.tools.ask import attached
 from memstore.tools.failures import Interrupted
 from memstore.tools.models import SMOLLM2, Loaded, load_model, recorded_name
@@ -95,6 +94,8 @@ def read(
 
 def _check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, codec: str | None) -> None:
     """Raise ``InvalidArgument`` for sizes and codecs that are unlike those of the memory that is there."""
+    from memstore.memory.spec import CODECS  # the command starts without numpy and torch
+
     if codec is not None and codec not in CODECS:
         raise InvalidArgument(f"no codec is called {codec!r}. Choose one of {', '.join(CODECS)}.")
     if spec is None:
