@@ -69,6 +69,7 @@ def check_numbers(name: str, numbers: Tensor) -> None:
 
 def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
     """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``."""
+    check_tensor("Queries", queries)
     if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
         raise InvalidArgument(
             f"Queries must be a floating-point tensor of shape [H, T, {key_dim}], got {_describe(queries)}."
@@ -80,10 +81,24 @@ def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
     check_numbers("queries", queries)
 
 
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """``value`` must be a whole number from ``least`` to ``most``: no text, no float, no bool."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")
+
+
+def check_tensor(name: str, value: object) -> None:
+    """``value`` must be a tensor with numbers in it: not an array, nor a meta or sparse tensor."""
+    if not isinstance(value, Tensor):
+        raise InvalidArgument(f"{name} must be a torch tensor, not {type(value).__name__}.")
+    if value.is_meta or value.layout != torch.strided:
+        kind = "a meta tensor" if value.is_meta else f"of layout {value.layout}"
+        raise InvalidArgument(f"{name} must be a dense tensor with numbers in it; this one is {kind}.")
+
+
 def check_top_k(k: int) -> None:
     """At least one block must be asked for."""
-    if k < 1:
-        raise InvalidArgument(f"k must be at least 1, not {k}.")
+    check_whole("k", k, 1, 2**31 - 1)
 
 
 def check_allowed(allowed: range | Tensor | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index.checks import check_numbers
+from memstore.index.checks import check_numbers, check_tensor
 from memstore.memory.entry import Address, DocumentState
 from memstore.memory.hashes import beginning
 from memstore.memory.history import chain, digest_at
@@ -410,8 +410,11 @@ def as_tokens(tokens: Tokens) -> Tensor:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgument(f"tokens must be integers of shape [t] ({error}).") from None
+    check_tensor("tokens", ids)
     if ids.dim() == 1 and not ids.numel():
         return torch.empty(0, dtype=torch.int32)
+    if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no minimum of these
+        raise InvalidArgument(f"tokens must be signed integers such as torch.int64, not {ids.dtype}.")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InvalidArgument(f"tokens must be integers of shape [t], not {ids.dtype} of {list(ids.shape)}.")
     if int(ids.min()) < 0 or int(ids.max()) > _LARGEST_TOKEN:

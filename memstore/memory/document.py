@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
 from memstore.index import IndexCapabilities
+from memstore.index.checks import check_whole
 from memstore.memory.append import Append, Tokens, as_tokens, forking, truncation
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
@@ -203,8 +204,7 @@ class Document:
         self._check_writable()
         with self._shared.writing:
             before = self._handle.current()
-            if not 0 <= n_blocks <= before.blocks:
-                raise InvalidArgument(f"n_blocks must be from 0 to {before.blocks}, not {n_blocks}.")
+            check_whole("n_blocks", n_blocks, 0, before.blocks)
             if n_blocks == before.blocks or self._handle.id is None:
                 return
             fresh = self._shared.next_document()
@@ -228,8 +228,7 @@ class Document:
         with self._shared.writing:
             state, child = self._handle.current(), self._memory.document(name)
             blocks = state.blocks if n_blocks is None else n_blocks
-            if not 0 <= blocks <= state.blocks:
-                raise InvalidArgument(f"n_blocks must be from 0 to {state.blocks}, not {n_blocks}.")
+            check_whole("n_blocks", blocks, 0, state.blocks)
             if child.id is not None:
                 raise InvalidArgument(f"there is a document {name!r} already; choose another name, or forget it first.")
             number = self._shared.next_document()

@@ -45,6 +45,8 @@ class Named:
 
     def put_info(self, name: str, value: Any) -> None:
         """Store a small JSON value under ``name``, replacing what was there."""
+        if not isinstance(name, str) or not name:
+            raise InvalidArgument(f"the name of a fact must be a text that is not empty, not {name!r}.")
         try:
             json.dumps(value)
             check_depth(value)

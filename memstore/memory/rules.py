@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
+from memstore.index.checks import check_whole
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, DocumentState
 from memstore.memory.places import catalog_of
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
@@ -59,8 +60,8 @@ class Keeping:
 
     def limited(self, max_bytes: int | None, when_full: WhenFull) -> Self:
         """With another limit. Raises ``InvalidArgument``."""
-        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
-            raise InvalidArgument(f"max_bytes must be a number of bytes, at least 1, or None, not {max_bytes!r}.")
+        if max_bytes is not None:
+            check_whole("max_bytes", max_bytes, 1, 2**63 - 1)
         if when_full not in get_args(WhenFull):
             raise InvalidArgument(f"when_full must be one of {', '.join(get_args(WhenFull))}, not {when_full!r}.")
         return replace(self, max_bytes=max_bytes, when_full=when_full)

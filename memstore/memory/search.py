@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index.checks import check_numbers
+from memstore.index.checks import check_numbers, check_tensor, check_whole
 from memstore.memory.document import Document
 from memstore.memory.memory import Memory
 from memstore.memory.spec import MemorySpec
@@ -68,12 +68,13 @@ def check_layer(memory: Memory, layer: int | None) -> int:
     layers = memory.spec.index_layers
     if not layers:
         raise InvalidArgument("this memory has no landmarks in any layer: there is nothing to search.")
-    if layer is not None and layer not in layers:
-        raise InvalidArgument(f"layer {layer} has no landmarks to search; layers that have: {_listed(layers)}.")
+    if layer is not None and (isinstance(layer, bool) or layer not in layers):
+        raise InvalidArgument(f"layer {layer!r} has no landmarks to search; layers that have: {_listed(layers)}.")
     return layers[-1] if layer is None else layer
 
 
 def _check(spec: MemorySpec, queries: Tensor, top_k: int) -> None:
+    check_tensor("queries", queries)
     if queries.dim() != 3 or queries.shape[-1] != spec.key_dim or not len(queries) or len(queries) % spec.key_heads:
         raise InvalidArgument(
             f"expected queries [H, T, {spec.key_dim}] with H a multiple of {spec.key_heads}, the key heads of the "
@@ -82,8 +83,7 @@ def _check(spec: MemorySpec, queries: Tensor, top_k: int) -> None:
     if not queries.shape[1]:
         raise InvalidArgument("the queries must be at least one vector.")
     check_numbers("queries", queries)
-    if top_k < 1:
-        raise InvalidArgument(f"top_k must be at least 1, not {top_k}.")
+    check_whole("top_k", top_k, 1, 2**31 - 1)
 
 
 def _scored(document: Document, queries: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import IndexCapabilities, VectorIndex, open_index
+from memstore.index.checks import check_whole
 from memstore.memory.blocks import BlockReader
 from memstore.memory.entry import NEXT_DOCUMENT, NEXT_DOCUMENT_VALUE, Address, DocumentState
 from memstore.memory.history import history_runs
@@ -146,8 +147,7 @@ class Shared:
 
     def check_layer(self, layer: int) -> None:
         """Raise ``InvalidArgument`` for a layer that the memory does not have."""
-        if not 0 <= layer < self.spec.layers:
-            raise InvalidArgument(f"layer must be from 0 to {self.spec.layers - 1}, not {layer}.")
+        check_whole("layer", layer, 0, self.spec.layers - 1)
 
 
 def next_document_record(number: int) -> Record:

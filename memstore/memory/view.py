@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
+from memstore.index.checks import check_tensor
 from memstore.memory.entry import DocumentState
 from memstore.memory.layer_index import LayerIndex
 from memstore.memory.places import dropped, dropped_message
@@ -90,6 +91,8 @@ class LayerView:
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
         ids = _as_ids(blocks)
+        if device is not None:
+            device = _as_device(device)
         states = self._steadily(ids, lambda state: self._read(ids, state, device))
         if ids and self._handle.id is not None:
             self._shared.keeper.count(self._handle.id, len(ids))
@@ -274,10 +277,21 @@ class LayerView:
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
     if isinstance(blocks, Tensor):
+        check_tensor("blocks", blocks)
         if blocks.dim() != 1 or blocks.dtype.is_floating_point or blocks.dtype == torch.bool:
             raise InvalidArgument(f"blocks must be integers of shape [K], not {blocks.dtype} of {list(blocks.shape)}.")
         return list(blocks.tolist())
+    if isinstance(blocks, range) and blocks.step != 1:
+        # One rule for tokens, landmarks and gather.
+        raise InvalidArgument(f"blocks must be a range without steps, not {blocks}; name them one by one: list(...).")
     try:
         return list(map(index, blocks))
     except TypeError:
         raise InvalidArgument(f"blocks must be a sequence of integers, not {type(blocks).__name__}.") from None
+
+
+def _as_device(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload,no-any-return]  # that is what is tried
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error

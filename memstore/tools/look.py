@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+from unicodedata import normalize
 
 import memstore
 from memstore.tools.options import Index, MemoryUrl
@@ -41,6 +43,10 @@ def ls(memory: MemoryUrl) -> Report:
     def text(page: Page) -> None:
         columns = [*_DOCUMENT, *(rule for rule in _RULES if any(document[rule] for document in documents))]
         rows = [[document[column] for column in columns] for document in documents]
+        alike = Counter(normalize("NFC", str(document["document"])) for document in documents)
+        for row in rows:
+            if alike[normalize("NFC", str(row[0]))] > 1:  # two names that look the same, in other code points
+                row[0] = page.brief(f"{row[0]} ({str(row[0]).encode('unicode_escape').decode()})", row[0])
         page.table(columns, rows, empty="no documents yet. Add one with: memstore read TEXT MEMORY")
 
     return Report(data={"memory": memory, "documents": documents}, text=text)

@@ -151,7 +151,7 @@ def test_tokens_must_be_ids(memory: Memory, tokens: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer": 3}, "layer must be from 0 to 2, not 3"),
+        ({"layer": 3}, "layer must be a whole number from 0 to 2, not 3"),
         ({"k": torch.zeros(2, G, S, 4)}, r"layer 0, k: expected floating point \[2, 2, 4, 3\], not"),
         ({"k": torch.zeros(2, G, S, 3).long()}, "layer 0, k: expected floating point"),
         ({"k": [1, 2]}, "layer 0, k: .* not list"),

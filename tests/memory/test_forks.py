@@ -172,7 +172,7 @@ def test_bad_forks_are_refused(memory: Memory) -> None:
     parent.fork("fork")
     with pytest.raises(InvalidArgument, match="there is a document 'fork' already"):
         parent.fork("fork")
-    with pytest.raises(InvalidArgument, match="n_blocks must be from 0 to 10, not 11"):
+    with pytest.raises(InvalidArgument, match="n_blocks must be a whole number from 0 to 10, not 11"):
         parent.fork("other", 11)
     with pytest.raises(InvalidArgument, match="1 to 511 bytes"):
         parent.fork("")

@@ -1,0 +1,65 @@
+"""Arguments that cannot be are one line, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import memstore
+from memstore.errors import InvalidArgument, NotFound
+from tests.memory.helpers import append, make_spec, random_tokens
+from tests.tools.conftest import Cli, cli
+
+__all__ = ["cli"]
+QUERIES = torch.zeros(2, 1, 8)
+WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
+    "truncate text": lambda m, d: d.truncate("1"),  # type: ignore[arg-type]
+    "truncate bool": lambda m, d: d.truncate(True),
+    "truncate float": lambda m, d: d.truncate(1.0),  # type: ignore[arg-type]
+    "fork": lambda m, d: d.fork("other", "1"),  # type: ignore[arg-type]
+    "tokens": lambda m, d: d.tokens(1.0),  # type: ignore[arg-type]
+    "layer text": lambda m, d: d.layer("0"),  # type: ignore[arg-type]
+    "layer bool": lambda m, d: d.layer(True),
+    "search array": lambda m, d: d.layer(0).search(np.zeros((2, 1, 8)), 1),  # type: ignore[arg-type]
+    "search one vector": lambda m, d: d.layer(0).search(torch.zeros(8), 1),
+    "search meta": lambda m, d: d.layer(0).search(QUERIES.to("meta"), 1),
+    "search sparse": lambda m, d: d.layer(0).search(QUERIES.to_sparse(), 1),
+    "search top_k": lambda m, d: d.layer(0).search(QUERIES, 2**40),
+    "search top_k text": lambda m, d: d.layer(0).search(QUERIES, "1"),  # type: ignore[arg-type]
+    "gather device": lambda m, d: d.layer(0).gather([0], device="nonsense"),  # type: ignore[arg-type]
+    "gather steps": lambda m, d: d.layer(0).gather(range(0, 4, 2)),
+    "gather meta": lambda m, d: d.layer(0).gather(torch.zeros(1, dtype=torch.int64, device="meta")),
+    "tokens uint64": lambda m, d: d.append(torch.zeros(3, dtype=torch.uint64)),
+    "tokens meta": lambda m, d: d.append(torch.zeros(3, dtype=torch.int64, device="meta")),
+    "limit": lambda m, d: m.limit(2**70),
+    "limit bool": lambda m, d: m.limit(True),
+    "fact without a name": lambda m, d: m.put_info("", 1),
+    "fact of a number": lambda m, d: m.put_info(5, 1),  # type: ignore[arg-type]
+}
+
+
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("a"), random_tokens(30))
+        before = memory.stats()["tokens"]
+        for name, wrong in WRONG.items():
+            with pytest.raises((InvalidArgument, NotFound)) as caught:
+                wrong(memory, memory.document("a"))
+            assert "\n" not in str(caught.value), name
+        assert memory.stats()["tokens"] == before
+        assert memory.verify() == []
+
+
+def test_names_that_look_the_same_are_told_apart(tmp_path: Path, cli: Cli) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        for name in ("caf\u00e9", "cafe\u0301", "plain"):
+            append(memory.document(name), random_tokens(8))
+    shown = cli("ls", tmp_path / "m").out
+    assert "\\xe9" in shown
+    assert "\\u0301" in shown
+    assert "plain (" not in shown
