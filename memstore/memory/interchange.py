@@ -164,7 +164,8 @@ def damaged(folder: Path, entry: FileEntry, what: str) -> DamagedError:
     """The error for a file that does not hold what it should."""
     return DamagedError(
         f"the export {folder} is damaged: {entry.name}: {what}. Nothing of it was used. Restore it from a copy, or "
-        "export again."
+        "export again.",
+        remedy="restore",
     )
 
 
@@ -187,7 +188,9 @@ def _parsed(path: Path) -> Manifest:
             rules=Rules.from_dict(content["rules"]) if "rules" in content else Rules(),
         )
     except InvalidArgument as error:
-        raise DamagedError(f"{path} is damaged: {error} Restore it from a copy, or export again.") from None
+        raise DamagedError(
+            f"{path} is damaged: {error} Restore it from a copy, or export again.", remedy="restore"
+        ) from None
     except MemstoreError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -64,10 +64,8 @@ class Training:
     json: Json = False
 
     def given(self) -> dict[str, Any]:
-        """The options that were given and that say what is trained; those left at None or False are not."""
-        return {
-            name: value for name, value in vars(self).items() if name not in _RUNNING and value not in (None, False)
-        }
+        """The options that were given and that say what is trained; those left at None are not."""
+        return {name: value for name, value in vars(self).items() if name not in _RUNNING and value is not None}
 
     def carry_out(self, train: Callable[[Any], dict[str, Any]]) -> Report:
         """The report of a training in the folder ``out``, which ``train`` does with a ``Runtime``."""

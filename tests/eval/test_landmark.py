@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import InvalidArgument
 from memstore.eval.landmark import attention_size, by_cutoff, by_granularity, by_length, retrieved, rows_of, whole
 from memstore.eval.landmark_asking import layer_found
 from memstore.eval.readers import memory_spec
@@ -159,5 +159,5 @@ def test_the_answer_through_a_memory_is_that_of_the_model_alone_and_layers_say_w
 
 
 def test_a_baseline_has_no_memory() -> None:
-    with pytest.raises(UnsupportedModel, match="retrieves nothing"):
+    with pytest.raises(InvalidArgument, match="retrieves nothing"):
         memory_spec(small_landmark(attention="full"), None)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-import memstore
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM
 from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 from tests.models.stock import realigned
@@ -213,8 +212,3 @@ def test_deterministic_in_evaluation_and_noisy_in_training() -> None:
     assert float((logits(model, ids) - logits(model, ids)).abs().max()) > 100 * TOLERANCE
     quiet = make("rope", gumbel=0.0).train()
     close(logits(quiet, ids), logits(quiet, ids))
-
-
-def test_attach_says_what_serves_a_drt(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"use memstore.models.drt.DRTReader instead of attach"):
-        memstore.attach(make(), tmp_path / "m").open()

@@ -223,5 +223,5 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         LandmarkReader(llama, "ram:", retrieval=Retrieval()).open()
     with pytest.raises(InvalidArgument, match="no landmarks"):
         memory_spec(make("full"))
-    with pytest.raises(InvalidArgument, match="reads with a LandmarkForCausalLM"):
+    with pytest.raises(InvalidArgument, match="expected a LandmarkForCausalLM"):
         LandmarkReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # that is the mistake

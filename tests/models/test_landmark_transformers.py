@@ -18,8 +18,6 @@ from transformers import (
     TrainingArguments,
 )
 
-import memstore
-from memstore.errors import UnsupportedModel
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from tests.models.landmark import KINDS, close, logits, make, tokens
 from tests.models.stock import realigned
@@ -150,11 +148,6 @@ def test_half_precision_is_near_and_finite(kind: str, dtype: torch.dtype) -> Non
         assert bool(out.isfinite().all())
         error = (out.float() - expected).abs().max() / expected.abs().max()
         assert float(error) < 0.1
-
-
-def test_attach_says_what_serves_a_landmark_model(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"use memstore.models.landmark.LandmarkReader instead of attach"):
-        memstore.attach(make(), tmp_path / "m").open()
 
 
 def test_generation_without_a_cache_sees_the_whole_text_at_true_positions() -> None:

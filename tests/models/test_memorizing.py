@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import memstore
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import InvalidArgument
 from memstore.models.memorizing import (
     MemorizingCache,
     MemorizingConfig,
@@ -282,8 +282,3 @@ def test_a_row_that_is_not_there_is_not_cleared() -> None:
     for row in (-1, 2):
         with pytest.raises(InvalidArgument, match=f"there is no row {row}"):
             cache.clear(row)
-
-
-def test_attach_says_what_serves_it() -> None:
-    with pytest.raises(UnsupportedModel, match=r"use memstore.models.memorizing.StoredTokens instead of attach"):
-        memstore.attach(make(), "ram:").open()

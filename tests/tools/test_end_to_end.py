@@ -78,11 +78,11 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
         assert [used["document"] for used in done.json["blocks"]] == ["log", "log"]
         for used in done.json["blocks"]:
             assert used["text"] == LOG[used["block"] * BLOCK : (used["block"] + 1) * BLOCK]
-        scores = [used["score"] for used in done.json["blocks"]]
+        scores = [used["weight"] for used in done.json["blocks"]]
         assert scores == sorted(scores, reverse=True)
     else:
         assert done.out.count("[log block ") == 2
-        shown = done.out.partition("score ")[2].partition("]\n")[2].partition("\n\n[")[0]
+        shown = done.out.partition("weight ")[2].partition("]\n")[2].partition("\n\n[")[0]
         assert shown.strip() in LOG
 
     done = run("ls", notes)
@@ -166,7 +166,7 @@ def test_a_text_of_one_token_is_a_memory_like_any_other(cli: Cli, tmp_path: Path
         (b"", [], 2, "is empty"),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", [], 2, "binary"),
         (None, [], 3, "no file"),
-        (LOG.encode(), ["--block-size", "60"], 2, "--block-size must divide 64 and 256"),
+        (LOG.encode(), ["--block-size", "60"], 2, "must be a multiple of the block size 60"),
         (LOG.encode(), ["--block-size", "0"], 2, "--block-size"),
         (LOG.encode(), ["--top-k", "0"], 2, "--top-k"),
     ],

@@ -91,7 +91,8 @@ class Snapshot:
             if blocks > CHECKSUM_ROOM and blocks * _SUM_BYTES > used_bytes(self._txn):
                 raise DamagedError(
                     f"the list of shards of document {series.document}, layer {series.layer} is damaged: {blocks:,} "
-                    "blocks are more than there are checksums; restore it from a copy"
+                    "blocks are more than there are checksums; restore it from a copy",
+                    remedy="restore",
                 )
             known = cache.extents[series] = (raw, extents)
         return known[1]
