@@ -136,7 +136,7 @@ class Memory:
 
     @property
     def traces(self) -> Traces:
-        """What was recorded while models were generating, beside the memory; see ``attached.record`` and others."""
+        """What was recorded while models were generating, beside the memory; see ``Reader.record`` and others."""
         return self._traces
 
     def documents(self) -> list[Document]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from obstore.store import RetryConfig
     from zarr.abc.store import Store
 
-    from memstore.store.lmdb import LmdbStore
+    from memstore.store.lmdb.store import LmdbStore
     from memstore.store.zarr import ZarrStore
 
 
@@ -163,7 +163,7 @@ def open_unchecked(url: str | Path) -> BlockStore:
     Raises like ``open_store``.
     """
     if is_path(url):
-        from memstore.store.lmdb import LmdbStore
+        from memstore.store.lmdb.store import LmdbStore
 
         return LmdbStore.open(url, read_only=True, check=False)
     if str(url).startswith("zarr:"):
@@ -224,7 +224,7 @@ def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
 
 
 def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
-    from memstore.store.lmdb import LmdbStore
+    from memstore.store.lmdb.store import LmdbStore
 
     if _has_tail(folder):
         raise NotAMemory(f"{folder} holds a memory in Zarr; open it as zarr:{folder}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.store.contract import Batch, BlockStore, Capabilities, Key, Layout, Record, Scanned, Table
 
 if TYPE_CHECKING:
-    from memstore.store.lmdb import LmdbStore
+    from memstore.store.lmdb.store import LmdbStore
     from memstore.store.ram import RamStore
     from memstore.store.zarr import ZarrStore
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     """Import a store when it is first asked for: each brings libraries of its own."""
     match name:
         case "LmdbStore":
-            from memstore.store.lmdb import LmdbStore
+            from memstore.store.lmdb.store import LmdbStore
 
             return LmdbStore
         case "RamStore":
