@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memstore.models.drt import DRTForCausalLM, DRTReader
+from tests.forks import alone
 from tests.models.drt import make, tokens
 
 LENGTH = 10_000
@@ -32,6 +33,7 @@ def serve() -> None:
     with DRTReader(drt, "ram:") as reader:
         reader.read(text[:100])  # imports what is imported late
     for line in sys.stdin:
+        alone()
         child = os.fork()
         if not child:
             match line.split():

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import memstore
 from memstore import Retrieval
+from tests.forks import alone
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -29,6 +30,7 @@ def serve() -> None:
     model = tiny("llama")
     for line in sys.stdin:
         folder, length = line.split()
+        alone()
         child = os.fork()
         if not child:
             read(model, folder, int(length))

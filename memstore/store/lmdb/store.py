@@ -51,7 +51,7 @@ from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.lmdb.values import Changes, Deletes, Puts, Transaction, Values, used_bytes
 from memstore.store.lmdb.writer import Reserve, WriterLock
-from memstore.store.records import HEADER_BYTES, decode_value, value_reader
+from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
 
 FORMATS = 1, 2
 """That can be read and written; memories are made in the last one."""
@@ -81,6 +81,7 @@ class LmdbStore(BlockStore):
         self.values = Values(self.path, self._naming)
         """What a transaction shows; for the stores that are made of this one."""
         self._changes = Changes(self._naming)
+        self._checked = (-1, 0)  # number of the last commit that was written here, and its sum of checks
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
         self._reserve = None if writer is None else Reserve(self.path)
         self._close = weakref.finalize(self, _release, environment, writer)
@@ -258,21 +259,25 @@ class LmdbStore(BlockStore):
                 self._changes.apply(txn, deletes, puts)
                 if then:
                     then(txn)
-                self._put_facts(txn)
+                written = self._put_facts(txn)
+            self._checked = written
         except lmdb.Error as error:
             raise self._failure(error, needed) from error
 
-    def _put_facts(self, txn: Transaction) -> None:
+    def _put_facts(self, txn: Transaction) -> tuple[int, int]:
         """Say which commit this is, and what the checks of all values are then: see ``naming.py``."""
-        before = _facts(txn)
-        facts = {"format": self._format, "blocks_per_value": self.blocks_per_value}
+        facts, commit, total = {"format": self._format, "blocks_per_value": self.blocks_per_value}, txn.id(), 0
         if self._naming.checked:
-            total = self._changes.added + (before or {"checks": 0})["checks"]
-            self._changes.apply(
-                txn, [], [(STORE_KEY, (Record.from_json(facts | {"commit": txn.id(), "checks": total}),))]
-            )
-        elif before != facts:
-            self._changes.apply(txn, [], [(STORE_KEY, (Record.from_json(facts),))])
+            last, total = self._checked
+            if last != commit - 1:  # the first commit of this process; the facts of its own it need not read again
+                total = (_facts(txn) or {"checks": 0})["checks"]
+            total += self._changes.added
+            facts |= {"commit": commit, "checks": total}
+        elif _facts(txn) == facts:
+            return commit, total
+        key = self._naming.whole(STORE_KEY.to_bytes(), b"")
+        txn.put(key, encode_value(STORE_KEY, (Record.from_json(facts),)))
+        return commit, total
 
     def _tree_problem(self) -> str | None:
         """What is wrong with the tree that leads to the values, or with which values it leads to; or None."""
