@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from memstore.errors import DamagedError
+from memstore.errors import DamagedError, InvalidArgument
 
 Check = Callable[[Any, str], None]
 """Raises ``Unfit`` for a value, found at the place in words, that is not as it should be."""
@@ -174,3 +174,9 @@ def _unfit(at: str, expected: str, value: Any) -> NoReturn:
 
 def _no_number(constant: str) -> NoReturn:
     raise Unfit(f"{constant} is no JSON number")
+
+
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """``value`` must be a whole number from ``least`` to ``most``: no text, no float, no bool."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.stored import check_whole
 
 LARGEST_ID = (1 << 63) - 1
 LARGEST = 1e15
@@ -79,12 +80,6 @@ def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
             f"queries have {queries.shape[0]} heads; expected a multiple of the index's {key_heads} key heads."
         )
     check_numbers("queries", queries)
-
-
-def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """``value`` must be a whole number from ``least`` to ``most``: no text, no float, no bool."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
 from memstore.index import IndexCapabilities
-from memstore.index.checks import check_whole
 from memstore.memory.append import Append, Tokens, as_tokens, forking, truncation
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
@@ -24,6 +23,7 @@ from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.tensors import Rows, from_record
 from memstore.memory.view import LayerView
 from memstore.store.contract import Batch
+from memstore.stored import check_whole
 
 
 class Container(Protocol):

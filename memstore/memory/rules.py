@@ -21,12 +21,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
-from memstore.index.checks import check_whole
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, DocumentState
 from memstore.memory.places import catalog_of
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
 from memstore.store.records import Misplaced
-from memstore.stored import array, fit, maybe, members, number, row, table, text, whole
+from memstore.stored import array, check_whole, fit, maybe, members, number, row, table, text, whole
 
 WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
 """What an append does that the limit has no room for: fail, or forget other documents, oldest or least read first."""

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import IndexCapabilities, VectorIndex, open_index
-from memstore.index.checks import check_whole
 from memstore.memory.blocks import BlockReader
 from memstore.memory.entry import NEXT_DOCUMENT, NEXT_DOCUMENT_VALUE, Address, DocumentState
 from memstore.memory.history import history_runs
@@ -23,7 +22,7 @@ from memstore.memory.rules import Keeper
 from memstore.memory.spec import MemorySpec, Room, block_layouts
 from memstore.memory.tensors import LandmarkRuns, Runs, index_dtype
 from memstore.store.contract import BlockStore, Layout, Record
-from memstore.stored import fit
+from memstore.stored import check_whole, fit
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
 _guard = threading.Lock()
