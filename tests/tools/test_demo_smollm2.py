@@ -6,7 +6,8 @@ import pytest
 
 from memstore.tools import demo_smollm2 as demo
 
-pytestmark = pytest.mark.slow  # the real model; a tiny one keeps the same promises quickly
+# the real model; a tiny one keeps the same promises quickly
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KEYS = {
     "tokens_read",
