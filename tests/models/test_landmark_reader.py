@@ -113,7 +113,7 @@ def test_another_process_goes_on_and_answers_the_same_bit_for_bit(tmp_path: Path
         reader.read(TEXT[:98])
     code = f"from tests.models.test_landmark_reader import child; child({str(folder)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-    for theirs, ours in zip(torch.load(folder / "answer"), expected, strict=True):
+    for theirs, ours in zip(torch.load(folder / "answer", weights_only=True), expected, strict=True):
         assert torch.equal(theirs, ours)
 
 
