@@ -9,9 +9,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
+from memstore.readers.kinds import STOCK
 from memstore.tools.ask import attached
 from memstore.tools.failures import Interrupted
-from memstore.tools.models import SMOLLM2, Loaded, load_model, recorded_name
+from memstore.tools.models import SMOLLM2, Loaded, kind_named, load_model, recorded_name
 from memstore.tools.options import (
     BlockSize,
     Codec,
@@ -71,6 +72,8 @@ def read(
     there, recorded = _existing(memory, model)
     model = model or recorded or SMOLLM2
     _check_fit(memory, there, block_size=block_size, codec=codec)
+    if there is None and block_size is not None and 64 % block_size and kind_named(model) is STOCK:
+        raise InvalidArgument(f"--block-size must divide 64 and 256, the sizes of sink and window, got {block_size}.")
     use_threads(threads)
     loaded = load_model(model, dtype, device=device)
     made: dict[str, Any] = {"block_size": block_size, "codec": codec} if there is None else {}

@@ -166,7 +166,7 @@ def test_a_text_of_one_token_is_a_memory_like_any_other(cli: Cli, tmp_path: Path
         (b"", [], 2, "is empty"),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", [], 2, "binary"),
         (None, [], 3, "no file"),
-        (LOG.encode(), ["--block-size", "60"], 2, "must be a multiple of the block size 60"),
+        (LOG.encode(), ["--block-size", "60"], 2, "--block-size must divide 64 and 256"),
         (LOG.encode(), ["--block-size", "0"], 2, "--block-size"),
         (LOG.encode(), ["--top-k", "0"], 2, "--top-k"),
     ],
