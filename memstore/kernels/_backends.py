@@ -50,14 +50,17 @@ def check_known(backend: str, known: Any) -> None:
         raise InvalidArgument(f"backend must be {listed} or {names[-1]!r}, got {backend!r}")
 
 
-def pick(backend: Backend, device: torch.device, problem: Callable[[], str | None]) -> Backend:
-    """The back end to use: ``"auto"`` is Triton on a GPU unless it has a ``problem``, and PyTorch elsewhere.
+def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, products: bool = True) -> Backend:
+    """The back end for ``x``: ``"auto"`` is Triton on a GPU unless it has a ``problem``, and PyTorch elsewhere.
 
-    Raises ``InvalidArgument`` for an unknown back end, and for Triton with a problem.
+    Raises ``InvalidArgument`` for an unknown back end, and for Triton with a problem. ``products``: whether the kernels
+    are made of matrix products. Those of float32 take three of TF32 each in Triton, in small tiles; until somebody has
+    measured that this pays, ``"auto"`` leaves them to PyTorch.
     """
     check_known(backend, Backend)
     if backend == "auto":
-        return "triton" if device.type == "cuda" and problem() is None else "torch"
+        fast = x.device.type == "cuda" and not (products and x.dtype == torch.float32)
+        return "triton" if fast and problem() is None else "torch"
     if backend == "triton" and (reason := problem()) is not None:
         raise InvalidArgument(f"backend 'triton' {reason}")
     return backend
@@ -79,7 +82,7 @@ def triton_problem(*tensors: Tensor, largest: int, mixed: bool = False, instead:
         found = " and ".join(map(str, types))
         return f"takes float32, float16 or bfloat16{alike}, got {found}; cast them, or {way_out}"
     if tensors[0].device.type != "cuda":
-        from memstore.kernels._tuning import interpreted
+        from memstore.kernels._tiles import interpreted
 
         if not interpreted():
             return (

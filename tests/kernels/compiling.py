@@ -1,7 +1,7 @@
 """Compiles Triton kernels for GPUs that are not there, and tells what they need of one.
 
-    python -m tests.kernels.compiling            # every kernel, as the tests compile it
-    python -m tests.kernels.compiling --all      # every configuration that the tuner may try
+    python -m tests.kernels.compiling                             # what the tables hold, for every target
+    python -m tests.kernels.compiling --targets sm_90 --kernels "landmark keys" --dims 128 --blocks 64
 
 It needs a process without Triton's interpreter. One JSON row for each kernel is printed.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,153 +20,172 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from memstore.kernels._tuning import config, padded
+from memstore.kernels._tiles import TileTable, padded
 from memstore.kernels.grouped_cross_attention import triton as gca
+from memstore.kernels.landmark_attention import triton as landmark
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes of shared memory that one program can have."""
-KERNELS = {
-    "forward": gca._forward_kernel,
-    "queries": gca._queries_kernel,
-    "blocks": gca._blocks_kernel,
+SHARED_LIMIT = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes of shared memory that one program can have; for sm_80 those of its relatives in desktops."""
+KERNELS: dict[str, tuple[Any, TileTable]] = {
+    "gca forward": (gca._forward_kernel, gca.TABLE),
+    "gca queries": (gca._queries_kernel, gca.TABLE),
+    "gca blocks": (gca._blocks_kernel, gca.TABLE),
+    "landmark forward": (landmark._forward_kernel, landmark.TABLE),
+    "landmark queries": (landmark._queries_kernel, landmark.TABLE),
+    "landmark keys": (landmark._keys_kernel, landmark.TABLE),
 }
-INDICES = ("blocks", "entries", "starts")
-FLOATS = ("weights", "lse", "delta")
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STATES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-COUNTS = ("lists", "lists_per_row", "groups", "rows", "chosen", "count", "share")
-STRIDES = ("kb", "kn", "kg", "ks", "vb", "vn", "vg", "vs")
+FLOATS = ("weights", "lse", "delta")
+TABLES = ("starts", "until", "tile", "own", "first")
+STRIDES = ("kb", "kn", "kg", "ks", "vb", "vn", "vg", "vs", "qb", "qh", "qs")
+PRODUCTS = r"wgmma\.mma_async|mma\.sync|v_mfma"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resources:
     """What one compiled kernel needs."""
 
     kernel: str
     target: str
     dtype: str
-    size: int
+    block: int
     """Tokens of a block."""
     dim: int
-    tile: tuple[int, int]
+    few: bool
+    """For few rows of queries."""
+    tile: dict[str, int]
     warps: int
     stages: int
     shared_bytes: int
     registers: int
     spilled: int
     """Bytes of stack of a thread (NVIDIA), or registers (AMD)."""
+    products: dict[str, int]
+    """Instructions of matrix units, by their names."""
+    seconds: float
+    """Of a processor."""
     fits: bool
 
 
 def main() -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every configuration, block size and head size")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--dtypes", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="tokens of a block")
+    parser.add_argument("--irregular", action="store_true", help="landmark attention to blocks of several lengths")
     options = parser.parse_args()
+    for row in rows(options):
+        sys.stdout.write(json.dumps(asdict(row)) + "\n")
+        sys.stdout.flush()
+
+
+def rows(options: argparse.Namespace) -> Iterator[Resources]:
+    """What the tables hold for these sizes; tiles for few rows in bfloat16 alone."""
     for target in options.targets:
-        for row in every(target) if options.all else representative(target):
-            sys.stdout.write(json.dumps(asdict(row)) + "\n")
-            sys.stdout.flush()
-
-
-def representative(target: str) -> Iterator[Resources]:
-    """Every kernel in both precisions."""
-    for kernel in KERNELS:
-        yield compiled(kernel, target, "bf16", 64, 64, config(4, 2, BM=64, BS=64), rows=128)
-        yield compiled(kernel, target, "fp32", 33, 24, config(4, 1, BM=16, BS=16), rows=16)
-        if target == "sm_90":
-            yield compiled(kernel, target, "bf16", 64, 64, config(4, 2, BM=16, BS=64), rows=16, counts=1)
-
-
-def every(target: str) -> Iterator[Resources]:
-    """All configurations that the tuner may try, over a spread of sizes."""
-    for kernel in KERNELS:
-        for dtype in ("bf16", "fp32"):
-            for size, dim in ((32, 16), (64, 64), (63, 128), (64, 256)):
-                for tiles in gca.admissible(gca.CONFIGS, constants(kernel, size, dim, 128)):
-                    yield compiled(kernel, target, dtype, size, dim, tiles, rows=128)
-
-
-def constants(kernel: str, size: int, dim: int, rows: int) -> dict[str, Any]:
-    """What the compiler is told about the shapes."""
-    given = {
-        "ROWS": rows,
-        "S": size,
-        "D": dim,
-        "DV": dim,
-        "BD": padded(dim),
-        "BDV": padded(dim),
-        "PRECISION": "ieee",
-        "OFF_BY_ONE": True,
-        "SAVE": True,
-    }
-    names = KERNELS[kernel].arg_names
-    marks = {"entries": True} if "entries" in names else {}
-    return {name: value for name, value in given.items() if name in names} | marks
+        for kernel in options.kernels:
+            for dtype in options.dtypes:
+                for dim in options.dims:
+                    for block in options.blocks:
+                        for few in (False, True) if dtype == "bf16" and kernel.split()[1] == "forward" else (False,):
+                            yield compiled(kernel, target, dtype, block, dim, few=few, irregular=options.irregular)
 
 
 def compiled(
-    kernel: str, target: str, dtype: str, size: int, dim: int, config: Any, *, rows: int, counts: int | None = None
+    kernel: str,
+    target: str,
+    dtype: str,
+    block: int,
+    dim: int,
+    *,
+    few: bool = False,
+    irregular: bool = False,
+    config: Any = None,
 ) -> Resources:
-    """Compile one kernel to machine code for a target; ``counts``: what the compiler knows all counts to be.
-
-    Triton makes constants of arguments that are 1 and of pointers that are None.
-    """
-    jitted = KERNELS[kernel].fn
-    told = constants(kernel, size, dim, rows) | config.kwargs
-    told.pop("entries", None)
-    if counts is not None:
-        told |= {name: counts for name in COUNTS if name in jitted.arg_names}
-        told |= {"SAVE": False, "lse": None} if "SAVE" in told else {}
-    types = {name: "constexpr" if name in told else kind for name, kind in signature(jitted, dtype).items()}
-    attributes = {place: kept for place, kept in aligned(jitted).items() if jitted.arg_names[place[0]] not in told}
+    """Compile one kernel to machine code for a target, with the tiles of its table or of ``config``."""
+    rows = 16 if few else 128
+    launched, table = KERNELS[kernel]
+    jitted = launched.fn
+    if config is None:
+        sizes = {"queries": rows, "dim": padded(dim), "block": padded(block)}
+        config = table.tiles(kernel.split()[1], target, TYPES[dtype], **sizes)
+    told = constants(jitted, target, dtype, block, dim, rows) | config.kwargs
+    if irregular and "SIZE" in told:
+        told |= {"SIZE": 0, "LIMITED": True}
+    integers = "*i64" if kernel.startswith("gca") else "*i32"
+    types = {name: "constexpr" if name in told else kind for name, kind in signature(jitted, dtype, integers).items()}
+    aligned = {name for name, kind in types.items() if kind.startswith("*")} | set(STRIDES)
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(jitted.arg_names) if name in aligned}
+    begun = _processor_seconds()
     result = triton.compile(
         ASTSource(jitted, types, told, attributes),
         target=TARGETS[target],
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True},
     )
+    seconds = _processor_seconds() - begun
     registers, spilled = usage(result.asm)
-    shared = result.metadata.shared
+    found = re.findall(PRODUCTS, result.asm.get("ptx") or result.asm["amdgcn"])
     return Resources(
         kernel=kernel,
         target=target,
         dtype=dtype,
-        size=size,
+        block=block,
         dim=dim,
-        tile=(config.kwargs["BM"], config.kwargs["BS"]),
+        few=few,
+        tile=dict(config.kwargs),
         warps=config.num_warps,
         stages=config.num_stages,
-        shared_bytes=shared,
+        shared_bytes=result.metadata.shared,
         registers=registers,
         spilled=spilled,
-        fits=shared <= SHARED_LIMIT[target],
+        products={name: found.count(name) for name in sorted(set(found))},
+        seconds=round(seconds, 1),
+        fits=result.metadata.shared <= SHARED_LIMIT[target],
     )
 
 
-def signature(jitted: Any, dtype: str) -> dict[str, str]:
+def constants(jitted: Any, target: str, dtype: str, block: int, dim: int, rows: int) -> dict[str, Any]:
+    """What the compiler is told about the shapes."""
+    exact = dtype == "bf16" or target == "gfx942"
+    given = {
+        **dict.fromkeys(("D", "DV"), dim),
+        **dict.fromkeys(("BD", "BDV"), padded(dim)),
+        "ROWS": rows,
+        "S": block,
+        "SIZE": block,
+        "PRECISION": "ieee" if exact else "tf32x3",
+        "OFF_BY_ONE": True,
+        "SAVE": True,
+        "LIMITED": False,
+    }
+    if "SIZE" in jitted.arg_names:
+        given["BS"] = padded(block)
+    return {name: value for name, value in given.items() if name in jitted.arg_names}
+
+
+def signature(jitted: Any, dtype: str, integers: str) -> dict[str, str]:
     """Types of the arguments of a kernel, by their names."""
     kinds = {
-        **dict.fromkeys(INDICES, "*i64"),
+        **dict.fromkeys(("blocks", "entries", *TABLES), integers),
         **dict.fromkeys(FLOATS, "*fp32"),
         **dict.fromkeys(STATES, "*" + dtype),
-        "scale": "fp32",
+        **dict.fromkeys(("scale", "ramp"), "fp32"),
+        "ordinary": "*i8",
     }
     return {p.name: "constexpr" if p.is_constexpr else kinds.get(p.name, "i32") for p in jitted.params}
-
-
-def aligned(jitted: Any) -> dict[tuple[int, ...], list[list[Any]]]:
-    """Pointers and strides are multiples of 16, as they are for tensors that PyTorch allocates."""
-    names = [*INDICES, *FLOATS, *STATES, *STRIDES]
-    return {(i,): [["tt.divisibility", 16]] for i, name in enumerate(jitted.arg_names) if name in names}
 
 
 def usage(code: Any) -> tuple[int, int]:
@@ -176,6 +196,12 @@ def usage(code: Any) -> tuple[int, int]:
     return int(_field(r"\.vgpr_count:\s+(\d+)", code["amdgcn"])), int(
         _field(r"\.vgpr_spill_count:\s+(\d+)", code["amdgcn"])
     )
+
+
+def _processor_seconds() -> float:
+    """Of this process and of the compilers that it started: a busy machine does not count."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _dumped(binary: bytes) -> str:

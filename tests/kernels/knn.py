@@ -183,12 +183,12 @@ def _largest(x: Tensor) -> float:
 
 def interpreted() -> dict[str, Any]:
     """Errors of the kernels by the names of the cases, and whether a token that does not exist gives NaN."""
-    from memstore.kernels import _tuning
+    from memstore.kernels import _tiles
     from memstore.kernels.knn_attention import triton
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
-    assert _tuning.interpreted()
+    assert _tiles.interpreted()
     found: dict[str, Any] = {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(public("triton"), inputs(CASES[name], dtype))
         for dtype, names in ((torch.float32, CASES), (torch.float16, HALF))
@@ -205,7 +205,7 @@ def compiled(target: str) -> list[dict[str, Any]]:
     import triton
     from triton.compiler import ASTSource
 
-    from memstore.kernels._tuning import config
+    from memstore.kernels._tiles import config
     from memstore.kernels.knn_attention import triton as knn
     from tests.kernels.compiling import SHARED_LIMIT, TARGETS, usage
 

@@ -212,12 +212,12 @@ def largest(x: Tensor) -> float:
 
 def main() -> None:
     """Errors of the Triton kernels in the interpreter, by the names of the cases."""
-    from memstore.kernels import _tuning
+    from memstore.kernels import _tiles
     from memstore.kernels.landmark_attention import landmark_attention
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
-    assert _tuning.interpreted()
+    assert _tiles.interpreted()
     found = {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(
             landmark_attention, inputs(CASES[name], dtype), backend="triton"

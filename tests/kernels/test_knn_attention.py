@@ -17,7 +17,6 @@ from tests.kernels.child import program
 from tests.kernels.knn import CASES, HALF, Case, Inputs, errors, inputs, plain, public, results
 from tests.pairs import each
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 INTERPRETED = [f"{name} (float32)" for name in CASES] + [f"{name} (float16)" for name in HALF]
 
 
@@ -136,7 +135,7 @@ def test_kernels_compile_without_spills(target: str, tmp_path: Path, record_prop
     assert all(row["fits"] and not row["spilled"] for row in rows), rows
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each(case=list(CASES.values()), dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_a_gpu_are_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
     found = errors(public("triton"), inputs(case, dtype), device="cuda")

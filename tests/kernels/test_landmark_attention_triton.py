@@ -16,7 +16,6 @@ from tests.kernels.landmark import CASES, HALF, Case, errors, inputs, results
 from tests.pairs import each
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from tests.kernels.test_grouped_cross_attention_triton import TARGETS, on_a_gpu
 
 INTERPRETED = [f"{name} (float32)" for name in CASES] + [f"{name} (float16)" for name in HALF]
 
@@ -34,16 +33,6 @@ def test_kernels_are_as_exact_as_plain_attention(interpreted: dict[str, Any]) ->
     assert not wrong, {case: cases[case] for case in wrong}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile_and_fit(target: str, tmp_path: Any, record_property: Any) -> None:
-    printed = program("tests.kernels.compiling_landmark", "--targets", target, TRITON_CACHE_DIR=str(tmp_path))
-    rows = [json.loads(line) for line in printed.splitlines()]
-    record_property("resources", rows)
-    assert {row["kernel"] for row in rows} == {"forward", "queries", "keys"}
-    assert all(row["fits"] for row in rows), rows
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes tensors of a CPU")
 def test_a_cpu_is_refused_with_what_to_do() -> None:
     with pytest.raises(InvalidArgument, match=r"TRITON_INTERPRET=1 .* on cpu; use 'auto' or 'torch'"):
@@ -59,7 +48,7 @@ def test_what_kernels_cannot_do_is_refused_with_what_to_do() -> None:
         results(landmark_attention, inputs(Case(causal=False), torch.float32), backend="triton")
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_long_blocks_are_refused_with_what_to_do_and_left_to_torch() -> None:
     given = inputs(Case(t=300, landmarks=257), torch.float32).on("cuda")
     with pytest.raises(InvalidArgument, match="at most 256 tokens, got 257; use 'auto' or 'torch'"):
@@ -67,14 +56,14 @@ def test_long_blocks_are_refused_with_what_to_do_and_left_to_torch() -> None:
     assert results(landmark_attention, given)["out"].isfinite().all()
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each(case=list(CASES), dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_a_gpu_are_as_exact_as_plain_attention(case: str, dtype: torch.dtype) -> None:
     found = errors(landmark_attention, inputs(CASES[case], dtype), device="cuda", backend="triton")
     assert all(error <= allowed for error, allowed in found.values()), found
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_gradients_on_a_gpu_are_the_same_in_every_run() -> None:
     given = inputs(Case(b=2, t=777, h=8, g=2, d=64, landmarks=50), torch.bfloat16).on("cuda")
     first, second = (results(landmark_attention, given, backend="triton") for _ in range(2))

@@ -19,7 +19,6 @@ from tests.kernels.search import CASES, Case, agrees, inputs
 from tests.pairs import each
 
 in_c = pytest.mark.skipif(native.problem() is not None, reason=f"backend 'native' {native.problem()}")
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = [f"{name} ({dtype})" for name in CASES for dtype in ("float32", "float16")]
 
 
@@ -159,7 +158,7 @@ def test_kernels_compile_without_spills(target: str, tmp_path: Path, record_prop
     assert all(row["fits"] and not row["spilled"] for row in rows), rows
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @each(case=list(CASES.values()), dtype=[torch.float32, torch.float16, torch.bfloat16])
 def test_a_gpu_finds_what_the_reference_finds(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(

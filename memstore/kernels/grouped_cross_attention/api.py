@@ -34,7 +34,7 @@ def grouped_cross_attention(
         scale: factor on the scores; ``D ** -0.5`` if None.
         off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so that a query can find nothing there.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
 
     Without ``blocks``, the states are those of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
     ``weights [B, K]``.
@@ -64,7 +64,7 @@ def grouped_cross_attention(
     _check(q, k, v, weights, blocks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     largest = max(q.shape[-1], v.shape[-1])
-    backend = pick(backend, q.device, lambda: triton_problem(q, k, v, largest=largest))
+    backend = pick(backend, q, lambda: triton_problem(q, k, v, largest=largest))
     if not (q.numel() and blocks.numel() and k.shape[1] and k.shape[3]):
         return _nothing(q, k, v, weights)
     match backend:

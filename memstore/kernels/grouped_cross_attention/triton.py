@@ -34,6 +34,7 @@ Deliberate deviations:
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,14 +43,40 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tuning import config, padded, tuned
+from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, precision, tiled
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SIMULATED_PROCESSORS = 8
 """What the interpreter counts as, so that small inputs are shared by several programs and others are not."""
 
 
-INTERPRETED_CONFIG = config(1, 1, BM=32, BS=32)
+# fmt: off
+TABLE = TileTable(
+    ("forward", "queries", "blocks"), ("BM", "BS"), [
+        ("sm_90", 2, 32, 128, 64, ((4, 3, 16, 64), (4, 3, 16, 64), (4, 1, 16, 16))),
+        ("sm_90", 2, ANY, 64, ANY, ((4, 3, 64, 64), (4, 3, 64, 64), (8, 3, 64, 64))),
+        ("sm_90", 2, ANY, 128, ANY, ((4, 3, 64, 64), (4, 3, 64, 64), (8, 3, 64, 64))),
+        ("sm_90", 2, ANY, 256, ANY, ((8, 2, 32, 64), (8, 2, 32, 64), (8, 2, 32, 32))),
+        ("sm_90", 4, ANY, 64, ANY, ((8, 2, 32, 32), (8, 2, 16, 32), (8, 2, 32, 32))),
+        ("sm_90", 4, ANY, 128, ANY, ((8, 2, 32, 32), (8, 2, 16, 32), (4, 1, 16, 16))),
+        ("sm_90", 4, ANY, 256, ANY, ((4, 1, 16, 16), (4, 1, 16, 16), (4, 1, 16, 16))),
+        ("sm_80", 2, 32, 128, 64, ((4, 3, 16, 64), (4, 3, 16, 64), (4, 1, 16, 16))),
+        ("sm_80", 2, ANY, 64, ANY, ((4, 2, 64, 64), (4, 2, 64, 64), (8, 2, 64, 64))),
+        ("sm_80", 2, ANY, 128, ANY, ((8, 2, 64, 64), (4, 2, 64, 64), (8, 2, 64, 64))),
+        ("sm_80", 2, ANY, 256, ANY, ((8, 2, 32, 64), (8, 2, 32, 32), (8, 2, 32, 32))),
+        ("sm_80", 4, ANY, 64, ANY, ((8, 2, 32, 32), (8, 2, 32, 32), (8, 2, 32, 32))),
+        ("sm_80", 4, ANY, 128, ANY, ((8, 2, 32, 32), (8, 2, 16, 32), (4, 1, 16, 16))),
+        ("sm_80", 4, ANY, 256, ANY, ((4, 1, 16, 16), (4, 1, 16, 16), (4, 1, 16, 16))),
+        ("gfx942", 2, 32, 128, 64, ((4, 3, 16, 64), (4, 3, 16, 64), (4, 1, 16, 16))),
+        ("gfx942", 2, ANY, 64, ANY, ((4, 2, 64, 64), (4, 2, 64, 64), (8, 2, 32, 64))),
+        ("gfx942", 2, ANY, 128, ANY, ((4, 2, 64, 64), (4, 2, 64, 64), (4, 2, 32, 64))),
+        ("gfx942", 2, ANY, 256, ANY, ((4, 2, 32, 64), (4, 2, 16, 32), (8, 2, 16, 32))),
+        ("gfx942", 4, ANY, 64, ANY, ((8, 2, 32, 32), (8, 2, 32, 32), (8, 2, 16, 32))),
+        ("gfx942", 4, ANY, 128, ANY, ((8, 2, 32, 32), (4, 2, 16, 32), (8, 2, 16, 32))),
+        ("gfx942", 4, ANY, 256, ANY, ((4, 1, 16, 16), (4, 1, 16, 16), (4, 1, 16, 16))),
+    ],
+)
+# fmt: on
 CONFIGS = [
     config(4, 1, BM=16, BS=16),
     config(4, 2, BM=16, BS=32),
@@ -57,11 +84,12 @@ CONFIGS = [
     config(4, 2, BM=32, BS=32),
     config(4, 2, BM=32, BS=64),
     config(4, 3, BM=64, BS=32),
-    config(4, 2, BM=64, BS=64),
-    config(8, 2, BM=64, BS=64),
+    config(4, 3, BM=64, BS=64),
+    config(8, 3, BM=64, BS=64),
     config(8, 2, BM=128, BS=32),
     config(8, 3, BM=128, BS=64),
 ]
+"""What measuring chooses from."""
 
 
 def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) -> list[triton.Config]:
@@ -78,7 +106,17 @@ def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) 
     return [config for config in configs if fits(config)] or configs[:1]
 
 
-_tuned = tuned(CONFIGS, ["ROWS", "S", "D", "DV", "PRECISION"], INTERPRETED_CONFIG, admissible)
+def _tiled(kernel: str) -> Callable[[Any], Any]:
+    """Give a kernel the tiles of the table."""
+
+    def choose(arguments: Mapping[str, Any]) -> triton.Config:
+        sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
+        return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=padded(arguments["S"]), **sizes)
+
+    return tiled(
+        choose, interpreted_config=config(1, 1, BM=32, BS=32), configs=CONFIGS, admissible=admissible,
+        key=["ROWS", "S", "D", "DV", "PRECISION"],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -101,7 +139,7 @@ def _store_rows(
     tl.store(base + index[:, None] * SIZE + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
 
 
-@_tuned
+@_tiled("forward")
 @triton.jit
 def _forward_kernel(
     q: tl.tensor,  # [L, G, M, D], L = B * C lists
@@ -134,8 +172,13 @@ def _forward_kernel(
     k += one // lists_per_row * kb + group.to(tl.int64) * kg
     v += one // lists_per_row * vb + group.to(tl.int64) * vg
     total = tl.zeros([BM, BDV], tl.float32)
-    for i in range(part * share, tl.minimum(part * share + share, chosen)):
-        block = tl.load(blocks + one * chosen + i).to(tl.int64)
+    blocks += one * chosen
+    last = tl.minimum(part * share + share, chosen)
+    # Ids are read a step ahead, so that loads of keys and values need not wait for them in their own step.
+    coming = tl.load(blocks + part * share, mask=part * share < last, other=-1)
+    for i in range(part * share, last):
+        block = coming.to(tl.int64)
+        coming = tl.load(blocks + i + 1, mask=i + 1 < last, other=-1)
         if block >= count:
             total += float("nan")  # an error that cannot be raised here must not pass for a result
         there = (block >= 0) & (block < count)
@@ -169,7 +212,7 @@ def _forward_kernel(
     _store_rows(out + (part.to(tl.int64) * lists * groups * rows + first) * DV, total, row, rows, DV, BDV)
 
 
-@_tuned
+@_tiled("queries")
 @triton.jit
 def _queries_kernel(
     q: tl.tensor,  # [L, G, M, D]
@@ -203,8 +246,11 @@ def _queries_kernel(
     k += one // lists_per_row * kb + group.to(tl.int64) * kg
     v += one // lists_per_row * vb + group.to(tl.int64) * vg
     total = tl.zeros([BM, BD], tl.float32)
+    blocks += one * chosen
+    coming = tl.load(blocks)
     for i in range(chosen):
-        block = tl.load(blocks + one * chosen + i).to(tl.int64)
+        block = coming.to(tl.int64)
+        coming = tl.load(blocks + i + 1, mask=i + 1 < chosen, other=-1)  # a step ahead, as in the forward pass
         there = (block >= 0) & (block < count)
         block = tl.where(there, block, 0)
         size = tl.where(there, S, 0)  # no keys to read; a branch would keep the loop from being pipelined
@@ -236,7 +282,7 @@ def _queries_kernel(
     _store_rows(dq + first * D, total * scale, row, rows, D, BD)
 
 
-@_tuned
+@_tiled("blocks")
 @triton.jit
 def _blocks_kernel(
     q: tl.tensor,  # [L, G, M, D]
@@ -276,8 +322,12 @@ def _blocks_kernel(
         keys = _rows(k, key, S, ks, D, BD)
         values = _rows(v, key, S, vs, DV, BDV)
         tiles_of_rows = tl.cdiv(rows, BM)
-        for step in range((last_entry - first_entry) * tiles_of_rows):  # one loop, so that it is pipelined
-            entry = tl.load(entries + first_entry + step // tiles_of_rows)
+        steps = (last_entry - first_entry) * tiles_of_rows
+        coming = tl.load(entries + first_entry)
+        for step in range(steps):  # one loop, so that it is pipelined
+            entry = coming
+            ahead = tl.minimum(step + 1, steps - 1)
+            coming = tl.load(entries + first_entry + ahead // tiles_of_rows)
             weight = tl.load(weights + entry).to(tl.float32)
             first = (entry // chosen * groups + group) * rows
             row = (step % tiles_of_rows * BM).to(tl.int32) + tl.arange(0, BM)
@@ -424,7 +474,6 @@ def chosen_by(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
     """What all kernels are told."""
     rows = q.shape[2] // k.shape[2] * q.shape[3]
-    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {
         **dict(zip(("kb", "kn", "kg", "ks"), k.stride(), strict=False)),
         **dict(zip(("vb", "vn", "vg", "vs"), v.stride(), strict=False)),
@@ -438,7 +487,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
         "DV": v.shape[4],
         "BD": padded(k.shape[4]),
         "BDV": padded(v.shape[4]),
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": precision(q.dtype),
         "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
     }
 

@@ -91,7 +91,7 @@ def _run(
     _check(q, k, v, ids, factors, local, gate)
     k, v = k.detach(), v.detach()
     given, largest = (q, k, v), max(q.shape[-1], v.shape[-1])
-    backend = pick(backend, q.device, lambda: triton_problem(*given, largest=largest, mixed=True))
+    backend = pick(backend, q, lambda: triton_problem(*given, largest=largest, mixed=True), products=False)
     if not k.shape[2]:  # an empty memory: nothing to look up, whatever the ids
         k, v, ids = k.new_zeros((*k.shape[:2], 1, k.shape[3])), v.new_zeros((*v.shape[:2], 1, v.shape[3])), ids[..., :0]
     if not ids.shape[-1]:

@@ -22,6 +22,7 @@ Gradients of scale and gate are written for each query and summed afterwards, so
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,13 +31,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tuning import config, tuned
+from memstore.kernels._tiles import config, tiled
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-INTERPRETED_CONFIG = config(1, 2, BK=16)
 CONFIGS = [
     config(1, 2, BK=16),
     config(2, 2, BK=16),
@@ -45,8 +45,15 @@ CONFIGS = [
     config(4, 2, BK=32),
     config(4, 2, BK=64),
 ]
+"""What measuring chooses from."""
 
-_tuned = tuned(CONFIGS, ["CHOSEN", "D", "DV"], INTERPRETED_CONFIG)
+
+def tiles(arguments: Mapping[str, Any]) -> triton.Config:
+    """Four warps hold the keys and values of 32 ids in registers; those of larger heads, of 16."""
+    return config(4, 2, BK=32 if max(arguments["BD"], arguments["BDV"]) <= 128 and arguments["CHOSEN"] > 16 else 16)
+
+
+_tiled = tiled(tiles, interpreted_config=config(1, 2, BK=16), configs=CONFIGS, key=["CHOSEN", "D", "DV"])
 
 
 @triton.jit
@@ -72,7 +79,7 @@ def _store_row(base: tl.tensor, place: tl.tensor, row: tl.tensor, SIZE: tl.const
     tl.store(base + place * SIZE + dims, row.to(base.dtype.element_ty), mask=dims < SIZE)
 
 
-@_tuned
+@_tiled
 @triton.jit
 def _forward_kernel(
     q: tl.tensor,  # [B, H, T, D]
@@ -128,7 +135,7 @@ def _forward_kernel(
     tl.store(lse + place + tl.arange(0, 1), logarithm)
 
 
-@_tuned
+@_tiled
 @triton.jit
 def _backward_kernel(
     q: tl.tensor,  # [B, H, T, D]

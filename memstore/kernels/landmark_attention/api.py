@@ -53,7 +53,7 @@ def landmark_attention(
         scale: factor on the scores; ``D ** -0.5`` if None.
         causal: False lets a query see the whole of its own block and later blocks that have a landmark.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
 
     Returns:
         ``[B, H, Tq, Dv]`` in the dtype of ``q``; 0 where a query sees no token. Differentiable in ``q``, ``k`` and
@@ -71,7 +71,7 @@ def landmark_attention(
     if not (q.numel() and v.shape[-1]):
         return _nothing(q, k, v)
     rows = (is_landmark, key_padding, documents)
-    backend = pick(backend, q.device, lambda: triton_problem(q, k, v, rows, window, causal))
+    backend = pick(backend, q, lambda: triton_problem(q, k, v, rows, window, causal))
     options: dict[str, Any] = {
         "key_padding": key_padding,
         "documents": documents,

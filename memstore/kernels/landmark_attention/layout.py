@@ -152,6 +152,8 @@ class Tiles:
     """Tokens of the longest tile."""
     limited: bool
     """Queries do not see all tiles before them: there are several documents, or a window."""
+    regular: bool
+    """Every tile begins where a multiple of ``size`` lies, and its last place is that of its landmark, or empty."""
     starts: Tensor
     """``[X, N + 1]``: the first token of each tile; ``T`` for tiles that are not there."""
     until: Tensor
@@ -194,6 +196,7 @@ def tiles(blocks: Blocks, window: int | None) -> Tiles:
         count=count,
         size=size,
         limited=window is not None or bool(blocks.document[:, -1].any()),
+        regular=bool(((offset == position % size) & (blocks.ordinary == (position % size < size - 1))).all()),
         starts=starts.int(),
         until=until.int(),
         ordinary=blocks.ordinary.to(torch.int8),

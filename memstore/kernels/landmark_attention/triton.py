@@ -26,6 +26,7 @@ which can be taken in parts. A complete block must fit into a tile.
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tuning import config, padded, tuned
+from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, precision, tiled
 from memstore.kernels.landmark_attention import layout
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -44,18 +45,60 @@ LONGEST = 256
 """Tokens of a complete block."""
 
 
-INTERPRETED_CONFIG = config(1, 1, BM=64)
+# fmt: off
+TABLE = TileTable(
+    ("forward", "queries", "keys"), ("BM",), [
+        ("sm_90", 2, 32, 128, 64, ((4, 2, 16), (4, 2, 16), (8, 1, 16))),
+        ("sm_90", 2, ANY, 64, 64, ((8, 3, 128), (8, 3, 128), (8, 3, 32))),
+        ("sm_90", 2, ANY, 128, 64, ((8, 3, 128), (8, 3, 128), (8, 3, 32))),
+        ("sm_90", 2, ANY, 256, 64, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
+        ("sm_90", 2, ANY, 64, 128, ((8, 2, 64), (8, 2, 64), (8, 2, 32))),
+        ("sm_90", 2, ANY, 128, 128, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
+        ("sm_90", 2, ANY, 64, 256, ((8, 2, 32), (8, 2, 16), (8, 1, 16))),
+        ("sm_90", 2, ANY, 128, 256, ((8, 2, 32), (8, 2, 16), (8, 2, 16))),
+        ("sm_90", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("sm_90", 4, ANY, 64, 64, ((4, 2, 16), (4, 2, 16), (8, 1, 16))),
+        ("sm_90", 4, ANY, 128, 64, ((8, 2, 16), (8, 2, 16), (4, 2, 16))),
+        ("sm_90", 4, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("sm_80", 2, 32, 128, 64, ((4, 2, 16), (4, 2, 16), (8, 1, 16))),
+        ("sm_80", 2, ANY, 64, 64, ((8, 2, 128), (8, 2, 128), (4, 2, 32))),
+        ("sm_80", 2, ANY, 128, 64, ((4, 2, 64), (8, 2, 64), (8, 2, 32))),
+        ("sm_80", 2, ANY, 256, 64, ((8, 2, 32), (8, 1, 16), (8, 2, 16))),
+        ("sm_80", 2, ANY, 64, 128, ((8, 2, 64), (8, 2, 32), (8, 2, 32))),
+        ("sm_80", 2, ANY, 128, 128, ((8, 2, 64), (8, 2, 32), (8, 1, 16))),
+        ("sm_80", 2, ANY, 64, 256, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
+        ("sm_80", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("sm_80", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("sm_80", 4, ANY, 64, 64, ((4, 2, 16), (8, 2, 16), (8, 1, 16))),
+        ("sm_80", 4, ANY, 128, 64, ((8, 2, 16), (8, 2, 16), (8, 1, 16))),
+        ("sm_80", 4, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("gfx942", 2, 32, 128, 64, ((4, 2, 16), (4, 1, 16), (8, 1, 16))),
+        ("gfx942", 2, ANY, 64, 64, ((4, 2, 64), (4, 2, 64), (4, 2, 32))),
+        ("gfx942", 2, ANY, 128, 64, ((4, 2, 64), (4, 2, 64), (8, 2, 16))),
+        ("gfx942", 2, ANY, 256, 64, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("gfx942", 2, ANY, 64, 128, ((8, 2, 16), (8, 1, 16), (8, 2, 16))),
+        ("gfx942", 2, ANY, 128, 128, ((8, 2, 16), (8, 1, 16), (8, 2, 16))),
+        ("gfx942", 2, ANY, 64, 256, ((8, 1, 16), (8, 1, 16), (8, 2, 16))),
+        ("gfx942", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("gfx942", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+        ("gfx942", 4, ANY, 64, 64, ((8, 2, 16), (4, 2, 16), (8, 2, 16))),
+        ("gfx942", 4, ANY, 128, 64, ((8, 1, 16), (8, 1, 16), (4, 2, 16))),
+        ("gfx942", 4, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
+    ],
+)
+# fmt: on
 CONFIGS = [
     config(4, 2, BM=16),
     config(4, 2, BM=32),
-    config(8, 2, BM=32),
+    config(8, 3, BM=32),
     config(4, 2, BM=64),
     config(4, 3, BM=64),
     config(8, 2, BM=64),
-    config(4, 3, BM=128),
+    config(8, 3, BM=64),
     config(8, 2, BM=128),
     config(8, 3, BM=128),
 ]
+"""What measuring chooses from."""
 
 
 def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) -> list[triton.Config]:
@@ -71,7 +114,17 @@ def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) 
     return [config for config in configs if fits(config)] or configs[:1]
 
 
-_tuned = tuned(CONFIGS, ["ROWS", "BS", "D", "DV", "PRECISION", "LIMITED"], INTERPRETED_CONFIG, admissible)
+def _tiled(kernel: str) -> Callable[[Any], Any]:
+    """Give a kernel the tiles of the table."""
+
+    def choose(arguments: Mapping[str, Any]) -> triton.Config:
+        sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
+        return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=arguments["BS"], **sizes)
+
+    return tiled(
+        choose, interpreted_config=config(1, 1, BM=64), configs=CONFIGS, admissible=admissible,
+        key=["ROWS", "BS", "SIZE", "D", "DV", "PRECISION", "LIMITED"],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -108,11 +161,34 @@ def _store_rows(
 
 
 @triton.jit
+def _block(
+    n: tl.tensor, starts: tl.tensor, ordinary: tl.tensor, tokens: tl.tensor,
+    SIZE: tl.constexpr, BS: tl.constexpr, EDGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Where a block begins and ends, the positions of its keys, and which of them are ordinary, ``[BS]`` each.
+
+    Of regular blocks (``SIZE`` tokens each) nothing is read: what waits for a table cannot be loaded ahead.
+    """
+    index = tl.arange(0, BS)
+    if SIZE == 0:
+        start, end = tl.load(starts + n), tl.load(starts + n + 1)
+        there = tl.load(ordinary + start + index, mask=start + index < end, other=0) != 0
+    else:
+        start = n * SIZE
+        end = start + SIZE
+        there = index < SIZE - 1
+        if EDGE:
+            end = tl.minimum(end, tokens)
+            there = there & (start + index < end)
+    return start, end, start + index, there
+
+
+@triton.jit
 def _weigh(
-    scores: tl.tensor,  # [BM, BS], to the base 2
+    scores: tl.tensor,  # [BM, BS] to the base 2, or [BS, BM]
     key: tl.tensor,  # [BS], positions
     end: tl.tensor,  # of the block
-    ordinary: tl.tensor,  # [BS]
+    ordinary: tl.tensor,  # [BS], whether keys are
     position: tl.tensor,  # [BM]
     own: tl.tensor,  # [BM], the first tile of the own block
     first: tl.tensor,  # [BM], the first tile that is seen
@@ -121,18 +197,20 @@ def _weigh(
     window: tl.tensor,
     EDGE: tl.constexpr,  # keys may lie after queries
     LIMITED: tl.constexpr,
+    KEYS: tl.constexpr,  # the axis of keys: 1, or 0
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """``P`` of a block before it is divided by its sum, ``[BM, BS]``; one over this sum; and ``g``, ``[BM]`` each."""
-    landmark = tl.sum(tl.where(key[None, :] == end - 1, scores, 0.0), 1)
-    seen = (ordinary != 0)[None, :]
+    """``P`` of a block before it is divided by its sum; one over this sum; and ``g``, ``[BM]`` each."""
+    keys, positions = tl.expand_dims(key, 1 - KEYS), tl.expand_dims(position, KEYS)
+    landmark = tl.sum(tl.where(keys == end - 1, scores, 0.0), KEYS)
+    seen = tl.expand_dims(ordinary, 1 - KEYS)
     if EDGE:
-        seen = seen & (key[None, :] <= position[:, None])
+        seen = seen & (keys <= positions)
     if LIMITED:
-        seen = seen & (key[None, :] > position[:, None] - window) & (n >= first)[:, None]
+        seen = seen & (keys > positions - window) & tl.expand_dims(n >= first, KEYS)
     scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(tl.max(scores, 1), LOWEST)
-    p = tl.exp2(scores - highest[:, None])
-    summed = tl.sum(p, 1)
+    highest = tl.maximum(tl.max(scores, KEYS), LOWEST)
+    p = tl.exp2(scores - tl.expand_dims(highest, KEYS))
+    summed = tl.sum(p, KEYS)
     found = summed > 0
     summed = tl.where(found, summed, 1.0)
     inside = highest + tl.log2(summed)
@@ -146,18 +224,17 @@ def _attend(
     highest: tl.tensor,  # [BM]
     total: tl.tensor,  # [BM]
     n: tl.tensor, queries: tl.tensor, k: tl.tensor, v: tl.tensor, ks: tl.tensor, vs: tl.tensor,
-    starts: tl.tensor, ordinary: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
-    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    starts: tl.tensor, ordinary: tl.tensor, tokens: tl.tensor,
+    position: tl.tensor, own: tl.tensor, first: tl.tensor,
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor, SIZE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """One block more."""
-    start, end = tl.load(starts + n), tl.load(starts + n + 1)
-    key = start + tl.arange(0, BS)
+    start, end, key, there = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
     keys = _rows(k, start, end, ks, BS, D, BD)
-    there = tl.load(ordinary + key, mask=key < end, other=0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
-    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED)
+    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED, 1)
     higher = tl.maximum(highest, group)
     shrink = tl.exp2(highest - higher)
     weight = tl.exp2(group - higher)
@@ -166,7 +243,7 @@ def _attend(
     return attended * shrink[:, None] + product, higher, total * shrink + weight
 
 
-@_tuned
+@_tiled("forward")
 @triton.jit
 def _forward_kernel(
     q: tl.tensor,  # [B, H, Tq, D], strided
@@ -187,6 +264,7 @@ def _forward_kernel(
     scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
     ROWS: tl.constexpr,  # tells the tuner about the number of rows
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    SIZE: tl.constexpr,  # tokens of a block where all are alike, else 0
     LIMITED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr,  # rows of a tile of queries
 ) -> None:  # fmt: skip
@@ -214,13 +292,13 @@ def _forward_kernel(
     total = tl.zeros([BM], tl.float32)
     for n in range(begin, edge):
         attended, highest, total = _attend(
-            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, position, own_first, sees,
-            scale, ramp, window, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
+            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, before + rows,
+            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
         )  # fmt: skip
     for n in range(edge, last + 1):
         attended, highest, total = _attend(
-            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, position, own_first, sees,
-            scale, ramp, window, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
+            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, before + rows,
+            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
         )  # fmt: skip
     place = (b * heads + head) * rows
     found = total > 0
@@ -231,22 +309,22 @@ def _forward_kernel(
 
 @triton.jit
 def _differentiate(
-    scores: tl.tensor,  # [BM, BS], to the base 2
-    dp: tl.tensor,  # [BM, BS]
+    scores: tl.tensor,  # [BM, BS] to the base 2, or [BS, BM]
+    dp: tl.tensor,  # likewise
     normaliser: tl.tensor,  # [BM]
     delta: tl.tensor,  # [BM]
     key: tl.tensor, end: tl.tensor, there: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
     n: tl.tensor, ramp: tl.tensor, window: tl.tensor,
-    EDGE: tl.constexpr, LIMITED: tl.constexpr,
+    EDGE: tl.constexpr, LIMITED: tl.constexpr, KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The weights of a block and the gradient of its scores, ``[BM, BS]`` each."""
-    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED)
+    """The weights of a block and the gradient of its scores, in the form of these."""
+    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED, KEYS)
     weight = tl.exp2(group - normaliser)
     influence = tl.where(n >= own, 0.0, ramp)
-    handed = influence * (tl.sum(p * dp, 1) * share - delta)
-    w = p * (weight * share)[:, None]
-    ds = w * (dp - (delta + handed)[:, None])
-    return w, tl.where(key[None, :] == end - 1, ds + (weight * handed)[:, None], ds)
+    handed = influence * (tl.sum(p * dp, KEYS) * share - delta)
+    w = p * tl.expand_dims(weight * share, KEYS)
+    ds = w * (dp - tl.expand_dims(delta + handed, KEYS))
+    return w, tl.where(tl.expand_dims(key == end - 1, 1 - KEYS), ds + tl.expand_dims(weight * handed, KEYS), ds)
 
 
 @triton.jit
@@ -254,26 +332,25 @@ def _queries_step(
     total: tl.tensor,  # [BM, BD]
     n: tl.tensor, queries: tl.tensor, gradient: tl.tensor, normaliser: tl.tensor, delta: tl.tensor,
     k: tl.tensor, v: tl.tensor, ks: tl.tensor, vs: tl.tensor,
-    starts: tl.tensor, ordinary: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
-    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    starts: tl.tensor, ordinary: tl.tensor, tokens: tl.tensor,
+    position: tl.tensor, own: tl.tensor, first: tl.tensor,
+    scale: tl.tensor, ramp: tl.tensor, window: tl.tensor, SIZE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The gradient of the queries from one block more."""
-    start, end = tl.load(starts + n), tl.load(starts + n + 1)
-    key = start + tl.arange(0, BS)
+    start, end, key, there = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
     keys = _rows(k, start, end, ks, BS, D, BD)
     values = _rows(v, start, end, vs, BS, DV, BDV)
-    there = tl.load(ordinary + key, mask=key < end, other=0)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
     dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
     _, ds = _differentiate(
-        scores, dp, normaliser, delta, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED
+        scores, dp, normaliser, delta, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED, 1
     )
     return total + tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
 
 
-@_tuned
+@_tiled("queries")
 @triton.jit
 def _queries_kernel(
     q: tl.tensor,  # [B, H, Tq, D], strided
@@ -297,7 +374,7 @@ def _queries_kernel(
     scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
     ROWS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
-    LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of queries walks over the blocks that it sees: the gradient of the queries, and ``Delta``."""
@@ -328,48 +405,18 @@ def _queries_kernel(
     total = tl.zeros([BM, BD], tl.float32)
     for n in range(begin, edge):
         total = _queries_step(
-            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, position, own_first, sees,
-            scale, ramp, window, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
+            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, before + rows,
+            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
         )  # fmt: skip
     for n in range(edge, last + 1):
         total = _queries_step(
-            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, position, own_first, sees,
-            scale, ramp, window, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
+            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, before + rows,
+            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
         )  # fmt: skip
     _store_rows(dq + place * D, total * scale, at, rows, BM, D, BD)
 
 
-@triton.jit
-def _keys_step(
-    keys_gradient: tl.tensor,  # [BS, BD]
-    values_gradient: tl.tensor,  # [BS, BDV]
-    at: tl.tensor,  # the first query
-    keys: tl.tensor, values: tl.tensor, key: tl.tensor, end: tl.tensor, there: tl.tensor, n: tl.tensor,
-    q: tl.tensor, qs: tl.tensor, dout: tl.tensor, lse: tl.tensor, delta: tl.tensor, own: tl.tensor, first: tl.tensor,
-    rows: tl.tensor, before: tl.tensor, scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The gradients of keys and values from one tile of queries more."""
-    row = at + tl.arange(0, BM)
-    queries = _rows(q, at, rows, qs, BM, D, BD)
-    gradient = _rows(dout, at, rows, DV, BM, DV, BDV)
-    normaliser = tl.load(lse + row, mask=row < rows, other=float("inf"))
-    dots = tl.load(delta + row, mask=row < rows, other=0.0)
-    position = before + row
-    own_first = tl.load(own + position, mask=row < rows, other=0)
-    sees = tl.load(first + position, mask=row < rows, other=0)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
-    dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
-    w, ds = _differentiate(
-        scores, dp, normaliser, dots, key, end, there, position, own_first, sees, n, ramp, window, EDGE, LIMITED
-    )
-    values_gradient += tl.dot(tl.trans(w.to(gradient.dtype)), gradient, input_precision=PRECISION)
-    keys_gradient += tl.dot(tl.trans(ds.to(queries.dtype)), queries, input_precision=PRECISION)
-    return keys_gradient, values_gradient
-
-
-@_tuned
+@_tiled("keys")
 @triton.jit
 def _keys_kernel(
     q: tl.tensor,  # [B, H, Tq, D], strided
@@ -393,42 +440,45 @@ def _keys_kernel(
     scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
     ROWS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
-    LIMITED: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:  # fmt: skip
     """A block walks over the tiles of queries that see it, one head of its group after the other."""
     n = tl.program_id(0) % count  # the first have most to do
     group = tl.program_id(0) // count % groups
     b = (tl.program_id(0) // count // groups).to(tl.int64)
-    start, end = tl.load(starts + b * sb + n), tl.load(starts + b * sb + n + 1)
+    start, end, key, there = _block(n, starts + b * sb, ordinary + b * tb, tokens, SIZE, BS, True)
     if end > start:
-        key = start + tl.arange(0, BS)
         matrix = b * groups + group
         keys = _rows(k + b * kb + group.to(tl.int64) * kg, start, end, ks, BS, D, BD)
         values = _rows(v + b * vb + group.to(tl.int64) * vg, start, end, vs, BS, DV, BDV)
-        there = tl.load(ordinary + b * tb + key, mask=key < end, other=0)
         own += b * tb
         first += b * tb
         begin = tl.maximum(start - before, 0)  # rows of queries
         stop = tl.minimum(tl.load(until + b * ub + n) - before, rows)
-        whole = tl.minimum(begin + tl.cdiv(tl.maximum(end - before - begin, 0), BM) * BM, stop)  # they see all keys
         keys_gradient = tl.zeros([BS, BD], tl.float32)
         values_gradient = tl.zeros([BS, BDV], tl.float32)
-        for i in range(heads // groups):
-            head = group * (heads // groups) + i
+        per_head = tl.cdiv(tl.maximum(stop - begin, 0), BM)
+        for step in range(heads // groups * per_head):  # one loop, so that it is pipelined
+            head = group * (heads // groups) + step // per_head
             place = (b * heads + head) * rows
-            for at in range(begin, whole, BM):
-                keys_gradient, values_gradient = _keys_step(
-                    keys_gradient, values_gradient, at, keys, values, key, end, there, n,
-                    q + b * qb + head.to(tl.int64) * qh, qs, dout + place * DV, lse + place, delta + place, own, first,
-                    rows, before, scale, ramp, window, D, DV, BD, BDV, BM, True, LIMITED, PRECISION,
-                )  # fmt: skip
-            for at in range(whole, stop, BM):
-                keys_gradient, values_gradient = _keys_step(
-                    keys_gradient, values_gradient, at, keys, values, key, end, there, n,
-                    q + b * qb + head.to(tl.int64) * qh, qs, dout + place * DV, lse + place, delta + place, own, first,
-                    rows, before, scale, ramp, window, D, DV, BD, BDV, BM, False, LIMITED, PRECISION,
-                )  # fmt: skip
+            at = begin + step % per_head * BM
+            row = at + tl.arange(0, BM)
+            queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+            gradient = _rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
+            normaliser = tl.load(lse + place + row, mask=row < rows, other=float("inf"))
+            dots = tl.load(delta + place + row, mask=row < rows, other=0.0)
+            own_first = tl.load(own + before + row, mask=row < rows, other=0)
+            sees = tl.load(first + before + row, mask=row < rows, other=0)
+            # Transposed, [BS, BM]: what is made of the scores enters the next products as it lies in registers.
+            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2_E)
+            dp = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
+            w, ds = _differentiate(
+                scores, dp, normaliser, dots, key, end, there, before + row, own_first, sees, n, ramp, window,
+                True, LIMITED, 0,
+            )  # fmt: skip
+            values_gradient += tl.dot(w.to(gradient.dtype), gradient, input_precision=PRECISION)
+            keys_gradient += tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
         _store_rows(dk + matrix * tokens * D, keys_gradient * scale, start, end, BS, D, BD)
         _store_rows(dv + matrix * tokens * DV, values_gradient, start, end, BS, DV, BDV)
 
@@ -501,7 +551,6 @@ def _queries_grid(q: Tensor) -> Any:
 
 def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> dict[str, Any]:
     """What all kernels are told."""
-    exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {
         **dict(zip(("qb", "qh", "qs"), q.stride(), strict=False)),
         **dict(zip(("kb", "kg", "ks"), k.stride(), strict=False)),
@@ -523,8 +572,9 @@ def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[s
         "BD": padded(k.shape[3]),
         "BDV": padded(v.shape[3]),
         "BS": padded(found.size),
+        "SIZE": found.size if found.regular else 0,
         "LIMITED": found.limited,
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": precision(q.dtype),
         "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
     }
 

@@ -1,0 +1,134 @@
+"""What all Triton kernels share: how a kernel gets its tiles, and whether the interpreter runs it.
+
+Tiles come from a ``TABLE`` beside the kernels (in ``grouped_cross_attention`` and ``landmark_attention``; a formula in
+``knn_attention``, constants in ``search_blocks``), by what the compiler says of them: none spills registers.
+Measuring (``MEMSTORE_TRITON_TUNE=1``) may find faster ones, but takes minutes of compiling in each process, and may
+choose others in the next one: then sums have another order, and what a model reads again is no longer the same bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+SMALLEST = 16
+"""Shortest side of a tile that the matrix units of all devices take."""
+ANY = 1 << 30
+"""No limit, in a table."""
+
+Machine = str
+"""The kind of a device: ``"sm_90"`` (Hopper and later, with asynchronous products), ``"sm_80"`` (others of NVIDIA),
+``"gfx942"`` (AMD)."""
+
+
+def config(warps: int, stages: int, **sizes: int) -> triton.Config:
+    """Tiles of these ``sizes``, by the names of the kernel's arguments."""
+    return triton.Config(sizes, num_warps=warps, num_stages=stages)
+
+
+def padded(length: int) -> int:
+    """The side of a tile that covers ``length``."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How matrix units multiply numbers of a type: float32 as three products in TF32, or as one where PyTorch may.
+
+    NVIDIA's matrix units have no exact products of float32; without them sums are spilled by the kilobyte.
+    """
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The tiles of the kernels of one operation."""
+
+    kernels: Sequence[str]
+    sizes: Sequence[str]
+    """The arguments of the kernels that are sides of tiles."""
+    rows: Sequence[tuple[Machine, int, int, int, int, Sequence[Sequence[int]]]]
+    """The device, bytes of a number, and the most rows of queries, numbers of a head and tokens of a block; then, for
+    each kernel, warps, stages, and the sides of a tile."""
+
+    def tiles(
+        self, kernel: str, machine: Machine, dtype: torch.dtype, *, queries: int, dim: int, block: int
+    ) -> triton.Config:
+        """Those of the first row that is large enough, else of the last one for such numbers."""
+        column = self.kernels.index(kernel)
+        for *kind, most_queries, most_dim, most_block, tiles in self.rows:
+            if kind == [machine, dtype.itemsize]:
+                warps, stages, *sides = tiles[column]
+                if queries <= most_queries and dim <= most_dim and block <= most_block:
+                    break
+        return config(warps, stages, **dict(zip(self.sizes, sides, strict=True)))
+
+
+class TiledKernel:
+    """A kernel that is called like one of Triton's, with the tiles that ``choose`` takes for its arguments."""
+
+    def __init__(self, kernel: Any, choose: Callable[[Mapping[str, Any]], triton.Config]) -> None:
+        self.fn, self.arg_names = kernel, kernel.arg_names
+        self.choose = choose
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(**arguments: Any) -> None:
+            self.fn[grid](**arguments, **self.choose(arguments).all_kwargs())
+
+        return launch
+
+
+def tiled(
+    choose: Callable[[Mapping[str, Any]], triton.Config],
+    *,
+    interpreted_config: triton.Config,
+    configs: Sequence[triton.Config],
+    key: Sequence[str],
+    admissible: Callable[..., list[triton.Config]] | None = None,
+) -> Callable[[Any], Any]:
+    """Give a kernel its tiles: those that ``choose`` takes from a table.
+
+    With ``MEMSTORE_TRITON_TUNE=1`` the fastest of ``configs`` that are ``admissible``, measured once in each process
+    for each kind of shape (``key``). The interpreter, which has no registers, takes one for all.
+    """
+
+    def give(kernel: Any) -> Any:
+        if not isinstance(kernel, triton.JITFunction):
+            return TiledKernel(kernel, lambda _: interpreted_config)
+        if os.environ.get("MEMSTORE_TRITON_TUNE") == "1":
+            pruning = {} if admissible is None else {"early_config_prune": admissible}
+            return triton.autotune(list(configs), list(key), pruning)(kernel)
+        return TiledKernel(kernel, choose)
+
+    return give
+
+
+def machine() -> Machine:
+    """The kind of the current device."""
+    return "gfx942" if torch.version.hip else _machine(torch.cuda.current_device())
+
+
+@functools.cache
+def _machine(device: int) -> Machine:
+    # 12 is Blackwell for desktops, whose programs have the shared memory and the products of older ones.
+    return "sm_90" if torch.cuda.get_device_capability(device)[0] in (9, 10) else "sm_80"
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
+    return not isinstance(_probe, triton.JITFunction)
+
+
+def _nothing() -> None:
+    """The smallest kernel."""
+
+
+_probe = triton.jit(_nothing)

@@ -1,0 +1,130 @@
+"""On a pretended GPU nothing mixes devices, everything equals the CPU's results, and waits and copies are counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.child import program
+
+pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
+from tests.device.cases import CASES, LAYERS, MORE, NEW_TOKENS
+from tests.pretended import pretended
+
+QUICK = ("attach", "index", "memory")
+SEGMENTS = 10
+MOST: dict[str, dict[str, float]] = {
+    "attach": {
+        "kernels per layer and token beside the model's": 17,
+        "syncs per token beside the model's": 0.1,
+        "syncs per segment read": 8,
+        "copies to the device per segment read": 13,
+        "strided copies per segment read": 4,
+        "pageable copies per segment read": 10.5,
+        "copies to the host per segment read": 7,
+    },
+    "drt": {"syncs per token": 7.5, "copies to the device per token": 9},
+    "landmark": {"syncs per token": 75, "copies to the device per token": 31},
+    "landmark, lists of a segment": {"syncs per token": 27, "copies to the device per token": 20},
+    "memorizing": {"syncs per token": 4.5, "copies to the device per token": 4.5},
+    "index": {"syncs per search": 1, "syncs per score": 4},
+    "memory": {"syncs per search": 1, "copies to the device per repeated gather": 1},
+    "train drt": {"syncs per step": 0},
+    "train landmark": {"syncs per step": 17},
+    "train memorizing": {"syncs per step": 0},
+    "train a kNN memory": {"syncs per step": 0},
+}
+"""What there is now. Nothing may need more; who makes something need less writes it here."""
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, Any]:
+    return outcomes(*QUICK)
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    return outcomes(*(name for name in CASES if name not in QUICK), *MORE)
+
+
+def outcomes(*names: str) -> dict[str, Any]:
+    """Of cases, run in a process of its own, where Triton is interpreted."""
+    printed = program("tests.device.cases", *names, seconds=1700, TRITON_INTERPRET="1")
+    return {row.pop("case"): row for row in map(json.loads, printed.splitlines())}
+
+
+def test_a_memory_and_an_index_on_a_device_give_what_the_cpu_gives(quick: dict[str, Any]) -> None:
+    assert {name: (row.get("trace"), row.get("different")) for name, row in quick.items()} == dict.fromkeys(
+        QUICK, (None, [])
+    )
+
+
+def test_nothing_waits_or_copies_more_than_it_did(quick: dict[str, Any]) -> None:
+    check(quick)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_reader_and_every_training_step_on_a_device_is_that_of_the_cpu(everything: dict[str, Any]) -> None:
+    wrong = {name: row for name, row in everything.items() if row.get("different") != []}
+    assert not wrong, wrong
+    check(everything)
+
+
+def check(found: dict[str, Any]) -> None:
+    """No figure above what it was."""
+    for name, row in found.items():
+        figures = rates(row["counts"])
+        assert not {what: figures[what] for what, most in MOST.get(name, {}).items() if figures[what] > most}, name
+
+
+def rates(counts: dict[str, dict[str, int]]) -> dict[str, float]:
+    """Figures by what one token, segment, search or step needs."""
+    found: dict[str, float] = {}
+    if generated := counts.get("generate"):
+        bare = counts.get("generate without a memory", dict.fromkeys(generated, 0))
+        more = {kind: (generated[kind] - bare[kind]) / NEW_TOKENS for kind in generated}
+        found["kernels per layer and token beside the model's"] = more["kernel"] / LAYERS
+        found["syncs per token beside the model's"] = found["syncs per token"] = more["sync"]
+        found["copies to the device per token"] = more["h2d"]
+    if read := counts.get("read of 10 segments"):
+        found["syncs per segment read"] = read["sync"] / SEGMENTS
+        found["copies to the device per segment read"] = read["h2d"] / SEGMENTS
+        found["pageable copies per segment read"] = read["h2d pageable"] / SEGMENTS
+        found["strided copies per segment read"] = read["h2d strided"] / SEGMENTS
+        found["copies to the host per segment read"] = read["d2h"] / SEGMENTS
+    if again := counts.get("gather again"):
+        found["copies to the device per repeated gather"] = again["h2d"]
+    for what in ("search", "score", "step"):
+        if what in counts:
+            found[f"syncs per {what}"] = counts[what]["sync"]
+    return found
+
+
+def test_what_the_device_pretends_ends_with_the_block() -> None:
+    with pretended() as counts:
+        x = torch.randn(3, 4, device="cuda")
+        assert (x.device.type, x.cpu().device.type, torch.cuda.is_available()) == ("cuda", "cpu", True)
+        assert float((x + 1).sum()) == pytest.approx(float(x.cpu().sum()) + 12, abs=1e-5)
+        assert (counts["sync"], counts["d2h"]) == (3, 2)
+    assert torch.tensor([1.0]).device.type == "cpu"
+
+
+def test_two_devices_do_not_mix() -> None:
+    with pretended(), pytest.raises(RuntimeError, match="on the same device"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+
+
+def test_copies_of_pinned_memory_are_told_from_others() -> None:
+    with pretended() as counts:
+        torch.empty(4, pin_memory=True)[1:].to("cuda", non_blocking=True)
+        assert (counts["h2d"], counts["h2d pageable"]) == (1, 0)
+        torch.ones(4, 4).T.to("cuda")
+        assert (counts["h2d"], counts["h2d pageable"], counts["h2d strided"]) == (2, 1, 1)
+        x = torch.ones(3, device="cuda")
+        counts.clear()
+        x[x > 0]
+        assert counts["sync"] == 1
