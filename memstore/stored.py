@@ -20,6 +20,8 @@ Check = Callable[[Any, str], None]
 LARGEST = 2**63 - 1
 MOST_BYTES = 16 * 1024 * 1024
 """Length of one JSON value of a memory."""
+MOST_VALUES = 4 * 1024 * 1024
+"""Values in one JSON value, about: an empty list takes three bytes of text, and thirty times that in memory."""
 DEEPEST = 100
 """Brackets within brackets."""
 
@@ -33,6 +35,8 @@ def parse(raw: bytes, what: str, most_bytes: int = MOST_BYTES) -> Any:
     try:
         if len(raw) > most_bytes:
             raise Unfit(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
+        if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+            raise Unfit(f"it has more than {MOST_VALUES:,} values")
         value = json.loads(raw, parse_constant=_no_number)
         check_depth(value)
     except (ValueError, RecursionError) as error:  # the first also for what is not UTF-8

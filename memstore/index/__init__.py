@@ -45,6 +45,11 @@ def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, 
     return index
 
 
+def lies_on_devices(name: str) -> bool:
+    """Whether an index of this name can lie on an accelerator. Raises ``InvalidArgument`` for an unknown kind."""
+    return bool(_class(name.partition(":")[0]).capabilities.devices)
+
+
 def _class(kind: str) -> Any:
     if kind in _HOMES:
         module, name = _HOMES[kind]

@@ -10,6 +10,7 @@ take the least time for the same recall: ``docs/notes/index.md``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ LARGEST_SHARE = 16
 
 class AutoIndex(ClusterIndex):
     """``settings`` is empty or ``recall=0.99``: the share of the true best eight that a search has to find."""
+
+    capabilities = replace(ClusterIndex.capabilities, devices=True)
 
     def __init__(
         self,

@@ -61,7 +61,10 @@ def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
 def check_numbers(name: str, numbers: Tensor) -> None:
     """``numbers`` must be finite, and none beyond ``LARGEST``; ``name`` is what an error calls them."""
     # One pass over the keys where isfinite takes four; NaN passes through a minimum.
-    most = max(abs(float(end)) for end in numbers.detach().aminmax()) if numbers.numel() else 0.0
+    most = 0.0
+    if numbers.numel():
+        least, largest = numbers.detach().aminmax()
+        most = float(torch.maximum(-least, largest))  # one wait for a device
     if not math.isfinite(most):
         raise InvalidArgument(f"{name} must be finite; these contain NaN or infinity, which no search can order.")
     if most > LARGEST:

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from memstore.index.checks import allows
-from memstore.index.sieve import Codes, Frame, group_rows, usable
+from memstore.index.files import Content
+from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
 
 PLACES = 1 << 32
 FIRST_CHUNK_KEYS = 4096
 LARGEST_CHUNK_KEYS = 1 << 18
+LARGEST_CHUNK_BYTES = 1 << 28
+"""Of keys on a GPU, if these are more: every chunk takes the same launches, however large it is."""
 GATHERED_NUMBERS = 1 << 18
 """Numbers of keys that are gathered at a time, to stay in the processor's cache."""
+GATHERED_QUERIES = 1 << 10
+"""Queries whose keys are gathered at a time on a GPU."""
 
 
 class Tile(NamedTuple):
@@ -58,6 +63,8 @@ class Chunk:
         """Blocks that are there."""
         self.ascending = True
         """Whether ids grow with the rows."""
+        self._first_id = self._last_id = -1
+        """Those of the first and the last row, known without asking a device."""
         self._sealed = False
 
     @classmethod
@@ -70,6 +77,7 @@ class Chunk:
         chunk.used = chunk.count = n
         chunk._sealed = True
         chunk.ascending = bool((ids[1:] > ids[:-1]).all())
+        chunk._first_id, chunk._last_id = int(ids[0]), int(ids[-1])
         return chunk
 
     @property
@@ -85,13 +93,12 @@ class Chunk:
     @property
     def smallest_id(self) -> int:
         """Of the blocks that are there, or of one that was removed."""
-        ids = self.ids[: self.used]
-        return int(ids[0] if self.ascending else ids.min())
+        return self._first_id if self.ascending else int(self.ids[: self.used].min())
 
     @property
     def largest_id(self) -> int:
         """Of the blocks that are there."""
-        return int(self.ids[self.used - 1] if self.ascending else self.live().max())
+        return self._last_id if self.ascending else int(self.live().max())
 
     def live(self) -> Tensor:
         """Ids ``[n]`` of the blocks in this chunk, in the order they were added."""
@@ -106,7 +113,9 @@ class Chunk:
     def fill(self, ids: Tensor, keys: Tensor) -> None:
         """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]`` to the next free rows."""
         rows = slice(self.used, self.used + ids.numel())
-        self.ascending &= not self.used or int(ids[0]) > int(self.ids[self.used - 1])
+        self.ascending &= not self.used or int(ids[0]) > self._last_id
+        self._first_id = self._first_id if self.used else int(ids[0])
+        self._last_id = int(ids[-1])
         self.keys[:, rows].copy_(keys.transpose(0, 1))
         self.ids[rows] = ids
         self.alive[rows] = True
@@ -127,6 +136,7 @@ class Chunk:
         if not self.alive[self.used - 1 : self.used].any():
             alive = self.alive[: self.used].nonzero()
             self.used = int(alive[-1]) + 1 if alive.numel() else 0
+            self._last_id = int(self.ids[self.used - 1]) if self.used else -1
         self.ascending |= not self.used
         if self.codes is not None:
             self.codes.cut(self.used)
@@ -260,7 +270,9 @@ class Chunks:
         Scores are float32, whatever the keys are; -inf and -1 for place -1.
         """
         _, keys_per_block, dim = self.sizes
-        scores = torch.full(places.shape, -torch.inf, device=self.device)
+        if self.device.type != "cpu":
+            return self._score_there(places, queries, head)
+        scores = torch.full(places.shape, -torch.inf)
         offsets = torch.full_like(places, -1)
         per_step = max(1, GATHERED_NUMBERS // (keys_per_block * dim))
         for number, chunk in self.by_number.items():
@@ -272,6 +284,25 @@ class Chunks:
                 products = keys.bmm(queries[row].unsqueeze(2)).squeeze(2)
                 scores[row, column], offsets[row, column] = products.max(1)
         return scores, offsets
+
+    def _score_there(self, places: Tensor, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """The same on a GPU: every place is scored in every chunk, for to name those of one the host would wait."""
+        _, keys_per_block, dim = self.sizes
+        scores, offsets = [], []
+        for some, asked in zip(places.split(GATHERED_QUERIES), queries.split(GATHERED_QUERIES), strict=True):
+            best = torch.full(some.shape, -torch.inf, device=self.device)
+            which = torch.full_like(some, -1)
+            for number, chunk in self.by_number.items():
+                here = some.div(PLACES, rounding_mode="floor") == number
+                rows = torch.where(here, some % PLACES, 0)
+                keys = chunk.keys[head].flatten(1).index_select(0, rows.flatten()).float()
+                keys = keys.view(len(some), -1, dim)  # [R, n * P, D]
+                products = keys.bmm(asked.unsqueeze(2)).view(*some.shape, keys_per_block)
+                highest, offset = products.max(2)
+                best, which = torch.where(here, highest, best), torch.where(here, offset, which)
+            scores.append(best)
+            offsets.append(which)
+        return torch.cat(scores), torch.cat(offsets)
 
     def content(self) -> tuple[Tensor, Tensor]:
         """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, on the CPU."""
@@ -292,6 +323,24 @@ class Chunks:
             tensors |= {f"code_{name}": tensor for name, tensor in codes.tensors().items()}
         return tensors
 
+    def check_codes(self, content: Content) -> None:
+        """Raise ``DamagedError`` where a file of ``tensors`` has codes that do not fit its keys."""
+        if not any(name.startswith("code_") for name in content.tensors):
+            return
+        heads, keys_per_block, dim = self.sizes
+        rows = group_rows(keys_per_block)
+        turned = dim if dim <= LARGEST_TURNED_DIM else 0
+        of_groups = {f"code_{name}": (torch.float32, (heads, "g")) for name in ("scales", "lost", "longest")}
+        content.check(
+            code_values=(torch.int8, (heads, "g", rows * keys_per_block, dim)),
+            code_centre=(torch.float32, (heads, dim)),
+            code_turn=(torch.float64, (heads, turned, turned)),
+            code_back=(torch.float64, (heads, turned, turned)),
+            code_stretch=(torch.float64, (heads,)),
+            **of_groups,
+        )
+        content.require(content.tensors["code_scales"].shape[1] * rows <= len(content.tensors["ids"]), "codes")
+
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold what ``tensors`` gave, in one chunk; nothing is copied."""
         ids, keys = tensors["ids"], tensors["keys"]
@@ -304,12 +353,20 @@ class Chunks:
             self.next_number += 1
         self.largest_id = int(ids.max()) if ids.numel() else -1
 
+    @property
+    def _largest(self) -> int:
+        """Keys of the largest chunk."""
+        if self.device.type == "cpu":
+            return LARGEST_CHUNK_KEYS
+        heads, _, dim = self.sizes
+        return max(LARGEST_CHUNK_KEYS, LARGEST_CHUNK_BYTES // (heads * dim * self.dtype.itemsize))
+
     def _with_room(self) -> Chunk:
         last = self.by_number.get(self.next_number - 1)
         if last is None or not last.room:
             keys_per_block = self.sizes[1]
             held = sum(chunk.ids.numel() for chunk in self.by_number.values()) * keys_per_block
-            keys = min(max(held, FIRST_CHUNK_KEYS), LARGEST_CHUNK_KEYS)
+            keys = min(max(held, FIRST_CHUNK_KEYS), self._largest)
             if last is not None and self._frame is None and self.coded:
                 # One frame for all: any is right, and the first chunk knows well enough what keys of this model are
                 # like. A better one would only leave less to score.

@@ -25,6 +25,7 @@ from memstore.index.clusters import Clusters, require_faiss
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.exact import ExactIndex
 from memstore.index.rebuilt import BaseBlocks, Rebuild
+from memstore.stored import anything, array, fit, members, number, row, table, whole
 
 SMALLEST = 16_384
 """Keys of a head below which exact search is as fast."""
@@ -39,6 +40,12 @@ MEASURED_K = 8
 GATHERED_NUMBERS = 1 << 22
 """Of keys, fetched at a time to be scored again."""
 MEASURED = ("probes", "recall", "learned_from", "curve")
+MEASURED_VALUES = table(
+    probes=whole(1, 2**31),
+    recall=number(1),
+    learned_from=whole(0, 2**31),
+    curve=array(row(number(2**31), number(1)), 1000),
+)
 CLUSTER_TENSORS = ("centres", "radii", "inverse")
 
 
@@ -218,7 +225,7 @@ class ClusterIndex(VectorIndex):
         self._take(files.load(path, self._about))
 
     def _take(self, content: files.Content) -> None:
-        tensors, measured = content.tensors, content.facts["measured"]
+        tensors, measured = content.tensors, self._checked(content)
         base = None
         if measured:
             parts = zip(*(tensors[name] for name in ("keys", "lists", *CLUSTER_TENSORS)), strict=True)
@@ -229,6 +236,34 @@ class ClusterIndex(VectorIndex):
         self._tail.add(tensors["tail_ids"], tensors["tail_keys"])
         self._log = deque([tensors["logged"].clone()])
         self._kept = tensors["logged"].shape[1]
+
+    def _checked(self, content: files.Content) -> dict[str, Any]:
+        """What was measured of the clusters in a file; empty where it has none. Raises ``DamagedError``."""
+        heads, size, dim, whole_number = self.key_heads, self.keys_per_block, self.key_dim, torch.int64
+        content.check(
+            tail_ids=(whole_number, ("n",)),
+            tail_keys=(self.dtype, ("n", heads, size, dim)),
+            logged=(torch.float32, (heads, "m", dim)),
+        )
+        measured: dict[str, Any] = fit(
+            content.facts.get("measured"), members(anything, len(MEASURED)), str(content.path)
+        )
+        if not measured:
+            return measured
+        fit(measured, MEASURED_VALUES, str(content.path))
+        content.check(
+            ids=(whole_number, ("n",)),
+            keys=(self.dtype, (heads, "k", dim)),
+            lists=(whole_number, (heads, "k")),
+            centres=(torch.float32, (heads, "c", dim)),
+            radii=(torch.float32, (heads, "c")),
+            inverse=(torch.float32, (heads, dim, dim)),
+        )
+        ids, lists, centres = (content.tensors[name] for name in ("ids", "lists", "centres"))
+        content.require(lists.shape[1] == len(ids) * size > 0, "keys")
+        content.require(int(lists.min()) >= 0 and int(lists.max()) < centres.shape[1], "lists")
+        content.require(not torch.isin(ids, content.tensors["tail_ids"]).any(), "ids")
+        return measured
 
     @property
     def _about(self) -> dict[str, Any]:

@@ -173,8 +173,12 @@ class CodeIndex(VectorIndex):
 
     def load(self, path: Path) -> None:
         """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
-        tensors = files.load(path, self._about).tensors
-        self._replace(tensors["ids"], tensors["keys"].float())
+        content = files.load(path, self._about)
+        shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
+        content.check(ids=(torch.int64, ("n",)), keys=(torch.int8, shape))
+        keys = content.tensors["keys"]
+        content.require(not bool((keys == -128).any()), "keys")
+        self._replace(content.tensors["ids"], keys.float())
 
     @property
     def _about(self) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class IndexCapabilities:
     """``score`` is available."""
     routes: bool = False
     """``route`` is available, and takes less than scoring every block."""
+    devices: bool = False
+    """It can lie on an accelerator, and is searched there."""
 
 
 class VectorIndex(ABC):

@@ -29,6 +29,8 @@ TILE_QUERIES = 64
 TILE_KEYS_OF_FEW = 1 << 15
 """Keys of a tile for so few queries that their scores stay in the cache."""
 FEW_QUERIES = 8
+SCORES_ON_A_DEVICE = 1 << 28
+"""Of one product on a GPU, which has no cache to stay in and waits between products."""
 SCORES_AT_ONCE, TILE_KEYS_AT_ONCE = 1 << 18, 1 << 13
 """Scores that are held where there are no more in all, and the keys of a tile that makes them."""
 CODED_KEYS, CODED_KEYS_OF_FEW = 1 << 15, 1 << 17
@@ -50,7 +52,7 @@ class ExactIndex(VectorIndex):
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
 
-    capabilities = IndexCapabilities(exact=True, dense=True)
+    capabilities = IndexCapabilities(exact=True, dense=True, devices=True)
 
     def __init__(
         self,
@@ -88,9 +90,9 @@ class ExactIndex(VectorIndex):
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         checks.check_ids(ids)
         checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
-        ids = ids.to(self.device)
         if ids.numel() and int(ids[0]) <= self._chunks.largest_id:
-            checks.check_new(self._chunks.holds(ids), ids)
+            there = ids.to(self.device)
+            checks.check_new(self._chunks.holds(there), there)
         self._chunks.add(ids, keys)
 
     def remove(self, ids: Tensor) -> None:
@@ -124,10 +126,12 @@ class ExactIndex(VectorIndex):
         grouped = self._grouped(queries)
         parts: list[Tensor] = []
         ids: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self.device)]
-        for chunk in self._chunks.by_number.values():
-            for tile in chunk.tiles(
-                max(1, TILE_KEYS // self.keys_per_block), chunk.wanted(allowed).nonzero().squeeze(1)
-            ):
+        tile_keys = TILE_KEYS if self.device.type == "cpu" else SCORES_ON_A_DEVICE // max(1, grouped.shape[1])
+        for number, wanted in self._chunks.wanted(allowed).items():
+            chunk = self._chunks.by_number[number]
+            # Rows on the host where all count, so that nobody waits for a device to name them.
+            rows = torch.arange(chunk.used) if wanted is None else wanted.nonzero().squeeze(1)
+            for tile in chunk.tiles(max(1, tile_keys // self.keys_per_block), rows):
                 heads = [_rounded_scores(tile, grouped[head], head) for head in range(self.key_heads)]
                 parts.append(torch.stack(heads))
                 ids.append(tile.ids)
@@ -156,7 +160,10 @@ class ExactIndex(VectorIndex):
         self.take(files.load(path, self._about))
 
     def take(self, content: files.Content) -> None:
-        """Replace the content by that of a file of ``save``."""
+        """Replace the content by that of a file of ``save``. Raises ``DamagedError``, with nothing changed."""
+        sizes = (self.key_heads, "n", self.keys_per_block, self.key_dim)
+        content.check(ids=(torch.int64, ("n",)), keys=(self.dtype, sizes))
+        self._chunks.check_codes(content)
         self._take(content.tensors)
 
     @property

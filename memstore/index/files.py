@@ -15,7 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from memstore.errors import DamagedError, NotFound
+from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.index import checks
 from memstore.stored import anything, fit, members, parse, row, text
 
 KIND = "memstore index 2"
@@ -24,9 +25,38 @@ KIND = "memstore index 2"
 class Content(NamedTuple):
     """What a file holds."""
 
+    path: Path
     tensors: dict[str, Tensor]
     """Mapped from the file: their bytes are read when they are used."""
     facts: dict[str, Any]
+
+    def check(self, **wanted: tuple[torch.dtype, tuple[int | str, ...]]) -> None:
+        """Raise ``DamagedError`` unless there are tensors of these names, types and shapes, with numbers that can be.
+
+        A letter in a shape is any size, the same one wherever it stands. ``ids`` are different and not negative.
+        """
+        # Checksums are right in a file that somebody made on purpose too, and the loops in C believe shapes.
+        sizes: dict[str, int] = {}
+        for name, (dtype, shape) in wanted.items():
+            tensor = self.tensors.get(name, torch.empty(0, dtype=torch.bool))
+            fits = tensor.dtype == dtype and tensor.dim() == len(shape)
+            found = zip(shape, tensor.shape, strict=False)
+            self.require(
+                fits and all(n == (s if isinstance(s, int) else sizes.setdefault(s, n)) for s, n in found), name
+            )
+            if dtype.is_floating_point:
+                try:
+                    checks.check_numbers(name, tensor)
+                except InvalidArgument as error:
+                    raise DamagedError(f"{self.path} is damaged: {error} Rebuild the index.") from None
+            if name.endswith("ids"):
+                ids = tensor if (tensor[1:] > tensor[:-1]).all() else tensor.sort().values
+                self.require(bool((ids[:1] >= 0).all() and (ids[1:] > ids[:-1]).all()), name)
+
+    def require(self, holds: bool, name: str) -> None:
+        """Raise ``DamagedError``, which calls what is wrong ``name``, unless something holds."""
+        if not holds:
+            raise DamagedError(f"{self.path} is damaged: its {name} are not those of an index. Rebuild the index.")
 
 
 def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -84,7 +114,7 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
     if wrong := [name for name in facts if there.get(name) != facts[name]]:
         differences = "; ".join(f"{name} {there.get(name)!r}, not {facts[name]!r}" for name in wrong)
         raise DamagedError(f"{path} is of another index: it has {differences}. Rebuild the index.")
-    return Content(tensors, there)
+    return Content(path, tensors, there)
 
 
 def identity(kind: str, index: Any, *, dtype: torch.dtype | None = None) -> dict[str, Any]:

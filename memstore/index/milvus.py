@@ -126,11 +126,13 @@ class MilvusIndex(VectorIndex):
 
     def load(self, path: Path) -> None:
         """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
-        tensors = files.load(path, self._about).tensors
+        content = files.load(path, self._about)
+        shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
+        content.check(ids=(torch.int64, ("n",)), keys=(torch.float32, shape))
         old, self._name = self._name, f"memstore_{uuid.uuid4().hex}"
         self._create()
         self._ids = set()
-        self.add(tensors["ids"], tensors["keys"])
+        self.add(content.tensors["ids"], content.tensors["keys"])
         self._call("drop_collection", old)
 
     @property

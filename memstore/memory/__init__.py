@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from memstore.memory.checking import Finding
     from memstore.memory.document import Document
     from memstore.memory.memory import Memory, open_memory
-    from memstore.memory.recorder import Look, Recorder, Step
-    from memstore.memory.retrieval import Retrieval
+    from memstore.memory.recorder import Recorder
     from memstore.memory.spec import Fingerprint, MemorySpec
+    from memstore.memory.trace_file import Look, Step
     from memstore.memory.traces import Trace, Traces
     from memstore.memory.view import Hits, LayerView
 
@@ -30,7 +30,6 @@ _HOMES = {
     "Memory": "memory",
     "MemorySpec": "spec",
     "Recorder": "recorder",
-    "Retrieval": "retrieval",
     "Step": "recorder",
     "Trace": "traces",
     "Traces": "traces",
@@ -48,7 +47,6 @@ __all__ = [
     "Memory",
     "MemorySpec",
     "Recorder",
-    "Retrieval",
     "Step",
     "Trace",
     "Traces",

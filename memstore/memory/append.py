@@ -1,14 +1,11 @@
-"""Blocks that several documents share: what may be deleted, and how a fork begins.
-
-One append: the tokens of a segment and what every layer keeps of them, committed together or not at all.
-"""
+"""What changes a document: an append, whose tokens and states are committed together or not at all; a cut; a fork."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -18,110 +15,14 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.checks import check_numbers, check_tensor
-from memstore.memory.entry import Address, DocumentState
-from memstore.memory.hashes import beginning
-from memstore.memory.history import chain, digest_at
+from memstore.memory.entry import DocumentState
+from memstore.memory.history import beginning, chain, digest_at
 from memstore.memory.places import Home, Places, put_home, told
 from memstore.memory.shared import Shared
 from memstore.memory.spec import plain_layouts, token_layout
-from memstore.memory.tensors import TORCH_DTYPES, Rows, byte_rows, encode_blocks, to_record
-from memstore.memory.usage import Usage, present
-from memstore.store.contract import Batch, Record
-
-_AS_STORED: Mapping[int, DocumentState] = MappingProxyType({})
-
-
-class Deleting:
-    """What is deleted when documents change, one after the other. Raises ``DamagedError`` where it cannot be known.
-
-    Of documents ``changed``, what their new entry says is what they use.
-    """
-
-    def __init__(self, shared: Shared, changed: Mapping[int, DocumentState] = _AS_STORED) -> None:
-        self._shared = shared
-        self._changed = changed
-        self._usage = Usage()
-        self._homes: dict[int, Home] = {}
-        """Those of the documents that were read."""
-        self._roots: set[int] = set()
-        """Roots of the trees all of whose documents were read."""
-
-    def forget(self, numbers: Collection[int]) -> Batch:
-        """What takes documents away, and nothing that others use, once those forgotten before are gone."""
-        batch = Batch()
-        for number in numbers:
-            self._read(number)
-        self._usage.settle()
-        for number in numbers:
-            self._usage.remove(number, self._homes.pop(number))
-            batch.delete(Address(number).entry)
-        self._release(batch)
-        return batch
-
-    def change(self, batch: Batch, changes: Mapping[int, tuple[DocumentState, Home]]) -> None:
-        """Delete what documents do not use any more once they have these states and homes; entries are put too."""
-        for number in changes:
-            self._read(number)
-        self._usage.settle()
-        for number, (after, home) in changes.items():
-            before, self._homes[number] = self._homes[number], home
-            self._usage.put(number, home, present(after))
-            if home.number != before.number:
-                self._usage.remove(number, before)
-            batch.put(Address(number).entry, after.to_record())
-        self._release(batch)
-
-    def used_by_others(self, number: int) -> list[range]:
-        """The blocks under the home of a document that others use."""
-        self._read(number)
-        home, blocks = self._homes[number], present(self._shared.state(number) or DocumentState(name=""))
-        self._usage.put(number, home, [])
-        others = self._usage.used(home.number)
-        self._usage.put(number, home, blocks)
-        return others
-
-    def _read(self, number: int) -> None:
-        """Put a document, and all whose homes are of the same tree: no others can share blocks with it."""
-        state = self._shared.state(number) or DocumentState(name="")
-        home = self._shared.homes.of(number, state)
-        if home.root not in self._roots:
-            for each in self._related(home.root):
-                self._put(each)
-            self._roots.add(home.root)
-        if number not in self._homes:
-            self._homes[number] = home
-            self._usage.put(number, home, present(state))
-
-    def _related(self, root: int) -> Collection[int]:
-        catalog = self._shared.catalog
-        everything = catalog.known()
-        homes = self._shared.homes.documents()
-        if catalog.listing or any(home.below is not None and home.below.listed for home, _ in homes.values()):
-            return everything  # an entry with spans tells of no tree
-        return {root, *(document for home, document in homes.values() if home.root == root)}
-
-    def _put(self, number: int) -> None:
-        state = self._changed.get(number) or self._shared.state(number)
-        if state is not None and number not in self._homes:
-            self._homes[number] = self._shared.homes.of(number, state)
-            self._usage.put(number, self._homes[number], present(state))
-
-    def _release(self, batch: Batch) -> None:
-        for owner, gaps, used in self._usage.freed():
-            for gap in gaps:
-                release(batch, self._shared, owner, self._usage.base(owner), gap, used)
-        for home in self._usage.unused:
-            batch.delete(Address(home).branch)
-
-
-def release(batch: Batch, shared: Shared, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
-    """Delete everything of the blocks ``gap`` under a number, next to those ``used``. Raises ``DamagedError``."""
-    address, first, last = Address(owner), gap.start, gap.stop - 1
-    batch.delete(address.tokens(first), address.tokens(last))
-    for layer in range(shared.spec.layers):
-        batch.delete(address.block(layer, first), address.block(layer, last))
-    for runs in (shared.history, *map(shared.runs, shared.spec.index_layers)):
-        runs.release(batch, owner, base, gap, used)
+from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record
+from memstore.memory.usage import Deleting
+from memstore.store.contract import Batch, Bytes, Record
 
 
 def truncation(
@@ -185,14 +86,12 @@ def forking(shared: Shared, of: int | None, state: DocumentState, name: str, blo
 def _copy_block(batch: Batch, shared: Shared, parent: Places, places: Places, block: int, tokens: int) -> None:
     """Copy an incomplete last block, which has ``tokens``: ids, states and landmarks."""
     store, layouts = shared.store, plain_layouts(shared.spec)
-    ids = Rows(1, [token_layout(tokens)])
-    store.read([parent.tokens(block)], [token_layout(tokens)], ids.out)
-    batch.put(places.tokens(block), to_record(ids.tensors()[0][0]))
+    ids = read_rows(store, [parent.tokens(block)], [token_layout(tokens)])[0]
+    batch.put(places.tokens(block), to_record(ids[0]))
     layers = range(shared.spec.layers)
-    rows = Rows(len(layers), layouts)
-    store.read([parent.block(layer, block) for layer in layers], layouts, rows.out)
+    rows = store.gather([parent.block(layer, block) for layer in layers], layouts)
     for layer in layers:
-        records = (Record(layout, out[layer]) for layout, out in zip(layouts, rows.out, strict=True))
+        records = (Record(layout, out[layer]) for layout, out in zip(layouts, rows, strict=True))
         batch.put(places.block(layer, block), *records)
     for layer in shared.spec.index_layers:
         runs = shared.runs(layer)
@@ -240,6 +139,8 @@ class Append:
         first = state.tokens // shared.spec.block_size
         self.blocks = range(first, self.after.blocks if len(tokens) else first)
         """Blocks whose states must be put: the first is the incomplete last block, rewritten whole, if there is one."""
+        self._complete = max(0, self.after.tokens // shared.spec.block_size - first)  # of these
+        self._layouts = shared.block_layouts
 
     def put(self, layer: int, *, landmarks: Tensor | None = None, **fields: Tensor) -> None:
         """States of ``self.blocks`` in one layer: each field ``[n, *shape]``, the last block padded with zeros.
@@ -253,7 +154,8 @@ class Append:
             raise InvalidArgument(f"layer {layer}: expected the fields {list(spec.fields)}, not {list(fields)}.")
         states = {name: self._checked(layer, name, fields[name], shape) for name, shape in spec.fields.items()}
         complete = encode_blocks(spec, {name: tensor[: self._complete] for name, tensor in states.items()})
-        incomplete = [tensor[self._complete :] for tensor in states.values()]
+        full = self._complete == len(self.blocks)
+        incomplete = [] if full else [tensor[self._complete :] for tensor in states.values()]
         self._layers[layer] = _Layer(complete, incomplete, self._checked_landmarks(layer, landmarks))
 
     def put_stored(
@@ -285,8 +187,11 @@ class Append:
         places = self._shared.places(document, self.before)
         tokens = torch.cat([last_tokens, self.tokens])
         self._leave(batch, document, places)
-        self._put_tokens(batch, places, tokens)
-        self._put_history(batch, places, tokens)
+        size = self._shared.spec.block_size
+        full = len(tokens) // size
+        rows = byte_rows(tokens[: full * size].view(full, size))
+        self._put_tokens(batch, places, rows, tokens[full * size :])
+        self._put_history(batch, places, rows)
         for number, layer in sorted(self._layers.items()):
             self._put_layer(batch, places, number, layer)
         batch.put(places.entry, self.after.to_record())
@@ -297,28 +202,23 @@ class Append:
         if range(self.before.first, min(self.after.first, self.before.blocks)):
             Deleting(self._shared).change(batch, {document: (self.after, places.node)})
 
-    def _put_tokens(self, batch: Batch, places: Places, tokens: Tensor) -> None:
-        size = self._shared.spec.block_size
-        full = len(tokens) // size
-        layout, rows = token_layout(size), byte_rows(tokens[: full * size].view(full, size))
-        kept = self._kept(full)
-        for key, row in zip(places.all_tokens(kept), rows[full - len(kept) :], strict=True):
+    def _put_tokens(self, batch: Batch, places: Places, rows: Bytes, incomplete: Tensor) -> None:
+        layout, kept = token_layout(self._shared.spec.block_size), self._kept(len(rows))
+        for key, row in zip(places.all_tokens(kept), rows[len(rows) - len(kept) :], strict=True):
             batch.put(key, Record(layout, row))
-        if len(tokens) % size:
-            batch.put(places.tokens(self.blocks[-1]), to_record(tokens[full * size :]))
+        if len(incomplete):
+            batch.put(places.tokens(self.blocks[-1]), to_record(incomplete))
 
     def _kept(self, complete: int) -> range:
         """Those of the first ``complete`` blocks that the capacity leaves in the document."""
         blocks = self.blocks[:complete]
         return range(min(max(blocks.start, self.after.first), blocks.stop), blocks.stop)
 
-    @property
-    def _complete(self) -> int:
-        """How many of ``self.blocks`` are complete after this append."""
-        return max(0, self.after.tokens // self._shared.spec.block_size - self.blocks.start)
+    def _put_history(self, batch: Batch, places: Places, rows: Bytes) -> None:
+        """Hashes of the blocks that are complete now, whose tokens are ``rows [n, bytes]``.
 
-    def _put_history(self, batch: Batch, places: Places, tokens: Tensor) -> None:
-        """Hashes of the blocks that are complete now; a document that was begun without them goes on without."""
+        A document that was begun without hashes goes on without.
+        """
         spec = self._shared.spec
         if not self.before.tokens:
             before = beginning(spec.fingerprint, self.after.reading)
@@ -326,19 +226,17 @@ class Append:
             before = bytes.fromhex(self.before.digest)
         else:
             return
-        full = len(tokens) // spec.block_size
-        hashes = chain(before, tokens[: full * spec.block_size].view(full, spec.block_size))
-        if full:
-            self._shared.history.write(batch, places, self.blocks.start, hashes, self.after.first)
-            before = hashes[-1].numpy().tobytes()
+        if len(rows):
+            hashes = chain(before, rows)
+            self._shared.history.write(batch, places, self.blocks.start, torch.from_numpy(hashes), self.after.first)
+            before = hashes[-1].tobytes()
         self.after = replace(self.after, digest=before.hex())
 
     def _put_layer(self, batch: Batch, places: Places, number: int, layer: _Layer) -> None:
-        layouts = self._shared.block_layouts
         kept = self._kept(self._complete)
         payloads = [byte_rows(stored)[self._complete - len(kept) :] for stored in layer.complete]
         for key, rows in zip(places.all_blocks(number, kept), zip(*payloads, strict=True), strict=True):
-            batch.put(key, *map(Record, layouts, rows))
+            batch.put(key, *map(Record, self._layouts, rows))
         for block in self.blocks[self._complete :]:
             batch.put(places.block(number, block), *(to_record(field[0]) for field in layer.incomplete))
         if layer.landmarks is not None:
@@ -356,7 +254,7 @@ class Append:
 
     def _check_stored(self, layer: int, complete: Sequence[Tensor], last: Mapping[str, Tensor]) -> None:
         spec, blocks = self._shared.spec, (self._complete, len(self.blocks) - self._complete)
-        expected = [(TORCH_DTYPES[each.dtype], (blocks[0], *each.shape)) for each in self._shared.block_layouts]
+        expected = [(TORCH_DTYPES[each.dtype], (blocks[0], *each.shape)) for each in self._layouts]
         expected += [(TORCH_DTYPES[spec.dtype], (blocks[1], *shape)) for shape in spec.fields.values()]
         tensors = [*complete, *(last[name] for name in spec.fields if name in last)]
         if (found := [(each.dtype, tuple(each.shape)) for each in tensors]) != expected:
@@ -369,10 +267,10 @@ class Append:
             raise InvalidArgument(f"layer {layer}, {name}: expected floating point {list(expected)}, not {found}.")
         spec = self._shared.spec
         states = tensor.detach().to("cpu", TORCH_DTYPES[spec.dtype])
-        if spec.codec != "none" and not bool(states.isfinite().all()):
+        if not finite(states):
             raise InvalidArgument(
-                f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity, which the codec {spec.codec} "
-                "cannot store. Find out where they come from, or make the memory with codec='none'."
+                f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity, and attention to them gives "
+                "nothing else. Find out where they come from, or use a dtype of a wider range (bfloat16, float32)."
             )
         return states
 

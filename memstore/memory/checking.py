@@ -16,21 +16,22 @@ from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.entry import (
     BRANCH,
     FIRST_NAMED,
+    HASH_BYTES,
+    HASHES_PER_RUN,
     HEADER,
     KEEPING,
-    LAST_ITEM,
     NAMED_VALUE,
     NEXT_DOCUMENT,
     NEXT_DOCUMENT_VALUE,
     Address,
     DocumentState,
 )
-from memstore.memory.hashes import HASH_BYTES, HASHES_PER_RUN, beginning, broken
+from memstore.memory.history import beginning, broken
 from memstore.memory.places import Home, Homes, Places, common, lacking, merged
-from memstore.memory.rules import Keeping
+from memstore.memory.rules import STORED, Rules
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped, present
-from memstore.store.contract import MAX_DOCUMENT, BlockStore, Key, Layout, Record, Scanned, Table
+from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Key, Layout, Record, Scanned, Table
 from memstore.stored import fit
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
@@ -44,7 +45,7 @@ class Finding:
     kind: str
     """``damaged`` (a value is not what was written), ``missing``, ``unknown`` (nothing refers to it), ``mismatch``
     (whole, but not what belongs there), ``index`` (the file of an index is damaged: it is built anew, and nothing is
-    lost), or ``crash`` (the check itself could not go on)."""
+    lost), or ``crash`` (the tree around the values is damaged, or the check could not go on)."""
     message: str
     """What was expected and what was found."""
     document: str | None = None
@@ -122,14 +123,15 @@ class Check:
         except MemstoreError as error:
             yield Finding(kind="crash", message=f"the values cannot all be read: {error}")
         for state in self.documents.values():
-            yield from self._entry(state)
+            for message in self._contradictions(state):
+                yield Finding(kind="mismatch", message=message, document=state.name)
         for owner in self._owners:
             yield from self._owned(owner)
         for (table, owner, layer), seen in self._seen.items():
             if owner not in self._owners:
                 message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {owner})"
                 yield Finding(kind="unknown", message=message, layer=layer, block=seen.ranges[0].start)
-                self.unknown.append((Key(table, owner, layer), Key(table, owner, layer, LAST_ITEM)))
+                self.unknown.append((Key(table, owner, layer), Key(table, owner, layer, MAX_ITEM)))
         yield from self._branches()
         yield from self._next_document()
         yield from self._histories()
@@ -191,7 +193,9 @@ class Check:
                 problem = self._problem(key, scanned.records)
             except (KeyError, TypeError, ValueError, MemstoreError) as error:
                 problem = f"its content makes no sense ({error})"
-        if problem is not None:
+        if problem is not None and key.document > MAX_DOCUMENT:  # of the tree as a whole: see ``BlockStore.scan``
+            yield Finding(kind="crash", message=problem)
+        elif problem is not None:
             if key.table == Table.DOCUMENTS:
                 self.damaged_entries.add(key.document)
             if key.document and key == Address(key.document).branch:
@@ -232,7 +236,7 @@ class Check:
             fit(head, NEXT_DOCUMENT_VALUE, "the number of the next document")
             return None
         if key == KEEPING:
-            Keeping.from_json(head)
+            Rules.from_dict(head, STORED)
             return None
         if 0 < key.document <= MAX_DOCUMENT and key == Address(key.document).branch:
             self.branches[key.document] = head
@@ -280,25 +284,19 @@ class Check:
         blocks = self._blocks_of(key, 1)
         return any(common(part, blocks) for part in self._owners.get(key.document, []))
 
-    def _entry(self, state: DocumentState) -> Iterator[Finding]:
-        spec = self._header.spec
-        if -(-state.tokens // spec.block_size) != state.blocks or not 0 <= state.first <= state.blocks:
-            message = f"{state.tokens} tokens do not make blocks {state.first} to {state.blocks} of {spec.block_size}"
-            yield Finding(kind="mismatch", message=message, document=state.name)
-        ends = [0, *(stop for _, _, stop in state.spans)]
-        if [start for _, start, _ in state.spans] != ends[:-1] or ends[-1] > state.tokens // spec.block_size:
-            message = (
-                f"the spans {reprlib.repr(list(state.spans))} do not follow each other from block 0 to a complete block"
-            )
-            yield Finding(kind="mismatch", message=message, document=state.name)
-        if state.branch is not None and not 0 < state.branch[1] <= state.tokens // spec.block_size:
-            message = f"it is said to share {state.branch[1]} blocks, and has not so many complete ones"
-            yield Finding(kind="mismatch", message=message, document=state.name)
+    def _contradictions(self, state: DocumentState) -> Iterator[str]:
+        """What the numbers of an entry cannot be, beside what ``DocumentState.check`` has looked at."""
+        size, full = self._header.spec.block_size, state.tokens // self._header.spec.block_size
+        if -(-state.tokens // size) != state.blocks:
+            yield f"{state.tokens} tokens do not make blocks {state.first} to {state.blocks} of {size}"
+        if state.spans and state.spans[-1][2] > full:
+            yield f"the spans {reprlib.repr(list(state.spans))} go beyond its last complete block"
+        if state.branch is not None and not 0 < state.branch[1] <= full:
+            yield f"it is said to share {state.branch[1]} blocks, and has not so many complete ones"
         edges = [0, *(edge for part in state.dropped for edge in part)]
-        if edges != sorted(edges) or edges[-1] > state.tokens // spec.block_size or (state.dropped and state.digest):
+        if edges != sorted(edges) or edges[-1] > full or (state.dropped and state.digest):
             told = reprlib.repr(list(state.dropped))
-            message = f"the blocks that are said to be dropped, {told}, are not blocks of the document"
-            yield Finding(kind="mismatch", message=message, document=state.name)
+            yield f"the blocks that are said to be dropped, {told}, are not blocks of the document"
 
     def _branches(self) -> Iterator[Finding]:
         """What is stored of homes, which is what entries say of them too."""
@@ -331,7 +329,7 @@ class Check:
         for table, known in ((Table.BLOCKS, range(spec.layers)), (Table.LANDMARKS, spec.index_layers)):
             for layer in sorted(self._layers.get((table, owner), set()) - set(known)):
                 key = Key(table, owner, layer)
-                self.unknown.append((key, key._replace(item=LAST_ITEM)))
+                self.unknown.append((key, key._replace(item=MAX_ITEM)))
                 yield from self._named("unknown", key, f"layer {layer} has values it should not have")
 
     def _compare(

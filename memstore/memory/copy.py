@@ -1,13 +1,11 @@
-"""Copying documents and whole memories, between any two stores.
+"""Copying and comparing documents and whole memories, between any two stores.
 
 What is copied is read with all its checks and appended to the target in transactions of bounded size. So if it stops
 in the middle, the target holds a beginning of the document that is sound in itself, and the next copy goes on there.
 Between memories of one codec complete blocks go over as they are stored, so a copy of a copy is still the same bits.
 
-What differs between two memories, or between two documents: layouts, texts, and whether states are the same bits.
-
 Token ids are compared as far as both documents go, states by the checksums that are stored with them, so that little
-has to be read of large memories. Nothing is changed.
+has to be read of large memories.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory.append import Append
 from memstore.memory.document import Document
-from memstore.memory.ingest import progress_bar
 from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.places import common
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
+from memstore.progress import progress_bar
 
 # A copy is made of appends, so what is there at any moment is a document like any other, and going on needs no record
 # of how far it came.
@@ -63,7 +61,7 @@ def copy_document(
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
-    source.memory.share_facts(memory)
+    memory.put_facts(*source.memory.facts(), source.memory.url)
     target = memory.document(name)
     if target.id is None:
         target.begin(source.blocks.start, source.reading)
@@ -104,11 +102,14 @@ def copy_memory(
     """
     if _place(source) == _place(target):
         raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
-    with open_memory(source, mode="r") as old, open_memory(target, spec=_spec(old, codec)) as new:
+    with (
+        open_memory(source, mode="r") as old,
+        open_memory(target, spec=old.spec if codec is None else replace(old.spec, codec=codec)) as new,
+    ):
         documents, rules = old.documents(), old.rules()
         made = [document.name for document in documents if new.document(document.name).id is None]
-        old.share_facts(new)
-        total, done = sum(map(len, documents)), sum(_begun(document, new) for document in documents)
+        new.put_facts(*old.facts(), old.url)
+        total, done = sum(map(len, documents)), sum(len(new.document(each.name)) for each in documents)
         copied = 0
 
         def count(tokens: int) -> None:
@@ -126,17 +127,9 @@ def copy_memory(
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
 
 
-def _spec(memory: Memory, codec: str | None) -> MemorySpec:
-    return memory.spec if codec is None else replace(memory.spec, codec=codec)
-
-
 def _place(url: str | Path) -> str:
     place = folder(url)
     return str(url) if place is None else str(place.resolve())
-
-
-def _begun(document: Document, memory: Memory) -> int:
-    return len(memory.document(document.name))
 
 
 def _check_beginning(source: Document, target: Document) -> None:

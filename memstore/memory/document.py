@@ -12,15 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, ReadOnlyMemory
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.index import IndexCapabilities
 from memstore.memory.append import Append, Tokens, as_tokens, forking, truncation
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
-from memstore.memory.rules import Keeping
+from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, Shared, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
-from memstore.memory.tensors import Rows, from_record
+from memstore.memory.tensors import from_record, read_rows
+from memstore.memory.usage import Deleting
 from memstore.memory.view import LayerView
 from memstore.store.contract import Batch
 from memstore.stored import check_whole
@@ -47,8 +48,8 @@ class Container(Protocol):
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
         """The document that holds most first blocks of ``tokens``, and how many."""
 
-    def share_facts(self, other: Any) -> None:
-        """Give another memory the named arrays and facts that it lacks."""
+    def facts(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """Everything that is stored in it under names: JSON values, and arrays."""
 
 
 class Document:
@@ -97,12 +98,12 @@ class Document:
     @property
     def pinned(self) -> bool:
         """Whether no rule may forget it."""
-        return self._handle.id in self._shared.keeper.rules().pinned
+        return self._handle.id in self._shared.retention.rules().pinned
 
     @property
     def expires(self) -> datetime | None:
         """When it may be forgotten, in UTC; None: never."""
-        when = self._shared.keeper.rules().expires.get(self._handle.id or 0)
+        when = self._shared.retention.rules().expires.get(self._handle.id or 0)
         return None if when is None else datetime.fromtimestamp(when, UTC)
 
     @property
@@ -151,7 +152,7 @@ class Document:
         it is kept with the document, and another one later is refused: see ``reuse``.
         Raises ``InvalidArgument``, ``ReadOnlyMemory``, and on leaving also ``StoreFull`` and ``DamagedError``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
 
     def tokens(self, block: int | range | None = None) -> Tensor:
@@ -201,7 +202,7 @@ class Document:
 
         An incomplete last block goes with ``truncate(len(document) // block_size)``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             before = self._handle.current()
             check_whole("n_blocks", n_blocks, 0, before.blocks)
@@ -224,7 +225,7 @@ class Document:
         new one is not pinned and has no time to live, whatever this one has.
         Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             state, child = self._handle.current(), self._memory.document(name)
             blocks = state.blocks if n_blocks is None else n_blocks
@@ -242,7 +243,7 @@ class Document:
 
         Raises ``InvalidArgument`` where it is stored already, and ``ReadOnlyMemory``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             if self.id is not None:
                 raise InvalidArgument(f"document {self.name!r} is stored already.")
@@ -259,7 +260,7 @@ class Document:
 
         Raises ``InvalidArgument`` where the last block is incomplete, or nothing is stored yet, ``ReadOnlyMemory``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             state, places = self.located()
             if places is None or state.tokens % self._shared.spec.block_size:
@@ -280,7 +281,7 @@ class Document:
         number of tokens that it has now and that need not be read; 0 where nothing is known, and for a document that
         is not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             found = None if self.id is not None else self._memory.known(tokens, reading=reading)
             if found is None or not (blocks := found[1] // step * step):
@@ -305,16 +306,16 @@ class Document:
         document is as it was, also for readers. Raises ``NotFound`` for a document that has nothing in it yet,
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
-        self._change(lambda rules, number: rules.expiring(number, seconds, self._shared.keeper.now()))
+        self._change(lambda rules, number: rules.expiring(number, seconds))
 
-    def _change(self, change: Callable[[Keeping, int], Keeping]) -> None:
-        self._check_writable()
+    def _change(self, change: Callable[[Rules[int], int], Rules[int]]) -> None:
+        self._shared.check_writable()
         with self._shared.writing:
             self._handle.current()  # which finds its number, or that it was forgotten
             number = self._handle.id
             if number is None:
                 raise NotFound(f"document {self.name!r} has nothing in it yet; append to it first.")
-            self._shared.keeper.change(lambda rules: change(rules, number))
+            self._shared.retention.change(lambda rules: change(rules, number))
 
     def _commit(self, append: Append) -> None:
         with self._shared.writing:
@@ -329,8 +330,8 @@ class Document:
             batch = append.compose(number, self._read_tokens(now, last))
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.keeper.write(batch, number, append.after)
-            self._handle.id = number
+            self._shared.retention.write(batch, number, Deleting(self._shared, {number: append.after}).forget)
+            self._handle.committed(number, append.after)
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""
@@ -341,10 +342,8 @@ class Document:
         layout = token_layout(size)
         places = self._shared.places(self._handle.id, state)
         there = lacking(full, dropped(state))
-        rows = Rows(sum(map(len, there)), [layout])
         keys = [key for part in there for key in places.all_tokens(part)]
-        self._shared.store.read(keys, [layout], rows.out)
-        ids = rows.tensors()[0]
+        ids = read_rows(self._shared.store, keys, [layout])[0]
         if len(ids) < len(full):
             ids = torch.full((len(full), size), -1, dtype=torch.int32).index_copy_(0, _offsets(there, full), ids)
         parts = [ids.flatten()]
@@ -354,10 +353,6 @@ class Document:
                 raise NotFound(f"document {self.name!r}: the tokens of block {full.stop} are gone; run verify.")
             parts.append(from_record(records[0])[: state.tokens - full.stop * size])
         return torch.cat(parts)
-
-    def _check_writable(self) -> None:
-        if self._shared.mode == "r" or self._shared.store.read_only:
-            raise ReadOnlyMemory.opened(self._shared.url)
 
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:

@@ -7,24 +7,23 @@ from functools import lru_cache
 from typing import Any
 
 from memstore.errors import DamagedError, ForeignMemory
-from memstore.store.contract import Key, Record, Table
+from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Key, Record, Table
 from memstore.stored import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
-
-LAST_DOCUMENT = 2**32 - 2
-LAST_ITEM = 2**32 - 1
 
 HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""
 NEXT_DOCUMENT = Key(Table.META, item=1)
 """JSON ``{"next_document": n}``: numbers of documents are never used twice."""
-NEXT_DOCUMENT_VALUE = table(next_document=whole(0, LAST_DOCUMENT + 1))
+NEXT_DOCUMENT_VALUE = table(next_document=whole(0, MAX_DOCUMENT + 1))
 KEEPING = Key(Table.META, item=2)
 """JSON, only where there is a limit or another rule: see ``rules.py``."""
 FIRST_NAMED = Key(Table.META, item=16)
-"""From here on: arrays and facts under names, see ``named.py``."""
+"""From here on: arrays and facts under names, see ``NamedValues``."""
 
 NAMED_VALUE = table(kind=text(20), name=text(10_000))
-LAST_BLOCK = 2**32 - 1
+HASH_BYTES = 16
+HASHES_PER_RUN = 240
+"""Of the history of a document, see ``history.py``: a run, which every append rewrites, takes one page of 4 KiB."""
 MOST_SPANS = 2**16
 LONGEST_NAME = 511
 """Bytes of the name of a document."""
@@ -55,10 +54,11 @@ class DocumentState:
     """The number under which the blocks after these lie; None: the document's own."""
     digest: str | None = None
     """Hash of the history of all complete blocks, see ``history.py``; None where it was never computed."""
+    # Part of the history: text that was read in another way has other states, and must not be taken for the same.
     reading: dict[str, Any] | None = None
     """What the states depend on beside fingerprint and tokens, in the words of whoever computed them."""
     dropped: tuple[tuple[int, int], ...] = ()
-    """``(start, stop)``: complete blocks that were damaged and are gone, ascending; see ``dropping.py``."""
+    """``(start, stop)``: complete blocks that were damaged and are gone, ascending; see ``places.py``."""
 
     def check(self) -> None:
         """Raise ``DamagedError`` for numbers that cannot be those of a document."""
@@ -135,7 +135,7 @@ def _state(entry: bytes) -> DocumentState:
     return DocumentState(**values, branch=branch, spans=spans, dropped=dropped)
 
 
-_NUMBER, _BLOCK = whole(0, LAST_DOCUMENT), whole(0, LAST_BLOCK)
+_NUMBER, _BLOCK = whole(0, MAX_DOCUMENT), whole(0, MAX_ITEM)
 _SPANS = array(row(_NUMBER, _BLOCK, _BLOCK), MOST_SPANS)
 BRANCH = table({"parent": _NUMBER, "stop": _BLOCK, "spans": _SPANS}, document=_NUMBER)
 """What is stored of a home that is a branch."""
@@ -143,15 +143,15 @@ ENTRY = table(
     {
         "branch": maybe(row(_NUMBER, _BLOCK)),
         "spans": _SPANS,
-        "home": maybe(whole(0, LAST_DOCUMENT)),
+        "home": maybe(whole(0, MAX_DOCUMENT)),
         "digest": maybe(text(64)),
         "reading": maybe(members(anything, 1000)),
-        "dropped": ranges(LAST_BLOCK),
+        "dropped": ranges(MAX_ITEM),
     },
     name=text(LONGEST_NAME),
     tokens=whole(0, 2**53),
-    blocks=whole(0, LAST_BLOCK),
-    first=whole(0, LAST_BLOCK),
+    blocks=whole(0, MAX_ITEM),
+    first=whole(0, MAX_ITEM),
     edits=whole(),
     state=text(64),
 )
@@ -184,3 +184,9 @@ class Address:
     def run(self, layer: int, run: int) -> Key:
         """Of the landmarks of a run of blocks."""
         return Key(Table.LANDMARKS, self.id, layer, run)
+
+
+def stored_state(store: BlockStore, document: int) -> DocumentState | None:
+    """The entry of a document; None where there is none. Raises ``DamagedError`` and ``ForeignMemory``."""
+    records = store.get(Address(document).entry)
+    return None if records is None else DocumentState.from_record(records[0])

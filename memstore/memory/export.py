@@ -29,15 +29,25 @@ from torch import Tensor
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, StoreFull
 from memstore.memory.copy import Beginnings
 from memstore.memory.document import Document
-from memstore.memory.ingest import progress_bar
-from memstore.memory.interchange import FACTS, FILE, NAME, DocumentEntry, FileEntry, Manifest, stored_names
+from memstore.memory.interchange import (
+    FACTS,
+    FILE,
+    MOST_FILE_BYTES,
+    NAME,
+    DocumentEntry,
+    FileEntry,
+    Manifest,
+    block_bytes,
+    stored_names,
+)
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.spec import block_layouts
 from memstore.memory.tensors import encode_landmarks
+from memstore.progress import progress_bar
 from memstore.store import paths
 
 FILE_BYTES = 64 << 20
-"""States in one file, and in one transaction when they are imported; at least one block of all layers."""
+"""Blocks in one file, and in one transaction when they are imported; at least one block of all layers."""
 _LOCK = "export.lock"
 """Marks a folder that an export is being written to, so that what an end of the process left behind can be removed."""
 
@@ -68,7 +78,7 @@ def export_memory(
         with open_memory(source, mode="r") as memory:
             return export_memory(memory, folder, documents=documents, progress=progress)
     chosen = source.documents() if documents is None else [source.document(name) for name in dict.fromkeys(documents)]
-    rules = source.rules() if documents is None else source.rules().only(documents)
+    rules = source.rules() if documents is None else source.rules().only(documents).limited(None, "refuse")
     with _made(Path(folder)) as place:
         writer = _Writer(place)
         with progress_bar(source.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance:
@@ -77,6 +87,8 @@ def export_memory(
                 entries.append(_Pieces(document, beginnings.find(document), writer, number, advance).written())
                 beginnings.add(document)
         info, arrays = source.facts()
+        if sum(value.nbytes for each in arrays.values() for value in each.values()) > MOST_FILE_BYTES:
+            raise InvalidArgument(f"an export holds arrays of up to {MOST_FILE_BYTES:,} bytes; use memstore copy.")
         tensors = {f"arrays.{name}.{key}": value for name, each in arrays.items() for key, value in each.items()}
         manifest = Manifest(
             spec=source.spec,
@@ -188,8 +200,7 @@ class _Pieces:
         blocks, name = min(self._shared[0], complete.stop), self._shared[1]
         start = max(complete.start, blocks)
         self._advance(start * size)
-        layer = sum(layout.nbytes for layout in block_layouts(self._spec))
-        step = max(1, FILE_BYTES // (self._spec.layers * layer))
+        step = max(1, FILE_BYTES // block_bytes(self._spec))
         for part in self._document.present(range(start, complete.stop)):
             for first in range(part.start, part.stop, step):
                 self._write_complete(range(first, min(first + step, part.stop)))

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN, VectorIndex, files
-from memstore.memory.entry import LAST_BLOCK, LAST_DOCUMENT, LONGEST_NAME, DocumentState
+from memstore.memory.entry import LONGEST_NAME, DocumentState
 from memstore.memory.history import hash_before
 from memstore.memory.places import Places
 from memstore.memory.spec import MemorySpec
 from memstore.memory.tensors import Runs, byte_rows
 from memstore.store import paths
+from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM
 from memstore.stored import anything, fit, members, parse, table, text, whole
 
 FORMAT = 2
@@ -44,13 +46,13 @@ _log = logging.getLogger("memstore.index")
 
 
 MOST_BYTES = 1024 * 1024
-_BLOCK = whole(0, LAST_BLOCK)
+_BLOCK = whole(0, MAX_ITEM)
 ABOUT = table(
     {"landmarks": members(text(100), 1000)},
     format=whole(),
     memory=text(100),
     index=text(1000),
-    document=whole(0, LAST_DOCUMENT),
+    document=whole(0, MAX_DOCUMENT),
     name=text(LONGEST_NAME),
     layer=whole(0, 2**31),
     edits=whole(),
@@ -60,7 +62,7 @@ ABOUT = table(
 )
 
 
-class Source(NamedTuple):
+class LayerLandmarks(NamedTuple):
     """What an index of one layer is made from."""
 
     number: int
@@ -86,7 +88,7 @@ class IndexFiles:
     def _spec(self) -> str:
         return _digest(self._memory_spec.to_dict())
 
-    def load(self, index: VectorIndex, source: Source, blocks: range) -> tuple[range, Mapping[str, Any]] | None:
+    def load(self, index: VectorIndex, source: LayerLandmarks, blocks: range) -> tuple[range, Mapping[str, Any]] | None:
         """Fill ``index`` from a file and say which of the complete ``blocks`` it holds, and its facts; None: from none.
 
         It may hold blocks before them, which have left since.
@@ -107,7 +109,7 @@ class IndexFiles:
             return None
         return None
 
-    def save(self, index: VectorIndex, source: Source, blocks: range, facts: Mapping[str, Any]) -> None:
+    def save(self, index: VectorIndex, source: LayerLandmarks, blocks: range, facts: Mapping[str, Any]) -> None:
         """Keep ``index``, which holds ``blocks``, in place of what was kept. Raises ``OSError`` and ``NotAMemory``."""
         if self._folder is None or not self.writable:
             return
@@ -149,7 +151,7 @@ class IndexFiles:
         start = f"{number}-{layer}-{_digest(self._kind)[:8]}-"
         return [path for path in _files(self._folder, _TOLD) if path.name.startswith(start)]
 
-    def _about(self, source: Source, blocks: range) -> dict[str, Any]:
+    def _about(self, source: LayerLandmarks, blocks: range) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "memory": self._spec,
@@ -164,14 +166,14 @@ class IndexFiles:
             "landmarks": {str(block): _sum(source, block) for block in _spread(blocks)},
         }
 
-    def _history(self, source: Source, stop: int) -> str | None:
+    def _history(self, source: LayerLandmarks, stop: int) -> str | None:
         """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
         state = source.state
         if state.digest is None:
             return None
         return hash_before(source.history, source.places, state, stop, self._memory_spec.fingerprint).hex()
 
-    def _fits(self, about: Mapping[str, Any], source: Source, blocks: range) -> bool:
+    def _fits(self, about: Mapping[str, Any], source: LayerLandmarks, blocks: range) -> bool:
         """Whether the landmarks of a file are those of the store, of blocks that are complete now."""
         try:
             held = range(about["first"], about["stop"])
@@ -212,7 +214,8 @@ def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
 def remove(path: Path) -> None:
     """Remove an index, which will be built anew; ``path`` is the file that says what it was made from."""
     for file in (path, path.with_suffix(".index")):
-        file.unlink(missing_ok=True)
+        with suppress(IsADirectoryError):  # a folder of that name is not ours
+            file.unlink(missing_ok=True)
 
 
 def _files(folder: Path | None, names: re.Pattern[str]) -> list[Path]:
@@ -230,7 +233,7 @@ def _spread(blocks: range) -> list[int]:
     return [blocks[(len(blocks) - 1) * place // (SAMPLES - 1)] for place in range(SAMPLES)]
 
 
-def _sum(source: Source, block: int) -> str:
+def _sum(source: LayerLandmarks, block: int) -> str:
     rows: list[Tensor] = [rows for _, rows in source.landmarks.read(source.places, range(block, block + 1))]
     return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]).tobytes())
 

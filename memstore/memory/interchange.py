@@ -1,9 +1,7 @@
-"""The manifest of an export: what is in the folder, with the length and the SHA-256 of every file.
+"""What an export says of itself, and making a memory from one: the same blocks, the same bits.
 
-An export is a folder with ``manifest.json`` and files in the safetensors format, each with consecutive blocks of one
-document. Anything that reads safetensors can read them. ``docs/export.md`` has the names of the tensors.
-
-Making a memory from an export: the same blocks, the same bits.
+An export is a folder with ``manifest.json``, which has the length and the SHA-256 of every file, and files in the
+safetensors format, each with consecutive blocks of one document. ``docs/export.md`` has the names of the tensors.
 
 A document is put together under a name of its own and gets its real one in a single transaction, once all of it is
 there: it is seen as a whole or not at all. What was put together before an interruption is used by the next run.
@@ -25,19 +23,22 @@ from torch import Tensor
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound
 from memstore.memory.document import Document
-from memstore.memory.entry import LAST_BLOCK, LONGEST_NAME
-from memstore.memory.ingest import progress_bar
+from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.rules import Rules
-from memstore.memory.spec import MemorySpec, block_layouts
-from memstore.memory.tensors import decode_landmarks
+from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
+from memstore.memory.tensors import decode_landmarks, no_states
+from memstore.progress import progress_bar
 from memstore.store import paths
+from memstore.store.contract import MAX_ITEM
 from memstore.stored import anything, array, fit, maybe, members, parse, row, table, text, whole
 
 FORMAT, VERSION = "memstore-export", 1
 NAME = "manifest.json"
-MOST_BYTES = 128 * 1024 * 1024
+MOST_BYTES = 64 * 1024 * 1024
 """Of the manifest."""
+MOST_FILE_BYTES = 256 * 1024 * 1024
+"""Of any other file, unless one block is larger. A file with holes can be of any length, and it is read whole."""
 FACTS = "facts.safetensors"
 FILE = re.compile(r"facts\.safetensors|document-\d{4,}-\d{6,}\.safetensors")
 
@@ -82,7 +83,7 @@ class Manifest:
     arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name -> the names of its tensors in ``facts.safetensors``, as ``arrays.NAME.TENSOR``."""
     facts: FileEntry | None = None
-    rules: Rules = field(default_factory=Rules)
+    rules: Rules[str] = field(default_factory=Rules)
 
     def files(self) -> Iterator[FileEntry]:
         """All files, the manifest itself excepted."""
@@ -103,9 +104,16 @@ class Manifest:
             "facts": None if self.facts is None else asdict(self.facts),
             "documents": [asdict(document) for document in self.documents],
         }
-        if self.rules != Rules():
+        if self.rules != Rules[str]():
             content["rules"] = self.rules.to_dict()
         return json.dumps({**content, "sha256": _digest(content)}, indent=1, ensure_ascii=False).encode()
+
+
+def block_bytes(spec: MemorySpec) -> int:
+    """Bytes of one block of all layers in an export, with its tokens and landmarks: at most."""
+    states = max(sum(layout.nbytes for layout in layouts) for layouts in (plain_layouts(spec), block_layouts(spec)))
+    landmarks = run_layout(spec, 1).nbytes
+    return spec.layers * states + len(spec.index_layers) * landmarks + token_layout(spec.block_size).nbytes
 
 
 def stored_names(codec: str, fields: Sequence[str], layouts: int) -> list[str]:
@@ -131,11 +139,14 @@ def read_manifest(folder: Path) -> Manifest:
             "folder that memstore export made."
         )
     manifest = _parsed(path)
+    most = max(MOST_FILE_BYTES, 2 * block_bytes(manifest.spec))
     for entry in manifest.files():
         if not FILE.fullmatch(entry.name):
             raise DamagedError(f"{path} is damaged: no file of an export is called {entry.name!r}. Export again.")
         facts = paths.find(folder / entry.name)
         size = None if facts is None else facts.st_size
+        if entry.nbytes > most:
+            raise DamagedError(f"{path} is damaged: {entry.name} has {entry.nbytes:,} bytes, and {most:,} is the most.")
         if size != entry.nbytes:
             found = "is missing" if size is None else f"has {size:,} bytes of {entry.nbytes:,}"
             raise DamagedError(
@@ -148,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_file(folder: Path, entry: FileEntry) -> bytes:
     """The content of a file of an export. Raises ``DamagedError`` where it is not what was written."""
     try:
-        content = paths.read(folder, entry.name)
+        content = paths.read(folder, entry.name, entry.nbytes)
     except OSError as error:
         raise DamagedError(
             f"the export {folder} cannot be read: {entry.name}: {error.strerror}. Restore it from a copy, or export "
@@ -200,7 +211,7 @@ def _parsed(path: Path) -> Manifest:
         ) from None
 
 
-_BLOCK = whole(0, LAST_BLOCK)
+_BLOCK = whole(0, MAX_ITEM)
 _TENSOR = text(1000)
 _MOST = 10_000_000
 _ENTRY = table(
@@ -394,18 +405,12 @@ def _append(folder: Path, file: FileEntry, document: Document, count: Callable[[
                 marks = tensors.get(f"layer.{layer}.landmarks")
                 decoded = None if marks is None else decode_landmarks(marks, spec.key_dtype)
                 if complete:
-                    batch.put_stored(layer, list(own.values()), _nothing(document), landmarks=decoded)
+                    batch.put_stored(layer, list(own.values()), no_states(spec), landmarks=decoded)
                 else:
                     batch.put(layer, landmarks=decoded, **own)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise damaged(folder, file, f"it does not hold what a memory stores ({error})") from None
     count(file.tokens)
-
-
-def _nothing(document: Document) -> dict[str, Tensor]:
-    """The fields of no block at all."""
-    spec = document.memory.spec
-    return {name: torch.empty(0, *shape, dtype=getattr(torch, spec.dtype)) for name, shape in spec.fields.items()}
 
 
 def _tensors(folder: Path, file: FileEntry) -> dict[str, Tensor]:

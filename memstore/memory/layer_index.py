@@ -1,7 +1,4 @@
-"""How much of the truth an approximate index finds, measured against every landmark in the store.
-
-The vector index of one layer of a document, kept equal to the landmarks in the store.
-"""
+"""The vector index of one layer of a document, kept equal to the landmarks in the store, and measured against them."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import SearchResult, VectorIndex
 from memstore.memory.entry import DocumentState
-from memstore.memory.index_files import Source
+from memstore.memory.index_files import LayerLandmarks
 from memstore.memory.places import dropped, lacking
 from memstore.memory.shared import Handle
 from memstore.memory.tensors import own_types
@@ -29,7 +26,7 @@ LOGGED = 64
 """Queries that are remembered, or taken from the keys where nobody has searched yet."""
 
 
-def recall(index: VectorIndex, source: Source, blocks: range, logged: Sequence[Tensor]) -> dict[str, Any]:
+def recall(index: VectorIndex, source: LayerLandmarks, blocks: range, logged: Sequence[Tensor]) -> dict[str, Any]:
     """Share of the true best eight of ``blocks`` that ``index`` finds: JSON values for ``memstore stats``.
 
     ``logged`` are queries ``[H, 1, D]`` of the last searches. Without them keys of the index are its queries, which is
@@ -47,14 +44,14 @@ def recall(index: VectorIndex, source: Source, blocks: range, logged: Sequence[T
     return {"recall": round(share, 4), "recall_at": TOP_K, "recall_queries": "logged" if alike else "keys"}
 
 
-def _keys(source: Source, blocks: range) -> Tensor:
+def _keys(source: LayerLandmarks, blocks: range) -> Tensor:
     """The first key of some blocks: ``[G, T, D]``."""
     some = [blocks[len(blocks) * place // LOGGED] for place in range(min(LOGGED, len(blocks)))]
     rows = [next(iter(source.landmarks.read(source.places, range(b, b + 1))))[1] for b in dict.fromkeys(some)]
     return torch.cat(rows)[:, :, 0].transpose(0, 1).contiguous()
 
 
-def _truth(source: Source, blocks: range, queries: Tensor) -> Tensor:
+def _truth(source: LayerLandmarks, blocks: range, queries: Tensor) -> Tensor:
     """Best scores by brute force, a piece of the store at a time: ``[H, T, TOP_K]``, -inf where there are fewer."""
     best = torch.full((*queries.shape[:2], TOP_K), -torch.inf)
     for _, keys in source.landmarks.read(source.places, blocks):
@@ -185,11 +182,11 @@ class LayerIndex:
         certain = {"recall": 1.0} if self._index.capabilities.exact else self._measured
         return {**self._index.facts(), **certain}
 
-    def _source(self) -> Source:
+    def _source(self) -> LayerLandmarks:
         number, state = self._handle.id, self._handle.current()
         assert number is not None
         shared = self._handle.shared
-        return Source(number, self._layer, state, shared.runs(self._layer), shared.history, self._handle.places)
+        return LayerLandmarks(number, self._layer, state, shared.runs(self._layer), shared.history, self._handle.places)
 
     def _keep_file(self) -> None:
         assert self._index is not None

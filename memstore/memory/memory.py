@@ -13,25 +13,22 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory, StoreFull
+from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull
 from memstore.index import IndexCapabilities
 from memstore.memory import verify
-from memstore.memory.append import Deleting, Tokens, as_tokens
-from memstore.memory.blocks import BlockReader
+from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.hashes import beginning
-from memstore.memory.history import chain, known_prefix
-from memstore.memory.index_files import IndexFiles, folder_of
-from memstore.memory.named import Named
+from memstore.memory.history import beginning, chain, known_prefix
 from memstore.memory.repair import Repair, Repaired
-from memstore.memory.rules import Keeper, Rules, WhenFull
-from memstore.memory.shared import Shared, not_found
-from memstore.memory.spec import MemorySpec, blank, plain_layouts, read_header, run_layout
+from memstore.memory.rules import Rules, WhenFull
+from memstore.memory.shared import NamedValues, Shared, not_found
+from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
+from memstore.memory.tensors import byte_rows
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
-from memstore.memory.usage import Usage, present
+from memstore.memory.usage import Deleting, Usage, present
 from memstore.store.contract import Compacted, Progress
 from memstore.store.paths import FULL
 
@@ -57,7 +54,8 @@ def open_memory(
     ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
     ``index`` is the vector index that finds blocks: "exact", "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
     ``host_bytes`` of host memory keep the blocks that are asked for often (256 MiB for a memory on disk unless said;
-    0 for none), ``device_bytes`` those on the accelerator ``device``.
+    0 for none), ``device_bytes`` those on the accelerator ``device``. Indexes lie there too where they can ("exact",
+    "auto"); without ``device`` they are searched on the CPU.
     ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.
 
     Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (another model or layout than ``spec`` says, or a newer
@@ -65,18 +63,14 @@ def open_memory(
     """
     opened = open_store(url, mode, None if spec is None else blank(spec))
     try:
-        header = read_header(opened.store, str(url))
-        blocks = BlockReader(opened.store, header.spec, host_bytes=host_bytes, device_bytes=device_bytes, device=device)
-        keeper = Keeper(opened.store, str(url), lambda changed: Deleting(shared, changed).forget)
-        writable = mode != "r" and not opened.store.read_only
-        files = IndexFiles(folder_of(folder(url)), header.spec, index, writable=writable)
-        shared = Shared(opened.store, header.spec, str(url), mode, index, header.blocks_per_run, blocks, keeper, files)
+        budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes, "device": device}
+        shared = Shared.opened(opened.store, str(url), mode, index, folder(url), budgets)
         memory = Memory(shared, opened)
         _ = memory.index_capabilities  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
         if max_bytes is not None or when_full is not None:
-            rules = shared.keeper.rules()
+            rules = shared.retention.rules()
             memory.limit(rules.max_bytes if max_bytes is None else max_bytes, when_full or rules.when_full)
         return memory
     except BaseException:
@@ -90,7 +84,7 @@ class Memory:
     def __init__(self, shared: Shared, opened: Opened) -> None:
         self._shared = shared
         self._opened = opened
-        self._named = Named(shared)
+        self._named = NamedValues(shared)
         self._traces = traces_of(shared.store, folder(shared.url), shared.url)
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
@@ -150,7 +144,7 @@ class Memory:
         """
         _check_name(name)
         document = self._document(name)
-        if self._read_only and document.id is None:
+        if self._shared.read_only and document.id is None:
             with self._lock:
                 self._documents.pop(name, None)
             raise self._no_document(name)
@@ -161,7 +155,7 @@ class Memory:
 
         Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             number = self._shared.catalog.find(name)
             if number is None:
@@ -188,7 +182,7 @@ class Memory:
         """
         ids, size = as_tokens(tokens), self.spec.block_size
         full = len(ids) // size
-        hashes = chain(beginning(self.spec.fingerprint, reading), ids[: full * size].view(full, size))
+        hashes = chain(beginning(self.spec.fingerprint, reading), byte_rows(ids[: full * size].view(full, size)))
         states = [(number, self._shared.state(number)) for number in self._shared.documents()]
         candidates = [(state, self._shared.places(number, state)) for number, state in states if state is not None]
         found = known_prefix(candidates, self._shared.history, hashes, size)
@@ -204,27 +198,29 @@ class Memory:
         None leaves it as it is. What is stored already stays until the next append. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
-            self._shared.keeper.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
+            self._shared.retention.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
 
-    def rules(self) -> Rules:
+    def rules(self) -> Rules[str]:
         """Limit, pins and times to live, by the names of documents."""
-        return Rules.of(self._shared.keeper.rules(), self._shared.catalog.names())
+        return self._shared.retention.rules().renamed(self._shared.catalog.names())
 
-    def take_rules(self, rules: Rules, made: Collection[str], copied: Collection[str]) -> None:
+    def take_rules(self, rules: Rules[str], made: Collection[str], copied: Collection[str]) -> None:
         """Let rules of another memory hold here too, once the documents ``copied`` from it are all here.
 
         They hold for those that were ``made`` here; others keep the rules that they have. A memory that never had rules
         and holds nothing else than what was copied is a copy as a whole, and takes all rules, the limit among them.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             names = self._shared.catalog.names()
-            whole = not self._shared.keeper.ruled and set(names.values()) <= set(copied)
-            taken = rules if whole else rules.only(made)
-            if taken != Rules():
-                self._shared.keeper.change(lambda mine: taken.added_to(mine, names, self._shared.keeper.now()))
+            whole = not self._shared.retention.ruled and set(names.values()) <= set(copied)
+            # Elsewhere the limit would evict what nobody meant.
+            taken = rules if whole else rules.only(made).limited(None, "refuse")
+            if taken != Rules[str]():
+                numbers = {name: number for number, name in names.items()}
+                self._shared.retention.change(lambda mine: mine.joined(taken.renamed(numbers)))
 
     def expire(self) -> list[str]:
         """Forget every document whose time to live is over and that is not pinned, in one transaction; their names.
@@ -232,9 +228,9 @@ class Memory:
         Appends do so by themselves, but only while the clock is plausible: not behind the last append, nor more than 30
         days ahead of it. This call trusts the clock. Raises ``ReadOnlyMemory``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
-            return self._shared.keeper.expire()
+            return self._shared.retention.expire(Deleting(self._shared).forget)
 
     def compact(self, progress: Progress | None = None) -> Compacted:
         """Erase from the file what was forgotten, truncated or has left, and give its space back to the disk.
@@ -243,7 +239,7 @@ class Memory:
         the bytes taken before and after. Raises ``MemoryInUse`` where somebody goes on reading what is to be erased,
         ``DamagedError`` where the file is not understood in every detail, ``ReadOnlyMemory``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             self._sweep()
             return self._shared.store.compact(progress)
@@ -255,7 +251,7 @@ class Memory:
         index is measured against the truth, which ``stats`` tells. ``progress`` is told how many layers of how many are
         done. Raises ``ReadOnlyMemory``, ``DamagedError``, ``StoreFull``, ``OSError``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         layers = [(each, layer) for each in self.documents() for layer in self.spec.index_layers]
         for done, (document, layer) in enumerate(layers):
             if progress is not None:
@@ -277,7 +273,7 @@ class Memory:
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
-        self._check_writable()
+        self._shared.check_writable()
         self._named.put_arrays(name, arrays)
 
     def get_arrays(self, name: str) -> dict[str, Tensor] | None:
@@ -286,7 +282,7 @@ class Memory:
 
     def put_info(self, name: str, value: Any) -> None:
         """Store a small JSON value of the memory itself under ``name``, replacing what was there."""
-        self._check_writable()
+        self._shared.check_writable()
         self._named.put_info(name, value)
 
     def model_info(self) -> dict[str, Any]:
@@ -305,23 +301,11 @@ class Memory:
     def put_facts(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
         """Store those JSON values and arrays, by name, that the memory lacks; they come from ``source``.
 
-        Raises ``ForeignMemory`` like ``share_facts``.
-        """
-        self._check_writable()
-        self._named.take_all(info, arrays, source)
-
-    def share_facts(self, other: Memory) -> None:
-        """Give another memory the named arrays and facts of this one that it lacks.
-
         Raises ``ForeignMemory`` where it has other arrays under a name: states go with the arrays of their memory, such
         as its router.
         """
-        other.take_facts(self._named)
-
-    def take_facts(self, named: Named) -> None:
-        """Store what ``named`` of another memory has and this one lacks; see ``share_facts``."""
-        self._check_writable()
-        named.share(self._named)
+        self._shared.check_writable()
+        self._named.put_missing(info, arrays, source)
 
     def verify(self) -> list[Finding]:
         """Read and check every stored value, and whether all of them fit together. Nothing is changed.
@@ -342,7 +326,7 @@ class Memory:
         Raises ``DamagedError`` where the tree around the values is damaged, so that nothing can be changed in place
         (``memstore repair --to`` saves what can be read then), ``ReadOnlyMemory``.
         """
-        self._check_writable()
+        self._shared.check_writable()
         with self._shared.writing:
             try:
                 return Repair(self._shared, self._document, self.verify).run(dry_run=dry_run, drop_blocks=drop_blocks)
@@ -421,15 +405,15 @@ class Memory:
         return built + kept
 
     def _rules(self) -> dict[str, Any]:
-        rules, names = self._shared.keeper.rules(), self._shared.catalog.names()
+        rules, names = self._shared.retention.rules(), self._shared.catalog.names()
         until = {names[n]: datetime.fromtimestamp(when, UTC) for n, when in rules.expires.items() if n in names}
         return {
             "max_bytes": rules.max_bytes,
             "when_full": rules.when_full,
             "pinned": [name for number, name in names.items() if number in rules.pinned],
             "expires": {name: when.isoformat(timespec="seconds") for name, when in until.items()},
-            "evicted": self._shared.keeper.evicted,
-            "expired": self._shared.keeper.expired,
+            "evicted": self._shared.retention.evicted,
+            "expired": self._shared.retention.expired,
         }
 
     def _bytes(self, tokens: int, blocks: int, incomplete: int) -> dict[str, int]:
@@ -442,10 +426,6 @@ class Memory:
             "landmarks": blocks * len(spec.index_layers) * run_layout(spec, 1).nbytes,
         }
 
-    @property
-    def _read_only(self) -> bool:
-        return self.mode == "r" or self._shared.store.read_only
-
     def _document(self, name: str) -> Document:
         with self._lock:
             # One that another process forgot may be there again, as another document of the same name.
@@ -455,10 +435,6 @@ class Memory:
 
     def _no_document(self, name: str) -> Exception:
         return not_found(name, self.url, list(self._shared.catalog.names().values()))
-
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise ReadOnlyMemory.opened(self.url)
 
 
 def _check_name(name: object) -> None:

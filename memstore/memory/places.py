@@ -6,14 +6,6 @@ of never changes. So it is stored once, for the home and not for each document t
 takes as much as its links are many. A document that writes again what others use, or what lies before its home,
 moves to another home. Nothing is counted: what is in use follows from the entries of the documents of one tree of
 homes, read when something is to be deleted (``usage.py``).
-
-Names of documents and their numbers, as far as this process knows them: what finds a document by its name.
-
-Entries are stored by number. To read all of them for every name would make each append to a new document as slow as
-there are documents, so an open store remembers what it has read. Three facts keep that true whoever else writes:
-numbers only grow, so a new document has a number behind all that were looked at; a document keeps its name; and a name
-that is found is read again in its entry before it is used, so one that was forgotten is noticed. Only a repair makes
-documents of numbers that were looked at before; it calls ``clear``.
 """
 
 from __future__ import annotations
@@ -24,8 +16,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
-from memstore.memory.entry import BRANCH, LAST_DOCUMENT, Address, DocumentState
-from memstore.store.contract import Batch, BlockStore, Key, Record, Table
+from memstore.memory.entry import BRANCH, Address, DocumentState, stored_state
+from memstore.store.contract import MAX_DOCUMENT, Batch, BlockStore, Key, Record, Table
 from memstore.stored import fit
 
 
@@ -120,7 +112,7 @@ class Homes:
 
     def documents(self) -> dict[int, tuple[Home, int]]:
         """Every home of which something is stored, and the number of the document that it was made for."""
-        keys = self._store.keys(Address(1).branch, Key(Table.META, LAST_DOCUMENT))
+        keys = self._store.keys(Address(1).branch, Key(Table.META, MAX_DOCUMENT))
         numbers = [key.document for key in keys if key == Address(key.document).branch]
         homes = {number: self.at(number) for number in numbers}
         for number in numbers:
@@ -263,7 +255,14 @@ _guard = threading.Lock()
 
 
 class Catalog:
-    """The documents of one store. Safe to use from several threads."""
+    """Names and numbers of the documents of one store. Safe to use from several threads.
+
+    Entries are stored by number. To read all of them for every name would make each append to a new document as slow as
+    there are documents, so an open store remembers what it has read. Three facts keep that true whoever else writes:
+    numbers only grow, so a new document has a number behind all that were looked at; a document keeps its name; and a
+    name that is found is read again in its entry before it is used, so one that was forgotten is noticed. Only a repair
+    makes documents of numbers that were looked at before; it calls ``clear``.
+    """
 
     def __init__(self, store: BlockStore, url: str) -> None:
         self._store = store
@@ -288,7 +287,8 @@ class Catalog:
         with self._lock:
             number = self._numbers.get(name)
             if number is not None:
-                if self._name(number) == name:
+                state = stored_state(self._store, number)
+                if state is not None and state.name == name:
                     return number
                 self.remove([number])
             self._read_new()
@@ -312,7 +312,7 @@ class Catalog:
 
     def numbers(self, first: int) -> list[int]:
         """Numbers of the documents from ``first`` on, as they are stored now. Raises ``DamagedError``."""
-        keys = self._store.keys(Address(first).entry, Address(LAST_DOCUMENT).entry)
+        keys = self._store.keys(Address(first).entry, Address(MAX_DOCUMENT).entry)
         for key in keys:
             if key != Address(key.document).entry:
                 # A look for the document would not find it, and say that there is none.
@@ -337,20 +337,12 @@ class Catalog:
             self._next = number + 1
 
     def _add(self, number: int) -> None:
-        state = self._state(number)
+        state = stored_state(self._store, number)
         if state is not None:
             self._names[number] = state.name
             self._numbers[state.name] = number
             if state.spans or (state.home is not None and state.branch is None):
                 self.listing.add(number)
-
-    def _name(self, number: int) -> str | None:
-        state = self._state(number)
-        return None if state is None else state.name
-
-    def _state(self, number: int) -> DocumentState | None:
-        records = self._store.get(Address(number).entry)
-        return None if records is None else DocumentState.from_record(records[0])
 
 
 def catalog_of(store: BlockStore, url: str) -> Catalog:

@@ -1,160 +1,37 @@
-"""Take damaged blocks out of documents and leave the others: what ``repair`` does when it is told to drop.
+"""Make a damaged memory sound again: by what ``verify`` finds, never by guessing.
+
+Of a document with damaged, missing or unfitting values the longest sound prefix stays, or, where that is asked for,
+everything but the damaged blocks. Where a document's entry is damaged, everything else of it still says how long it is,
+so only its name is lost. Values that nothing refers to go. Whatever cannot be put right is left as it is, and named.
 
 A dropped block is named in the document's entry. It cannot be found, gathered or rewritten; the blocks behind it keep
 their numbers and their states, which were computed when it was whole. Blocks at the end of a document are cut off
-instead, so that whoever reads on begins with whole ones.
-
-The hash of a history is a chain over all tokens, which are not all there any more. So a document with dropped blocks
-gives its digest up: no text is ever taken for its text, and its token ids are checked by their checksums alone. The
-same happens where only hashes are damaged, and then no block is lost.
-
-Make a damaged memory sound again: by what ``verify`` finds, never by guessing.
-
-Of a document with damaged, missing or unfitting values the longest sound prefix stays, or, where that is asked for,
-everything but the damaged blocks (``repair.py``). Where a document's entry is
-damaged, everything else of it still says how long it is, so only its name is lost. Values that nothing refers to go.
-Whatever cannot be put right is left as it is, and named.
+instead, so that whoever reads on begins with whole ones. The hash of a history is a chain over all tokens, which are
+not all there any more: a document with dropped blocks gives its digest up. No text is ever taken for its text, and its
+token ids are checked by their checksums alone. The same happens where only hashes are damaged; then no block is lost.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from shlex import quote
 
 from memstore.errors import DamagedError
-from memstore.memory.append import Deleting, moved
+from memstore.memory.append import moved
 from memstore.memory.checking import Check, Finding
 from memstore.memory.document import Document
-from memstore.memory.entry import KEEPING, LAST_ITEM, NEXT_DOCUMENT, Address, DocumentState
-from memstore.memory.hashes import HASHES_PER_RUN
+from memstore.memory.entry import HASHES_PER_RUN, KEEPING, NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.history import digest_at
 from memstore.memory.index_files import damaged, folder_of, remove
 from memstore.memory.places import Home, Places, common, dropped, merged
 from memstore.memory.rules import lost_keys
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.urls import folder
+from memstore.memory.usage import Deleting, present
 from memstore.store.contract import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
-
-
-@dataclass
-class Loss:
-    """What a document has lost by damage."""
-
-    blocks: list[range] = field(default_factory=list)
-    hashes: list[range] = field(default_factory=list)
-    """Blocks of which the hash is lost."""
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A document before and after its damaged blocks have gone."""
-
-    before: DocumentState
-    after: DocumentState
-    block_size: int
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks are dropped or cut off."""
-        return _present(self.before) - _present(self.after)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens are in them."""
-        return self._tokens(self.before) - self.stay
-
-    @property
-    def stay(self) -> int:
-        """How many tokens there still are."""
-        return self._tokens(self.after)
-
-    def _tokens(self, state: DocumentState) -> int:
-        return _present(state) * self.block_size - (-state.tokens % self.block_size if state.live() else 0)
-
-
-def losses(findings: Iterable[Finding], block_size: int) -> dict[str, Loss]:
-    """What documents have lost by ``findings``, by their names."""
-    found: dict[str, Loss] = {}
-    for finding in findings:
-        if finding.document is None or finding.tokens is None or finding.kind == "unknown":
-            continue
-        first, last = finding.tokens
-        loss = found.setdefault(finding.document, Loss())
-        lost = loss.hashes if finding.table == Table.HISTORY.name.lower() else loss.blocks
-        lost.append(range(first // block_size, last // block_size + 1))
-    return found
-
-
-def without_hashes(shared: Shared, lost: Mapping[int, Loss]) -> Batch:
-    """What takes the damaged hashes away, and the digests of the documents that use them, by their numbers.
-
-    All documents that use a run of hashes are told that it is damaged, so nobody needs what is left of it.
-    Raises ``DamagedError``.
-    """
-    batch = Batch()
-    for number, loss in lost.items():
-        state = shared.state(number)
-        if state is None or not loss.hashes:
-            continue
-        places = shared.places(number, state)
-        for owner, part in (piece for blocks in loss.hashes for piece in places.pieces(blocks)):
-            first, last = part.start // HASHES_PER_RUN, (part.stop - 1) // HASHES_PER_RUN
-            batch.delete(Key(Table.HISTORY, owner, 0, first), Key(Table.HISTORY, owner, 0, last))
-        batch.put(places.entry, replace(state, digest=None).to_record())
-    return batch
-
-
-def outcomes(shared: Shared, lost: Mapping[int, Loss]) -> dict[int, Dropped]:
-    """What documents, by their numbers, are without the blocks that they have lost. Raises ``DamagedError``."""
-    states = {number: shared.state(number) for number, loss in lost.items() if loss.blocks}
-    return {
-        n: _dropping(shared, shared.places(n, state), state, lost[n])
-        for n, state in states.items()
-        if state is not None
-    }
-
-
-# All documents that share a damaged block drop it together, in one transaction. The digest goes: the hash of a history
-# is a chain over tokens that are not all there.
-def without_blocks(shared: Shared, done: Mapping[int, Dropped]) -> Batch:
-    """What takes the lost blocks away. Raises ``DamagedError``.
-
-    It is one batch for all documents, for those that share a block lose it together.
-    """
-    batch, fresh = Batch(), shared.next_document()
-    changes: dict[int, tuple[DocumentState, Home]] = {}
-    for number, outcome in done.items():
-        after, places = outcome.after, shared.places(number, outcome.before)
-        changes[number] = after, places.node
-        if after.blocks < places.start:  # what it writes next does not lie where these blocks lay
-            changes[number] = moved(batch, number, places, after, fresh)
-            fresh += 1
-    if fresh > shared.next_document():
-        batch.put(NEXT_DOCUMENT, next_document_record(fresh))
-    Deleting(shared).change(batch, changes)
-    return batch
-
-
-def _dropping(shared: Shared, places: Places, before: DocumentState, loss: Loss) -> Dropped:
-    size, live = shared.spec.block_size, before.live()
-    parts = merged([*dropped(before), *(common(part, live) for part in loss.blocks)])
-    gone, end = tuple((part.start, part.stop) for part in parts), before.blocks
-    if gone and gone[-1][1] == end:
-        end, gone = max(gone[-1][0], before.first), gone[:-1]
-    lost = bool(gone or loss.hashes)
-    digest = None if lost else digest_at(shared.history, places, before, end, shared.spec)
-    return Dropped(before, replace(before.cut(end, size), dropped=gone, digest=digest), size)
-
-
-def _present(state: DocumentState) -> int:
-    return len(state.live()) - _dropped(state)
-
-
-def _dropped(state: DocumentState) -> int:
-    return sum(len(common(part, state.live())) for part in dropped(state))
-
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
@@ -243,7 +120,7 @@ class Repair:
     def _rules(self, batch: Batch) -> Iterator[RepairStep]:
         """Limits and pins: where they are damaged there are none."""
         try:
-            self._shared.keeper.rules()
+            self._shared.retention.rules()
         except _UNREADABLE:
             for key in (KEEPING, *lost_keys(self._shared.store)):
                 batch.delete(key)
@@ -328,21 +205,78 @@ class Repair:
 
     def _drops(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Take out of each document its unsound blocks, at its end by cutting it."""
-        store, names = self._shared.store, losses(findings, self._shared.spec.block_size)
-        numbers = {n: state.name for n in self._shared.documents() if (state := self._shared.state(n)) is not None}
-        lost = {number: names[name] for number, name in numbers.items() if name in names}
-        for number in (number for number, loss in lost.items() if loss.hashes):
-            message = f"document {numbers[number]!r} goes on without hashes of its history: its text is not reused"
-            yield RepairStep(message=message, document=numbers[number])
+        shared, size, batch = self._shared, self._shared.spec.block_size, Batch()
+        blocks, hashes = defaultdict[str, list[range]](list), defaultdict[str, list[range]](list)
+        for finding in findings:
+            if finding.document is not None and finding.tokens is not None and finding.kind != "unknown":
+                first, last = finding.tokens
+                lost = hashes if finding.table == Table.HISTORY.name.lower() else blocks
+                lost[finding.document].append(range(first // size, last // size + 1))
+        states = {number: state for number in shared.documents() if (state := shared.state(number)) is not None}
+        for number, state in states.items():
+            if state.name in hashes:
+                states[number] = _without_hashes(batch, shared.places(number, state), state, hashes[state.name])
+                message = f"document {state.name!r} goes on without hashes of its history: its text is not reused"
+                yield RepairStep(message=message, document=state.name)
+        after = {
+            number: _without_blocks(shared, shared.places(number, state), state, blocks[state.name])
+            for number, state in states.items()
+            if state.name in blocks
+        }
         if not dry_run:
-            store.write(without_hashes(self._shared, lost))
-        done = outcomes(self._shared, lost)
-        if not dry_run:
-            store.write(without_blocks(self._shared, done))
-        for number, outcome in done.items():
-            blocks, tokens, stay = outcome.blocks, outcome.tokens, outcome.stay
-            message = f"document {numbers[number]!r} goes on without {blocks} damaged blocks: {tokens} tokens are lost"
-            yield RepairStep(message=f"{message}, {stay} stay", document=numbers[number], tokens_lost=tokens)
+            shared.store.write(batch)
+            shared.store.write(_dropping(shared, states, after))
+        for number, left in after.items():
+            gone = sum(map(len, present(states[number]))) - sum(map(len, present(left)))
+            stay = _tokens(left, size)
+            tokens = _tokens(states[number], size) - stay
+            message = f"document {left.name!r} goes on without {gone} damaged blocks: {tokens} tokens are lost"
+            yield RepairStep(message=f"{message}, {stay} stay", document=left.name, tokens_lost=tokens)
+
+
+def _tokens(state: DocumentState, block_size: int) -> int:
+    """How many tokens there are in the blocks of a document."""
+    missing = -state.tokens % block_size if state.live() else 0
+    return sum(map(len, present(state))) * block_size - missing
+
+
+# All documents that use a run of hashes are told that it is damaged, so nobody needs what is left of it.
+def _without_hashes(batch: Batch, places: Places, state: DocumentState, lost: list[range]) -> DocumentState:
+    """Take damaged hashes away, and with them the digest of a document that uses them."""
+    for owner, part in (piece for blocks in lost for piece in places.pieces(blocks)):
+        first, last = part.start // HASHES_PER_RUN, (part.stop - 1) // HASHES_PER_RUN
+        batch.delete(Key(Table.HISTORY, owner, 0, first), Key(Table.HISTORY, owner, 0, last))
+    state = replace(state, digest=None)
+    batch.put(places.entry, state.to_record())
+    return state
+
+
+def _without_blocks(shared: Shared, places: Places, before: DocumentState, lost: list[range]) -> DocumentState:
+    """A document once ``lost`` blocks are gone. Raises ``DamagedError``."""
+    parts = merged([*dropped(before), *(common(part, before.live()) for part in lost)])
+    gone, end = tuple((part.start, part.stop) for part in parts), before.blocks
+    if gone and gone[-1][1] == end:
+        end, gone = max(gone[-1][0], before.first), gone[:-1]
+    # The hash of a history is a chain over tokens that are not all there any more.
+    digest = None if gone else digest_at(shared.history, places, before, end, shared.spec)
+    return replace(before.cut(end, shared.spec.block_size), dropped=gone, digest=digest)
+
+
+# All documents that share a damaged block drop it together, in one transaction.
+def _dropping(shared: Shared, before: Mapping[int, DocumentState], after: Mapping[int, DocumentState]) -> Batch:
+    """What takes the lost blocks of documents away. Raises ``DamagedError``."""
+    batch, fresh = Batch(), shared.next_document()
+    changes: dict[int, tuple[DocumentState, Home]] = {}
+    for number, state in after.items():
+        places = shared.places(number, before[number])
+        changes[number] = state, places.node
+        if state.blocks < places.start:  # what it writes next does not lie where these blocks lay
+            changes[number] = moved(batch, number, places, state, fresh)
+            fresh += 1
+    if fresh > shared.next_document():
+        batch.put(NEXT_DOCUMENT, next_document_record(fresh))
+    Deleting(shared).change(batch, changes)
+    return batch
 
 
 # The token ids say everything of an entry but the name. A gap in them is blocks that were dropped; to end the document
@@ -353,7 +287,7 @@ def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | No
     Where some lie behind a gap, the blocks between were dropped.
     """
     address, size = Address(number), shared.spec.block_size
-    items = [key.item for key in shared.store.keys(address.tokens(0), address.tokens(LAST_ITEM))]
+    items = [key.item for key in shared.store.keys(address.tokens(0), address.tokens(MAX_ITEM))]
     if not items:
         return None
     length = _length_of(shared, address, items[-1])

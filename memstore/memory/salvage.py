@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,20 @@ import torch
 from torch import Tensor
 
 from memstore import errors
+from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.memory.append import Deleting
-from memstore.memory.blocks import BlockReader
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
 from memstore.memory.entry import Address, DocumentState
-from memstore.memory.index_files import IndexFiles
 from memstore.memory.memory import Memory, open_memory
-from memstore.memory.named import Named
 from memstore.memory.places import Places
 from memstore.memory.repair import told_by_tokens
-from memstore.memory.rules import Keeper, Rules
-from memstore.memory.shared import Shared
-from memstore.memory.spec import block_layouts, plain_layouts, read_header, token_layout
-from memstore.memory.tensors import Rows
+from memstore.memory.shared import NamedValues, Shared
+from memstore.memory.spec import block_layouts, plain_layouts, token_layout
+from memstore.memory.tensors import no_states, read_rows
 from memstore.memory.urls import open_unchecked
+from memstore.memory.verify import DONE, lines_of_child, say
+from memstore.store.cache import empty_rows
 
 _MOST_CRASHES = 1000
 _PATIENCE = 300  # seconds for one block: a tree whose pages lead in a circle is walked for ever
@@ -72,7 +70,7 @@ def salvage(source: str | Path, target: str | Path) -> list[Saved]:
     skip, again = set[At](), False
     while True:
         child = _Child(source, target, skip, again=again)
-        if child.done:
+        if child.end is None:
             return [Saved(**each) for each in child.saved]
         if child.at is None or child.at in skip or len(skip) == _MOST_CRASHES:
             raise DamagedError(
@@ -88,19 +86,13 @@ class _Child:
 
     def __init__(self, source: str | Path, target: str | Path, skip: set[At], *, again: bool) -> None:
         order = {"source": str(source), "target": str(target), "skip": sorted(skip), "again": again}
-        command = [sys.executable, "-m", "memstore.memory.salvage"]
-        run = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)  # noqa: S603
-        lines = [json.loads(line) for line in run.stdout.splitlines(keepends=True) if line.endswith("}\n")]
+        lines, self.end = lines_of_child(python_module("memstore.memory.salvage"), json.dumps(order))
         for line in lines:
             if "failed" in line:
                 raise getattr(errors, line["failed"])(line["message"])
         self.saved = [line["saved"] for line in lines if "saved" in line]
         self.at = next((tuple(line["at"]) for line in reversed(lines) if "at" in line), None)
         self.made = any("made" in line for line in lines)
-        self.done = not run.returncode and {"done": True} in lines
-        words = run.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        code = run.returncode
-        self.end = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code} ({words[0]})"
 
 
 def main() -> None:
@@ -109,45 +101,37 @@ def main() -> None:
     try:
         _save_all(order["source"], order["target"], {tuple(at) for at in order["skip"]}, again=order["again"])
     except MemstoreError as error:
-        _say(failed=type(error).__name__, message=str(error))
+        say({"failed": type(error).__name__, "message": str(error)})
     else:
-        _say(done=True)
+        say(DONE)
 
 
 def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
     store = open_unchecked(source)
-    header = read_header(store, source)
-    blocks = BlockReader(store, header.spec, host_bytes=0)
-    keeper = Keeper(store, source, lambda changed: Deleting(old, changed).forget)
-    files = IndexFiles(None, header.spec, "exact", writable=False)
-    old = Shared(store, header.spec, source, "r", "exact", header.blocks_per_run, blocks, keeper, files)
-    with open_memory(target, spec=header.spec, mode="a" if again else "x") as new:
-        _say(made=True)
+    old = Shared.opened(store, source, "r", "exact", None, {"host_bytes": 0})
+    with open_memory(target, spec=old.spec, mode="a" if again else "x") as new:
+        say({"made": True})
         if _begin(_FACTS, skip):
-            _share_facts(old, new)
+            with _named_if_lost("facts"):
+                new.put_facts(*NamedValues(old).all(), old.url)
         names: dict[int, str] = {}
         for number in _numbers(old, skip):
             saved = _Rescue(old, new, number, skip).run()
             names[number] = saved["document"]
-            _say(saved=saved)
+            say({"saved": saved})
         if _begin(_RULES, skip):
-            _share_rules(old, new, names)
+            with _named_if_lost("the limit, pins and times to live"):
+                new.take_rules(old.retention.rules().renamed(names), (), set(names.values()))
     store.close()
 
 
-def _share_facts(old: Shared, new: Memory) -> None:
+@contextmanager
+def _named_if_lost(what: str) -> Iterator[None]:
     try:
-        new.take_facts(Named(old))
+        yield
     except DamagedError as error:
-        _say(saved={"document": "", "tokens": 0, "tokens_lost": 0, "message": f"facts of the memory are lost: {error}"})
-
-
-def _share_rules(old: Shared, new: Memory, names: Mapping[int, str]) -> None:
-    try:
-        new.take_rules(Rules.of(old.keeper.rules(), names), (), set(names.values()))
-    except DamagedError as error:
-        message = f"the limit, pins and times to live of the memory are lost: {error}"
-        _say(saved={"document": "", "tokens": 0, "tokens_lost": 0, "message": message})
+        message = f"{what} of the memory are lost: {error}"
+        say({"saved": {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}})
 
 
 def _numbers(old: Shared, skip: set[At]) -> Iterator[int]:
@@ -227,7 +211,7 @@ class _Rescue:
                 stored = _stacked(self._old, complete, layer)
                 last = {
                     name: blocks[-1].states[i][layer : layer + 1] if len(complete) < len(blocks) else empty
-                    for i, (name, empty) in enumerate(_no_states(self._old).items())
+                    for i, (name, empty) in enumerate(no_states(self._old.spec).items())
                 }
                 marks = [block.landmarks[layer] for block in blocks if layer in block.landmarks]
                 batch.put_stored(layer, stored, last, landmarks=torch.cat(marks) if marks else None)
@@ -264,39 +248,28 @@ class _Block:
 def _read(old: Shared, places: Places, state: DocumentState, block: int) -> _Block:
     """Read one block with all checks. Raises ``DamagedError`` and ``NotFound``."""
     spec, length = old.spec, min(old.spec.block_size, state.tokens - block * old.spec.block_size)
-    ids = Rows(1, [token_layout(length)])
-    old.store.read([places.tokens(block)], [token_layout(length)], ids.out)
+    ids = read_rows(old.store, [places.tokens(block)], [token_layout(length)])[0]
     layouts = block_layouts(spec) if length == spec.block_size else plain_layouts(spec)
-    rows = Rows(spec.layers, layouts)
-    old.store.read([places.block(layer, block) for layer in range(spec.layers)], layouts, rows.out)
+    rows = read_rows(old.store, [places.block(layer, block) for layer in range(spec.layers)], layouts)
     here = range(block, block + 1)
     marks = {layer: torch.cat([keys for _, keys in old.runs(layer).read(places, here)]) for layer in spec.index_layers}
-    return _Block(ids.tensors()[0][0], rows.tensors(), marks)
+    return _Block(ids[0], rows, marks)
 
 
 def _stacked(old: Shared, blocks: list[_Block], layer: int) -> list[Tensor]:
     """``[n, ...]`` for each layout of complete blocks."""
     if not blocks:
-        return Rows(0, block_layouts(old.spec)).tensors()
+        return empty_rows(block_layouts(old.spec))
     return [torch.stack([block.states[i][layer] for block in blocks]) for i in range(len(blocks[0].states))]
-
-
-def _no_states(old: Shared) -> dict[str, Tensor]:
-    return dict(zip(old.spec.fields, Rows(0, plain_layouts(old.spec)).tensors(), strict=True))
 
 
 def _begin(at: At, skip: set[At]) -> bool:
     """Say what is to be read next; False where reading it has ended a process before."""
     if at in skip:
         return False
-    _say(at=at)
+    say({"at": at})
     signal.alarm(_PATIENCE)
     return True
-
-
-def _say(**line: Any) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

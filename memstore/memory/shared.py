@@ -1,28 +1,45 @@
-"""What the parts of one open memory share.
+"""What the parts of one open memory share: the store, the entry of each document, and values under names.
 
-A document by name, and its state at the last commit: what a document and its views share.
+Named values are arrays and facts of the memory itself; they lie in the table META behind the header.
 """
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NoReturn
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.index import IndexCapabilities, VectorIndex, open_index
-from memstore.memory.blocks import BlockReader
-from memstore.memory.entry import NEXT_DOCUMENT, NEXT_DOCUMENT_VALUE, Address, DocumentState
-from memstore.memory.history import history_runs
-from memstore.memory.index_files import IndexFiles
+import torch
+from torch import Tensor
+
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
+from memstore.index import IndexCapabilities, VectorIndex, lies_on_devices, open_index
+from memstore.memory.entry import (
+    FIRST_NAMED,
+    NAMED_VALUE,
+    NEXT_DOCUMENT,
+    NEXT_DOCUMENT_VALUE,
+    DocumentState,
+    stored_state,
+)
+from memstore.memory.index_files import IndexFiles, folder_of
+from memstore.memory.pipeline import background_workers
 from memstore.memory.places import Catalog, Homes, Places, catalog_of
-from memstore.memory.rules import Keeper
-from memstore.memory.spec import MemorySpec, Room, block_layouts
-from memstore.memory.tensors import LandmarkRuns, Runs, index_dtype
-from memstore.store.contract import BlockStore, Layout, Record
-from memstore.stored import check_whole, fit
+from memstore.memory.rules import Retention
+from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
+from memstore.memory.tensors import TORCH_DTYPES, HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
+from memstore.store.cache import BlockCache
+from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Key, Layout, Record, Table
+from memstore.stored import anything, array, check_whole, fit, parse, table, text
+
+INFO = table(value=anything)
+ARRAYS = table(arrays=array(text(1000), 254))
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -40,12 +57,32 @@ class Shared:
     """Kind of the vector indexes."""
     run_length: int
     """Blocks whose landmarks are stored together."""
-    blocks: BlockReader
+    blocks: BlockCache
     """Reads blocks, from memory where they are there."""
-    keeper: Keeper
+    retention: Retention
     """Commits appends as the memory's rules want it."""
     index_files: IndexFiles
     """Indexes that are kept beside the store."""
+    catalog: Catalog
+    """Names and numbers of the documents."""
+    device: torch.device
+    """Where indexes lie that can lie on an accelerator."""
+
+    @classmethod
+    def opened(
+        cls, store: BlockStore, url: str, mode: str, index: str, folder: Path | None, budgets: Mapping[str, Any]
+    ) -> Shared:
+        """What belongs to the memory on ``store``, whose files lie in ``folder``; ``budgets`` as for ``BlockCache``.
+
+        Raises what ``read_header`` does, and ``InvalidArgument``.
+        """
+        header, catalog = read_header(store, url), catalog_of(store, url)
+        spec = header.spec
+        blocks = BlockCache(store, block_layouts(spec), partial(background_workers, 1), **budgets)
+        retention = Retention(store, url, catalog, blocks)
+        files = IndexFiles(folder_of(folder), spec, index, writable=mode != "r" and not store.read_only)
+        device = _index_device(budgets.get("device"))
+        return cls(store, spec, url, mode, index, header.blocks_per_run, blocks, retention, files, catalog, device)
 
     def __reduce__(self) -> NoReturn:
         # For pickle and copy alike: two memories on one store would close it for one another.
@@ -60,11 +97,6 @@ class Shared:
         """Held while a batch is composed and written; one for all memories on the same store."""
         with _guard:
             return _locks.setdefault(self.store, threading.RLock())
-
-    @cached_property
-    def catalog(self) -> Catalog:
-        """Names and numbers of the documents."""
-        return catalog_of(self.store, self.url)
 
     @property
     def homes(self) -> Homes:
@@ -85,9 +117,9 @@ class Shared:
         return LandmarkRuns(self.store, self.spec, layer, self.run_length)
 
     @property
-    def history(self) -> Runs:
+    def history(self) -> HistoryRuns:
         """The stored hashes of the histories of documents."""
-        return history_runs(self.store)
+        return HistoryRuns(self.store)
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
@@ -98,6 +130,7 @@ class Shared:
             key_dim=spec.key_dim,
             keys_per_block=spec.keys_per_block,
             dtype=index_dtype(spec.key_dtype),
+            **({"device": self.device} if self.device.type != "cpu" and lies_on_devices(self.index) else {}),
         )
 
     @cached_property
@@ -113,13 +146,11 @@ class Shared:
 
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
-        state = self._stored_state(document)
-        if state is None or self._room.holds(state):
-            return state
-        # Between the two looks a writer may have forgotten it, and its bytes with it.
-        state = self._stored_state(document)
-        if state is None or self._room.holds(state):
-            return state
+        for _ in range(2):  # between the two looks a writer may have forgotten it, and its bytes with it
+            state = stored_state(self.store, document)
+            if state is None or self._room.holds(state):
+                return state
+        assert state is not None
         raise DamagedError(
             f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks are "
             "more than the whole memory holds; run verify",
@@ -130,10 +161,6 @@ class Shared:
     def _room(self) -> Room:
         return Room(self.store, self.spec)
 
-    def _stored_state(self, document: int) -> DocumentState | None:
-        records = self.store.get(Address(document).entry)
-        return None if records is None else DocumentState.from_record(records[0])
-
     def next_document(self) -> int:
         """The number that the next new document gets. Raises ``DamagedError``."""
         records = self.store.get(NEXT_DOCUMENT)
@@ -143,6 +170,16 @@ class Shared:
         if self.documents():
             raise DamagedError(f"memory {self.url} has lost the number of its next document; run repair")
         return 1
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing may be written: it was opened like that, or its files cannot be."""
+        return self.mode == "r" or self.store.read_only
+
+    def check_writable(self) -> None:
+        """Raise ``ReadOnlyMemory`` where nothing may be written."""
+        if self.read_only:
+            raise ReadOnlyMemory.opened(self.url)
 
     def check_layer(self, layer: int) -> None:
         """Raise ``InvalidArgument`` for a layer that the memory does not have."""
@@ -196,6 +233,12 @@ class Handle:
             self._seen = seen
         return seen.state
 
+    def committed(self, number: int, state: DocumentState) -> None:
+        """Note what this process has just written; to be called by who holds the right to write."""
+        self.id = number
+        # Nobody else can have committed since: the entry need not be read back.
+        self._seen = _Seen(self.shared.store.version(), state)
+
     def _load(self) -> DocumentState:
         number = self.id if self.id is not None else self.shared.catalog.find(self.name)
         if number is None:
@@ -207,3 +250,147 @@ class Handle:
                 f"document {self.name!r} of memory {self.shared.url} was forgotten; ask the memory for it again."
             )
         return state
+
+
+class NamedValues:
+    """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._known: dict[tuple[str, str], Key] = {}
+        """Kind and name -> key of the values below ``_next``."""
+        self._next = FIRST_NAMED.item
+        self._lock = threading.Lock()
+
+    def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
+        """Store tensors under ``name``, replacing what was there, in one transaction."""
+        records = [to_record(tensor) for tensor in arrays.values()]
+        self._put("arrays", name, {"arrays": list(arrays)}, records)
+
+    def get_arrays(self, name: str) -> dict[str, Tensor] | None:
+        """The tensors under ``name``, or None."""
+        found = self._find("arrays", name)
+        if found is None:
+            return None
+        return _arrays(head_of(found[1]), found[1])
+
+    def put_info(self, name: str, value: Any) -> None:
+        """Store a small JSON value under ``name``, replacing what was there."""
+        if not isinstance(name, str) or not name:
+            raise InvalidArgument(f"the name of a fact must be a text that is not empty, not {name!r}.")
+        try:
+            parse(json.dumps(value).encode(), "it")
+        except (TypeError, ValueError, RecursionError, DamagedError) as error:
+            raise InvalidArgument(f"{name!r} must be a JSON value ({error}).") from None
+        self._put("info", name, {"value": value}, [])
+
+    def get_info(self, name: str) -> Any:
+        """The JSON value under ``name``, or None."""
+        found = self._find("info", name)
+        return None if found is None else head_of(found[1])["value"]
+
+    def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """All JSON values and all arrays, by their names."""
+        info: dict[str, Any] = {}
+        arrays: dict[str, dict[str, Tensor]] = {}
+        for key in self._keys():
+            records = self._shared.store.get(key)
+            if records is None:
+                continue
+            head = head_of(records)
+            if head["kind"] == "info":
+                info[head["name"]] = head["value"]
+            else:
+                arrays[head["name"]] = _arrays(head, records)
+        return info, arrays
+
+    def put_missing(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
+        """Store those of ``info`` and ``arrays``, which come from ``source``, whose names are not there.
+
+        In one transaction. Raises ``ForeignMemory`` where there are other arrays under a name.
+        """
+        facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
+        tensors = (
+            (_head("arrays", name, {"arrays": list(each)}), *map(to_record, each.values()))
+            for name, each in arrays.items()
+        )
+        with self._shared.writing:
+            self._read_new()
+            batch, item = Batch(), self._next
+            for records in chain(facts, tensors):
+                head = head_of(records)
+                key = self._known.get((head["kind"], head["name"]))
+                if key is None:
+                    batch.put(Key(Table.META, item=item), *records)
+                    item += 1
+                elif head["kind"] == "arrays" and _contents(self._shared.store.get(key) or ()) != _contents(records):
+                    raise ForeignMemory(
+                        f"memory {self._shared.url} has other arrays under the name {head['name']!r} than {source}, "
+                        "so their states do not go together. Copy to a new memory."
+                    )
+            if batch.puts:
+                self._shared.store.write(batch)
+
+    def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
+        with self._shared.writing:
+            found = self._find(kind, name)
+            batch = Batch()
+            batch.put(
+                Key(Table.META, item=self._next) if found is None else found[0], _head(kind, name, facts), *records
+            )
+            self._shared.store.write(batch)
+
+    def _find(self, kind: str, name: str) -> tuple[Key, tuple[Record, ...]] | None:
+        self._read_new()
+        key = self._known.get((kind, name))
+        records = None if key is None else self._shared.store.get(key)
+        return None if key is None or records is None else (key, records)
+
+    def _read_new(self) -> None:
+        """Note the names of values that were stored since: they lie behind all others, and none is ever deleted."""
+        with self._lock:
+            for key in self._keys(self._next):
+                records = self._shared.store.get(key)
+                if records is not None:
+                    head = head_of(records)
+                    self._known.setdefault((head["kind"], head["name"]), key)
+                self._next = key.item + 1
+
+    def _keys(self, first: int = FIRST_NAMED.item) -> list[Key]:
+        return self._shared.store.keys(Key(Table.META, item=first), Key(Table.META, item=MAX_ITEM))
+
+
+def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
+    """What a named value says of itself. Raises ``DamagedError``."""
+    head: dict[str, Any] = fit(records[0].to_json(), NAMED_VALUE, "a named value")
+    if head["kind"] == "info":
+        return fit(head, INFO, f"the value under the name {head['name']!r}")  # type: ignore[no-any-return]
+    names = fit(head, ARRAYS, f"the value under the name {head['name']!r}")["arrays"]
+    if len(names) != len(records) - 1 or any(record.layout.dtype not in TORCH_DTYPES for record in records[1:]):
+        raise DamagedError(f"the arrays under the name {head['name']!r} are damaged; restore them from a copy")
+    return head
+
+
+def _arrays(head: dict[str, Any], records: tuple[Record, ...]) -> dict[str, Tensor]:
+    return dict(zip(head["arrays"], map(from_record, records[1:]), strict=True))
+
+
+def _head(kind: str, name: str, facts: Mapping[str, Any]) -> Record:
+    return Record.from_json({"kind": kind, "name": name, **facts})
+
+
+def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
+    return [(record.layout, record.payload.tobytes()) for record in records]
+
+
+def _index_device(device: object) -> torch.device:
+    if device is None:
+        return torch.device("cpu")
+    try:
+        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; leave device= out.")
+    assert isinstance(chosen, torch.device)
+    return chosen

@@ -1,9 +1,4 @@
-"""What must agree before stored states are reused.
-
-The layout of a memory: sizes, element types and the fingerprint of the model it belongs to.
-
-Layouts of the values of a memory, all of which follow from its spec.
-"""
+"""The layout of a memory: what must agree before stored states are used again, and what follows for its values."""
 
 from __future__ import annotations
 

@@ -1,36 +1,30 @@
-"""What a memory holds and finds does not depend on ``torch.autocast`` of whoever asks.
+"""Between tensors and what a store keeps: bytes, encoded blocks, and runs of short rows.
 
-Tensors as bytes and back: what a store keeps, viewed, not converted.
+Blocks are encoded once, when they are complete. An incomplete last block is stored as it is, whatever the codec, and
+read again when it grows. So no state is ever encoded twice, and errors do not add up. Which of the two a block is
+follows from the entry of its document.
 
-How landmarks are stored: as they are, in bfloat16, or as signs of one bit each.
-
-A bit code keeps, for each number, whether it is negative: 1 means it is not. Bit 0 of byte 0 belongs to the first
-number (little-endian). It is decoded to +1 and -1, so that an inner product with a query counts agreeing signs.
-
-Blocks between what a model computes and what a store keeps: encoded once, when they are complete.
-
-An incomplete last block is stored as it is, whatever the codec, and read again when it grows. So no state is ever
-encoded twice, and errors do not add up. Which of the two a block is follows from the entry of its document; whoever
-may look while another process completes the block goes by the layouts of its records.
-
-Rows in the store: one short row per block, in runs of consecutive blocks, of which only the last is ever rewritten.
-
-Landmarks are stored like this, and the hashes of a document's history.
+Landmarks and the hashes of histories are short rows, one per block, in runs of consecutive blocks, of which only the
+last is ever rewritten. Landmarks are stored as they are, in bfloat16, or as signs of one bit each: 1 means that a
+number is not negative. Bit 0 of byte 0 belongs to the first number (little-endian). It is decoded to +1 and -1, so that
+an inner product with a query counts agreeing signs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN
 from memstore.memory.places import Places
-from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout
+from memstore.memory.spec import MemorySpec, plain_layouts, run_layout
+from memstore.store.cache import as_tensor, empty_rows
 from memstore.store.codecs import codec_named
 from memstore.store.contract import Batch, BlockStore, Bytes, Key, Layout, Record, Table
 
@@ -64,7 +58,8 @@ def byte_rows(tensor: Tensor) -> Bytes:
     rows = tensor.detach().cpu().contiguous()
     if not rows.numel():
         return np.empty((len(rows), 0), np.uint8)
-    return _numpy(rows.reshape(len(rows), -1).view(torch.uint8))
+    array: Bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
+    return array
 
 
 def to_record(tensor: Tensor) -> Record:
@@ -84,32 +79,12 @@ def from_record(record: Record) -> Tensor:
     return torch.from_numpy(record.payload.reshape(-1)).view(dtype).reshape(record.layout.shape)
 
 
-class Rows:
-    """Buffers for ``n`` values of some layouts: the store fills bytes, the caller sees tensors."""
+def read_rows(store: BlockStore, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Tensor]:
+    """The values under ``keys``, verified: ``[len(keys), *shape]`` for each of ``layouts``.
 
-    def __init__(self, n: int, layouts: Sequence[Layout]) -> None:
-        self._layouts = layouts
-        self._buffers = [torch.empty(n, layout.nbytes, dtype=torch.uint8) for layout in layouts]
-
-    @property
-    def out(self) -> list[Bytes]:
-        """The buffers as ``BlockStore.read`` wants them: uint8 ``[n, bytes]`` each."""
-        return [_numpy(buffer) for buffer in self._buffers]
-
-    def tensors(self) -> list[Tensor]:
-        """The buffers as tensors ``[n, *shape]``, one for each layout."""
-        return as_tensors(self._buffers, self._layouts)
-
-
-def as_tensors(rows: Iterable[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-    """Bytes ``[n, bytes]`` for each layout, seen as tensors ``[n, *shape]``."""
-    pairs = zip(rows, layouts, strict=True)
-    return [row.view(TORCH_DTYPES[layout.dtype]).reshape(len(row), *layout.shape) for row, layout in pairs]
-
-
-def _numpy(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    array: npt.NDArray[np.uint8] = tensor.numpy()
-    return array
+    Raises ``NotFound`` or ``DamagedError``, which names the key.
+    """
+    return list(map(as_tensor, store.gather(keys, layouts), layouts))
 
 
 def encode_landmarks(landmarks: Tensor, key_dtype: str) -> Tensor:
@@ -131,6 +106,12 @@ def decode_landmarks(stored: Tensor, key_dtype: str) -> Tensor:
 def index_dtype(key_dtype: str) -> torch.dtype:
     """What an index should keep of landmarks: +1 and -1 are exact in bfloat16."""
     return torch.float32 if key_dtype == "float32" else torch.bfloat16
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all numbers are numbers: no NaN, no infinity."""
+    # A sum takes a twentieth of ``isfinite`` and has whatever is none; it may also overflow by itself, which is rare.
+    return math.isfinite(float(tensor.sum())) or all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
 def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor]:
@@ -156,20 +137,14 @@ def as_stored(spec: MemorySpec, states: Mapping[str, Tensor]) -> dict[str, Tenso
     return decode_block_rows(spec, encode_blocks(spec, states))
 
 
-def read_tail(store: BlockStore, spec: MemorySpec, key: Key) -> dict[str, Tensor]:
-    """The block that was incomplete a moment ago: plain, or complete by now and encoded. ``[1, *shape]`` each.
+def no_states(spec: MemorySpec) -> dict[str, Tensor]:
+    """The fields of no block at all: ``[0, *shape]`` each."""
+    return dict(zip(spec.fields, empty_rows(plain_layouts(spec)), strict=True))
 
-    Raises ``NotFound`` or ``DamagedError``, which names the key.
-    """
-    records = store.get(key)
-    if records is None:
-        raise NotFound(f"{key} is gone")
-    layouts, stored = [record.layout for record in records], [from_record(record)[None] for record in records]
-    if layouts == plain_layouts(spec):
-        return dict(zip(spec.fields, stored, strict=True))
-    if layouts == block_layouts(spec):
-        return decode_block_rows(spec, stored)
-    raise DamagedError(f"{key} holds {layouts}, and {plain_layouts(spec)} was expected")
+
+def read_last_block(store: BlockStore, spec: MemorySpec, key: Key) -> dict[str, Tensor]:
+    """The fields of an incomplete last block, ``[1, *shape]`` each. Raises ``NotFound`` or ``DamagedError``."""
+    return dict(zip(spec.fields, read_rows(store, [key], plain_layouts(spec)), strict=True))
 
 
 _PIECE_BYTES = 2 << 20
@@ -214,12 +189,10 @@ class Runs:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _whole(self, keys: Sequence[Key]) -> Tensor:
-        layout = self._layout(self._length)
         try:
-            stored = self._store.gather(keys, [layout])
+            return read_rows(self._store, keys, [self._layout(self._length)])[0].flatten(0, 1)
         except (DamagedError, NotFound):  # one by one, to find the words for the first that is not as it should be
             return torch.cat([self._stored(key, self._length) for key in keys])
-        return as_tensors(map(torch.from_numpy, stored), [layout])[0].flatten(0, 1)
 
     def write(self, batch: Batch, places: Places, first_block: int, rows: Tensor, first_live: int) -> None:
         """Put ``rows [n, ...]`` of blocks ``first_block ...``, which lie at home, and what shares a run with them.
@@ -288,6 +261,13 @@ class Runs:
 
     def _key(self, owner: int, run: int) -> Key:
         return Key(self._table, owner, self._layer, run)
+
+
+class HistoryRuns(Runs):
+    """The hashes of the histories of documents: uint8 ``[n, HASH_BYTES]``."""
+
+    def __init__(self, store: BlockStore) -> None:
+        super().__init__(store, Table.HISTORY, 0, HASHES_PER_RUN, lambda rows: Layout("uint8", (rows, HASH_BYTES)))
 
 
 class LandmarkRuns(Runs):

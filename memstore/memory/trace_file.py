@@ -1,24 +1,170 @@
-"""The SQLite file ``traces.sqlite`` that lies beside a memory: its tables, and how they are opened.
+"""What a trace is made of, and the file it lies in.
 
-It is no part of the store: a memory that is open for reading can be traced, what is wrong with the file never harms the
-memory, and whoever deletes it loses the traces alone. Its journal is a write-ahead log, so that other processes read
-what was recorded up to a moment ago. Memories without a folder have one connection to a database in host memory.
+The file is SQLite's, ``traces.sqlite`` beside a memory. It is no part of the store: a memory that is open for reading
+can be traced, what is wrong with the file never harms the memory, and whoever deletes it loses the traces alone. Its
+journal is a write-ahead log, so that other processes read what was recorded up to a moment ago. Memories without a
+folder have one connection to a database in host memory.
+
+A step is one compressed value: a count, the lists of documents, a head of fixed length for each look, then the arrays
+field by field, so that the same lists of blocks in many layers lie near each other and take hardly any space. Weights
+are kept in float16, which rounds a sum of weights by less than 0.0005.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sqlite3
+import struct
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 from weakref import finalize
+
+import numpy as np
+import numpy.typing as npt
 
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
 from memstore.store import paths
-from memstore.store.paths import free_bytes
+from memstore.stored import array, fit, parse, text
+
+MOST_BYTES = 256 * 1024 * 1024
+"""Of what is recorded of one step, unpacked."""
+
+Array = npt.NDArray[Any]
+
+TIERS = ("device", "host", "disk", "own")
+"""Where states were when they were asked for; "own" are tensors of the call itself, which were never stored."""
+
+_COUNTS = struct.Struct("<II")  # looks, bytes of JSON
+_HEAD = struct.Struct("<IIHIHI?ff")  # layer, row, number of its documents, R, H, K, offsets?, search, gather
+_FIELDS = {"document": "<i2", "blocks": "<i8", "offsets": "<i8", "scores": "<f4", "weights": "<f2", "tiers": "i1"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Look:
+    """What one layer retrieved at one step, for one row of the batch: ``R`` lists of ``K``, for ``H`` query heads."""
+
+    layer: int
+    row: int
+    documents: Sequence[str]
+    """Names that ``document`` points into."""
+    document: Array
+    """``[R, K]`` int16: index into ``documents``, -1 for none. Query head ``h`` uses list ``h * R // H``."""
+    blocks: Array
+    """``[R, K]`` int64: block ids, best score first; -1 where there are fewer."""
+    offsets: Array | None = None
+    """``[R, K]`` int64: the token within the block, where single tokens are retrieved."""
+    scores: Array
+    """``[R, K]`` float32: comparable within a list; NaN where nobody had to choose."""
+    weights: Array
+    """``[H, K]`` float32: the part of the layer's attention that each entry carried for the step's last token, after
+    local attention was merged in; for grouped cross attention the weights of the blocks. NaN where unknown."""
+    tiers: Array
+    """``[R, K]`` int8: index into ``TIERS``, where the states were when they were asked for; -1 for none."""
+    search_us: float = 0.0
+    """Microseconds of searching; 0 where another layer or an earlier step had searched."""
+    gather_us: float = 0.0
+    """Microseconds of gathering; 0 where the states were there from an earlier step."""
+
+    def by_list(self, head: int | None = None) -> tuple[Array, Array]:
+        """Lists ``[n]``, and the weights ``[n, K]`` that all query heads of each give it, or ``head`` alone.
+
+        What is unknown counts as nothing. There is no list for a head that the layer does not have.
+        """
+        weights, of_head = np.nan_to_num(self.weights), self.by_head()
+        if head is not None:
+            return of_head[head : head + 1], weights[head : head + 1]
+        lists = np.arange(len(self.blocks))
+        return lists, np.add.reduceat(weights, np.searchsorted(of_head, lists), axis=0)
+
+    def by_head(self) -> Array:
+        """``[H]``: the list that each query head uses."""
+        heads = len(self.weights)
+        lists: Array = np.arange(heads) * len(self.blocks) // max(1, heads)
+        return lists
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One forward pass: what was retrieved for it, and the token that it chose."""
+
+    number: int
+    """0 is the pass over the prompt, which chose the first token."""
+    token: int | None
+    """Id of the token that this step chose for the first row; None if nothing went on from it."""
+    seconds: float
+    """Since the trace began."""
+    looks: Sequence[Look]
+    """Empty where nothing was retrieved, and where they had to leave for later ones."""
+
+
+def encode(looks: Sequence[Look]) -> bytes:
+    """The bytes that ``decode`` reads."""
+    lists = {tuple(look.documents): None for look in looks}
+    places = {names: place for place, names in enumerate(lists)}
+    names = json.dumps(list(lists)).encode()
+    heads = [_head(look, places[tuple(look.documents)]) for look in looks]
+    arrays = [
+        np.ascontiguousarray(array, dtype).tobytes()
+        for field, dtype in _FIELDS.items()
+        for look in looks
+        if (array := getattr(look, field)) is not None
+    ]
+    return zlib.compress(b"".join([_COUNTS.pack(len(looks), len(names)), names, *heads, *arrays]), 1)
+
+
+def decode(data: bytes) -> list[Look]:
+    """The looks in ``data``. Raises ``ValueError`` for what ``encode`` has not written."""
+    try:
+        unpacking = zlib.decompressobj()
+        plain = unpacking.decompress(data, MOST_BYTES)
+        if unpacking.unconsumed_tail:
+            raise ValueError("it is far larger than any step")
+        return _decode(plain)
+    except (zlib.error, struct.error, LookupError, TypeError, DamagedError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _head(look: Look, documents: int) -> bytes:
+    (lists, entries), heads = look.blocks.shape, len(look.weights)
+    has_offsets = look.offsets is not None
+    return _HEAD.pack(
+        look.layer, look.row, documents, lists, heads, entries, has_offsets, look.search_us, look.gather_us
+    )
+
+
+def _decode(data: bytes) -> list[Look]:
+    count, length = _COUNTS.unpack_from(data)
+    at = _COUNTS.size + length
+    lists = fit(parse(data[_COUNTS.size : at], "a step"), array(array(text(511), 2**20), 2**20), "a step")
+    heads = [_HEAD.unpack_from(data, at + n * _HEAD.size) for n in range(count)]
+    at += count * _HEAD.size
+    arrays: list[dict[str, Array | None]] = [dict.fromkeys(_FIELDS) for _ in heads]
+    for field, dtype in _FIELDS.items():
+        for head, found in zip(heads, arrays, strict=True):
+            _, _, _, rows, query_heads, entries, has_offsets, _, _ = head
+            if field == "offsets" and not has_offsets:
+                continue
+            shape = (query_heads if field == "weights" else rows, entries)
+            found[field] = np.frombuffer(data, dtype, shape[0] * shape[1], at).reshape(shape)
+            at += shape[0] * shape[1] * np.dtype(dtype).itemsize
+    return [_look(head, lists, found) for head, found in zip(heads, arrays, strict=True)]
+
+
+def _look(head: tuple[Any, ...], lists: list[list[str]], arrays: dict[str, Any]) -> Look:
+    layer, row, documents, _, _, _, _, search_us, gather_us = head
+    arrays["weights"] = arrays["weights"].astype(np.float32)
+    return Look(layer=layer, row=row, documents=lists[documents], search_us=search_us, gather_us=gather_us, **arrays)
+
+
+assert set(_FIELDS) <= {field.name for field in fields(Look)}
+
 
 NAME = "traces.sqlite"
 VERSION = 1
@@ -26,7 +172,9 @@ _ROOM = 64 << 10  # bytes; a log and its table begin with half of that
 WAIT = 5.0
 """Seconds to wait for another process that writes."""
 
+# SQLite keeps its journal in memory until the file has a log: so a file "-journal" is never ours.
 _TABLES = f"""
+PRAGMA journal_mode = MEMORY;
 PRAGMA auto_vacuum = INCREMENTAL;
 PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
@@ -40,7 +188,7 @@ COMMIT;
 """
 
 
-MOST_BYTES = 64 * 1024 * 1024
+MOST_VALUE_BYTES = 64 * 1024 * 1024
 """Of one text or blob."""
 MOST_TURNS = 1000
 """Times 100,000 steps of SQLite's machine, for all that a connection is asked: some seconds."""
@@ -139,7 +287,7 @@ class TraceFile:
         if (
             self.path is not None
             and code in ("SQLITE_IOERR", "SQLITE_CANTOPEN")
-            and free_bytes(self.path.parent) < _ROOM
+            and paths.free_bytes(self.path.parent) < _ROOM
         ):
             kind = StoreFull
         return kind(
@@ -158,6 +306,7 @@ class TraceFile:
         place = ":memory:"
         if self.path is not None:
             self._exists(self.path)
+            paths.check_single(self.path.parent, NAME, f"{NAME}-wal", f"{NAME}-shm")
             place = str(self.path)
         connection = sqlite3.connect(place, timeout=WAIT, isolation_level=None, check_same_thread=False)
         try:
@@ -174,9 +323,20 @@ class TraceFile:
         return connection
 
     def _exists(self, path: Path) -> bool:
-        """Whether there is a file. Raises ``NotAMemory`` where SQLite would follow a link: it opens by path."""
-        for end in ("-wal", "-shm", "-journal"):
+        """Whether there is a file. Raises ``NotAMemory`` where SQLite would follow a link: it opens by path.
+
+        Raises ``DamagedError`` where a journal lies beside it.
+        """
+        for end in ("-wal", "-shm"):
             paths.find(path.with_name(path.name + end))
+        journal = path.with_name(path.name + "-journal")
+        # A journal can name any file by its path, which SQLite then reads and deletes. Ours is a log, which names none.
+        if paths.find(journal) is not None:
+            raise DamagedError(
+                f"{journal} is not memstore's, and SQLite would do what it says to other files. The memory itself does "
+                f"not need it: delete {journal}",
+                remedy="repair",
+            )
         return paths.find(path) is not None
 
     def _open_to_read(self, path: Path) -> sqlite3.Connection:
@@ -198,7 +358,7 @@ class TraceFile:
     def _version(self, connection: sqlite3.Connection) -> int:
         """The version of the file, 0 where it is empty. Raises ``ForeignMemory`` for a newer one."""
         # Whoever made the file may have put a view in place of a table, or rows that lead back to themselves.
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
         turns = itertools.count()
         connection.set_progress_handler(lambda: next(turns) > MOST_TURNS, 100_000)
         version: int = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -213,3 +373,31 @@ class TraceFile:
                 f"{self.path} has other tables, views or triggers than traces of a memory; delete it, or move it away."
             )
         return version
+
+
+def make_room(connection: Any, current: int, max_bytes: int) -> None:
+    """Let the oldest other traces leave until at most ``max_bytes`` are taken, then the oldest looks of this one."""
+    taken = dict(connection.execute("SELECT number, bytes FROM traces ORDER BY number").fetchall())
+    excess = sum(taken.values()) - max_bytes
+    for number, nbytes in taken.items():
+        if excess > 0 and number != current:
+            delete(connection, number)
+            excess -= nbytes
+    if excess <= 0:
+        return
+    # Looks leave, tokens stay: so steps count on, and the answer is whole however little of it is explained.
+    oldest = "SELECT number, length(looks) FROM steps WHERE trace = ? AND looks IS NOT NULL ORDER BY number"
+    gone, freed = [], 0
+    for step, nbytes in connection.execute(oldest, [current]):
+        if freed >= excess:
+            break
+        gone.append((current, step))
+        freed += nbytes
+    connection.executemany("UPDATE steps SET looks = NULL WHERE trace = ? AND number = ?", gone)
+    connection.execute("UPDATE traces SET bytes = bytes - ? WHERE number = ?", [freed, current])
+
+
+def delete(connection: Any, number: int) -> bool:
+    """Delete a trace; whether there was one."""
+    connection.execute("DELETE FROM steps WHERE trace = ?", [number])
+    return bool(connection.execute("DELETE FROM traces WHERE number = ?", [number]).rowcount)

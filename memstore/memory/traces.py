@@ -1,7 +1,7 @@
 """Traces: records of what was retrieved while a model was generating, step by step, kept beside the memory.
 
-A mechanism writes one through a ``Recorder``; ``memstore trace`` and the pictures read it. ``trace_file.py`` has the
-file, ``recorder.py`` what a step is made of.
+A mechanism writes one through a ``Recorder``; ``memstore trace`` and the pictures read it. ``trace_file.py`` has
+the file, and what a step is made of.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from memstore._version import __version__
 from memstore.errors import DamagedError, NotFound
-from memstore.memory.recorder import TIERS, Array, Look, Recorder, Step, decode, delete
-from memstore.memory.trace_file import TraceFile
+from memstore.memory.recorder import Recorder
+from memstore.memory.trace_file import TIERS, Array, Look, Step, TraceFile, decode, delete
 from memstore.store.contract import BlockStore
 from memstore.stored import anything, fit, members, parse
 

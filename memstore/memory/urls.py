@@ -1,10 +1,9 @@
-"""Memories whose shards lie in object storage: ``zarr+s3://bucket/prefix``, and what else ``obstore`` can reach.
+"""From the url of a memory to its store: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's.
 
-The shards lie where the url says. Documents, tokens, landmarks, recent blocks and the manifest change with every
-commit, so they stay in a folder of a local disk, the *tail*: ``?tail=PATH`` behind the url names it, and without that
-it lies among the user's data, under a hash of the url. The two belong together; neither is a memory without the other.
-
-From the url of a memory to its store: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's.
+The shards of a memory in object storage (``zarr+s3://bucket/prefix``, and what else ``obstore`` can reach) lie where
+the url says. Documents, tokens, landmarks, recent blocks and the manifest change with every commit, so they stay in a
+folder of a local disk, the *tail*: ``?tail=PATH`` behind the url names it, and without that it lies among the user's
+data, under a hash of the url. The two belong together; neither is a memory without the other.
 """
 
 from __future__ import annotations
@@ -68,20 +67,26 @@ def remote_places(url: str) -> Remote:
     return Remote(shards, user_folder("data") / "tails" / xxh3_128_hexdigest(shards.encode()))
 
 
-def open_shards(remote: Remote, *, read_only: bool) -> Store:
-    """The shards as a store of the ``zarr`` library; the keys to it are where ``obstore`` looks for them.
+def open_shards(remote: Remote, *, read_only: bool) -> Store | Path:
+    """The shards as a folder, or a store of the ``zarr`` library, to which ``obstore`` looks for the keys.
 
     Raises ``InvalidArgument``.
     """
+    if remote.shards.startswith("file:"):
+        folder = Path(urlsplit(remote.shards).path)
+        try:
+            if not read_only:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"the folder {folder} cannot be made: {error.strerror}") from None
+        return folder
     try:
         from obstore.exceptions import BaseError
-        from obstore.store import LocalStore, from_url
+        from obstore.store import from_url
         from zarr.storage import ObjectStore
     except ImportError:
         raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
     try:
-        if remote.shards.startswith("file:"):
-            return ObjectStore(LocalStore(urlsplit(remote.shards).path, mkdir=not read_only), read_only=read_only)
         return ObjectStore(from_url(remote.shards, retry_config=RETRIES), read_only=read_only)
     except (BaseError, ValueError, OSError) as error:
         why = str(error).splitlines()[0]

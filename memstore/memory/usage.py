@@ -7,11 +7,16 @@ is followed from a home to the ones it is a branch of, only as far as it changes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from memstore.memory.entry import LAST_ITEM, DocumentState
+from memstore.memory.entry import Address, DocumentState
 from memstore.memory.places import Home, Piece, common, dropped, lacking, merged
+from memstore.store.contract import MAX_ITEM, Batch
+
+if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
+    from memstore.memory.shared import Shared
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Usage:
     def used(self, owner: int) -> list[range]:
         """The blocks in use that lie under a number."""
         node = self._nodes.get(owner)
-        parts = [] if node is None else clipped(node.used, range(node.home.start, LAST_ITEM + 1))
+        parts = [] if node is None else clipped(node.used, range(node.home.start, MAX_ITEM + 1))
         for user in self._listing.get(owner, ()):
             for piece in user.listed:
                 if piece.owner == owner:
@@ -101,14 +106,14 @@ class Usage:
             now = self.used(owner)
             gaps = [gap for part in earlier for gap in lacking(part, now)]
             if gaps and gaps[-1].stop == earlier[-1].stop and (not now or now[-1].stop <= gaps[-1].start):
-                gaps[-1] = range(gaps[-1].start, LAST_ITEM + 1)
+                gaps[-1] = range(gaps[-1].start, MAX_ITEM + 1)
             if gaps:
                 yield owner, gaps, now
 
     def documents(self, owner: int, blocks: range) -> Iterator[tuple[int, range]]:
         """The documents that use any of ``blocks`` under a number, and the first to the last of these."""
         node = self._nodes.get(owner)
-        waiting = [] if node is None else [(node, common(blocks, range(node.home.start, LAST_ITEM + 1)))]
+        waiting = [] if node is None else [(node, common(blocks, range(node.home.start, MAX_ITEM + 1)))]
         for user in self._listing.get(owner, ()):
             waiting += [(user, common(blocks, piece.blocks)) for piece in user.listed if piece.owner == owner]
         while waiting:
@@ -177,3 +182,96 @@ def present(state: DocumentState) -> list[range]:
 def clipped(parts: Sequence[range], to: range) -> list[range]:
     """Those of ``parts`` that lie within ``to``."""
     return [part for each in parts if (part := common(each, to))]
+
+
+class Deleting:
+    """What is deleted when documents change, one after the other. Raises ``DamagedError`` where it cannot be known.
+
+    Of documents ``changed``, what their new entry says is what they use.
+    """
+
+    def __init__(self, shared: Shared, changed: Mapping[int, DocumentState] | None = None) -> None:
+        self._shared = shared
+        self._changed = changed or {}
+        self._usage = Usage()
+        self._homes: dict[int, Home] = {}
+        """Those of the documents that were read."""
+        self._roots: set[int] = set()
+        """Roots of the trees all of whose documents were read."""
+
+    def forget(self, numbers: Collection[int]) -> Batch:
+        """What takes documents away, and nothing that others use, once those forgotten before are gone."""
+        batch = Batch()
+        for number in numbers:
+            self._read(number)
+        self._usage.settle()
+        for number in numbers:
+            self._usage.remove(number, self._homes.pop(number))
+            batch.delete(Address(number).entry)
+        self._release(batch)
+        return batch
+
+    def change(self, batch: Batch, changes: Mapping[int, tuple[DocumentState, Home]]) -> None:
+        """Delete what documents do not use any more once they have these states and homes; entries are put too."""
+        for number in changes:
+            self._read(number)
+        self._usage.settle()
+        for number, (after, home) in changes.items():
+            before, self._homes[number] = self._homes[number], home
+            self._usage.put(number, home, present(after))
+            if home.number != before.number:
+                self._usage.remove(number, before)
+            batch.put(Address(number).entry, after.to_record())
+        self._release(batch)
+
+    def used_by_others(self, number: int) -> list[range]:
+        """The blocks under the home of a document that others use."""
+        self._read(number)
+        home, blocks = self._homes[number], present(self._shared.state(number) or DocumentState(name=""))
+        self._usage.put(number, home, [])
+        others = self._usage.used(home.number)
+        self._usage.put(number, home, blocks)
+        return others
+
+    def _read(self, number: int) -> None:
+        """Put a document, and all whose homes are of the same tree: no others can share blocks with it."""
+        state = self._shared.state(number) or DocumentState(name="")
+        home = self._shared.homes.of(number, state)
+        if home.root not in self._roots:
+            for each in self._related(home.root):
+                self._put(each)
+            self._roots.add(home.root)
+        if number not in self._homes:
+            self._homes[number] = home
+            self._usage.put(number, home, present(state))
+
+    def _related(self, root: int) -> Collection[int]:
+        catalog = self._shared.catalog
+        everything = catalog.known()
+        homes = self._shared.homes.documents()
+        if catalog.listing or any(home.below is not None and home.below.listed for home, _ in homes.values()):
+            return everything  # an entry with spans tells of no tree
+        return {root, *(document for home, document in homes.values() if home.root == root)}
+
+    def _put(self, number: int) -> None:
+        state = self._changed.get(number) or self._shared.state(number)
+        if state is not None and number not in self._homes:
+            self._homes[number] = self._shared.homes.of(number, state)
+            self._usage.put(number, self._homes[number], present(state))
+
+    def _release(self, batch: Batch) -> None:
+        for owner, gaps, used in self._usage.freed():
+            for gap in gaps:
+                release(batch, self._shared, owner, self._usage.base(owner), gap, used)
+        for home in self._usage.unused:
+            batch.delete(Address(home).branch)
+
+
+def release(batch: Batch, shared: Shared, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
+    """Delete everything of the blocks ``gap`` under a number, next to those ``used``. Raises ``DamagedError``."""
+    address, first, last = Address(owner), gap.start, gap.stop - 1
+    batch.delete(address.tokens(first), address.tokens(last))
+    for layer in range(shared.spec.layers):
+        batch.delete(address.block(layer, first), address.block(layer, last))
+    for runs in (shared.history, *map(shared.runs, shared.spec.index_layers)):
+        runs.release(batch, owner, base, gap, used)

@@ -15,14 +15,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from shlex import quote
+from typing import Any
 
+from memstore.children import python_module
 from memstore.errors import MemstoreError
 from memstore.memory.checking import Check, Finding
 from memstore.memory.urls import folder, open_unchecked
 from memstore.store.contract import BlockStore
 
 _ATTEMPTS = 5
-_DONE = {"done": True}
+DONE = {"done": True}
 
 
 def check(store: BlockStore) -> list[Finding]:
@@ -54,32 +56,43 @@ def damaged_indexes(url: str) -> list[Finding]:
 
 def in_child(path: str) -> list[Finding]:
     """Check the memory in folder ``path`` in a child process, whose crash is a finding too."""
-    child = subprocess.run(_command(path), capture_output=True, text=True, check=False)  # noqa: S603 - our own module
-    # A child that was killed may have left half a line: only whole ones count.
-    lines = [json.loads(line) for line in child.stdout.splitlines(keepends=True) if line.endswith("}\n")]
-    findings = [_from_json(line) for line in lines if line != _DONE]
-    if child.returncode or _DONE not in lines:
-        findings.append(Finding(kind="crash", message=_last_words(path, child.returncode, child.stderr)))
+    lines, crash = lines_of_child(_command(path))
+    findings = [_from_json(line) for line in lines]
+    if crash is not None:
+        message = (
+            f"the process that checked the memory was ended {crash}: probably the tree around the values is damaged, "
+            f"and not every value could be read. To save what can: memstore repair {quote(path)} --to NEW"
+        )
+        findings.append(Finding(kind="crash", message=message))
     return findings
 
 
 def _command(path: str) -> list[str]:
-    return [sys.executable, "-m", "memstore.memory.verify", "--", path]
+    return [*python_module("memstore.memory.verify"), "--", path]
 
 
-def _from_json(line: dict[str, object]) -> Finding:
-    tokens = line.pop("tokens")
-    span = (int(tokens[0]), int(tokens[1])) if isinstance(tokens, list) else None
-    return Finding(**line, tokens=span)  # type: ignore[arg-type]  # the child is this very module
-
-
-def _last_words(path: str, code: int, errors: str) -> str:
+def lines_of_child(command: list[str], order: str = "") -> tuple[list[dict[str, Any]], str | None]:
+    """The JSON objects that a child process says, one per line, and, if it ends before its last line, how that was."""
+    child = subprocess.run(command, input=order, capture_output=True, text=True, check=False)  # noqa: S603 - our own
+    # A child that was killed may have left half a line: only whole ones count.
+    lines = [json.loads(line) for line in child.stdout.splitlines(keepends=True) if line.endswith("}\n")]
+    if not child.returncode and DONE in lines:
+        return [line for line in lines if line != DONE], None
+    code = child.returncode
     reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-    words = errors.strip().splitlines()[-1:] or ["it said nothing"]
-    return (
-        f"the process that checked the memory was ended {reason} ({words[0]}): probably the tree around the values is "
-        f"damaged, and not every value could be read. To save what can: memstore repair {quote(path)} --to NEW"
-    )
+    words = child.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    return [line for line in lines if line != DONE], f"{reason} ({words[0]})"
+
+
+def say(line: Mapping[str, object]) -> None:
+    """What a child says to ``lines_of_child``."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _from_json(line: dict[str, Any]) -> Finding:
+    tokens = line.pop("tokens")
+    return Finding(**line, tokens=None if tokens is None else (tokens[0], tokens[1]))
 
 
 def main(path: str) -> None:
@@ -92,13 +105,8 @@ def main(path: str) -> None:
         findings = [*check(store), *damaged_indexes(path)]
         store.close()
     for finding in findings:
-        _say(asdict(finding))
-    _say(_DONE)
-
-
-def _say(line: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+        say(asdict(finding))
+    say(DONE)
 
 
 if __name__ == "__main__":

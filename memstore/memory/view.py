@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +16,8 @@ from memstore.memory.entry import DocumentState
 from memstore.memory.layer_index import LayerIndex
 from memstore.memory.places import dropped, dropped_message
 from memstore.memory.shared import Handle
-from memstore.store.tiered import Changed, Wanted
+from memstore.memory.tensors import decode_block_rows, read_last_block
+from memstore.store.cache import BlockRefs, StaleBlocks
 
 T = TypeVar("T")
 
@@ -55,33 +57,24 @@ class LayerView:
 
         Query head ``h`` of ``H`` uses key head ``h // (H // G)``. Raises ``InvalidArgument``, ``DamagedError``.
         """
-        index = self._searchable()
-        try:
+        with self._searching() as index:
             return Hits(*index.search(queries, top_k, allowed))
-        except DamagedError as error:
-            raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The score of every complete block: ``([H, T, N] float32, blocks [N])``.
 
         Raises ``InvalidArgument`` where the index cannot score every block, and ``DamagedError``.
         """
-        index = self._searchable()
-        try:
+        with self._searching() as index:
             return index.score(queries, allowed)
-        except DamagedError as error:
-            raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     def route(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
 
         Only where ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
         """
-        index = self._searchable()
-        try:
+        with self._searching() as index:
             return index.route(queries, top_k, allowed)
-        except DamagedError as error:
-            raise self._blame_landmarks(self._handle.current().live(), error) from error
 
     # What comes back may be strided views of one buffer: the fields of a block lie beside each other as they were read
     # or cached. Whoever needs contiguous tensors makes a copy.
@@ -95,7 +88,7 @@ class LayerView:
             device = _as_device(device)
         states = self._steadily(ids, lambda state: self._read(ids, state, device))
         if ids and self._handle.id is not None:
-            self._shared.keeper.count(self._handle.id, len(ids))
+            self._shared.blocks.count(self._handle.id, len(ids))
         return states
 
     def stored(self, blocks: Tensor | Sequence[int]) -> list[Tensor]:
@@ -105,14 +98,13 @@ class LayerView:
         """
         ids = _as_ids(blocks)
 
-        def read(state: DocumentState) -> list[Tensor]:
-            return self._shared.blocks.stored(self._wanted(ids, state), self._unmoved(state, ids))
-
-        return self._steadily(ids, read)
+        return self._steadily(
+            ids, lambda state: self._shared.blocks.read(self._refs(ids, state), self._unmoved(state, ids))
+        )
 
     def tiers(self, blocks: Tensor | Sequence[int]) -> list[str]:
         """Where each of ``blocks [K]`` is at the moment: "device", "host" or "disk". It does not count as a use."""
-        return self._shared.blocks.tiers(self._wanted(_as_ids(blocks), self._handle.current()))
+        return self._shared.blocks.where(self._refs(_as_ids(blocks), self._handle.current()))
 
     def checksums(self, blocks: Tensor | Sequence[int]) -> list[tuple[int, ...]]:
         """Checksums of the states of ``blocks [K]`` as the store has them: equal where they are the same, bit for bit.
@@ -140,7 +132,7 @@ class LayerView:
         gone = dropped(state)
         ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]
         if ids:
-            self._shared.blocks.prefetch(self._wanted(ids, state), self._unmoved(state, ids))
+            self._shared.blocks.prefetch(self._refs(ids, state), self._unmoved(state, ids))
 
     def sound(self, blocks: Sequence[int]) -> list[int]:
         """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
@@ -150,7 +142,7 @@ class LayerView:
                 self.gather([block])
                 good.append(block)
             except DamagedError as error:
-                self._shared.blocks.leave_out(self._wanted([block], self._handle.current()), error)
+                self._shared.blocks.leave_out(self._refs([block], self._handle.current()), error)
         return good
 
     def landmarks(self, blocks: range) -> Tensor:
@@ -178,19 +170,28 @@ class LayerView:
         runs = self._shared.runs(self._layer)
         return torch.cat([keys for _, keys in runs.read(self._handle.places, blocks)])
 
+    @contextmanager
+    def _searching(self) -> Iterator[LayerIndex]:
+        """The index; damaged landmarks that it meets are named."""
+        index = self._searchable()
+        try:
+            yield index
+        except DamagedError as error:
+            raise self._blame_landmarks(self._handle.current().live(), error) from error
+
     def _searchable(self) -> LayerIndex:
         if self.index is None:
             layers = ", ".join(str(layer) for layer in self._shared.spec.index_layers) or "none"
             raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
         return self.index
 
-    def _wanted(self, blocks: Sequence[int], state: DocumentState) -> Wanted:
+    def _refs(self, blocks: Sequence[int], state: DocumentState) -> BlockRefs:
         number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
         if state.branch or state.spans:
             owners = list(map(self._shared.places(number, state).owner, blocks))
         else:  # most documents, and a gather from memory would feel it to ask where its blocks lie
             owners = [number if state.home is None else state.home] * len(blocks)
-        return Wanted(number, state.edits, self._layer, blocks, owners, self._stop(state))
+        return BlockRefs(number, state.edits, self._layer, blocks, owners, self._stop(state))
 
     def _stop(self, state: DocumentState) -> int:
         """Blocks from here on are not complete."""
@@ -230,8 +231,8 @@ class LayerView:
         self._check_live(blocks)  # they may have left in the meantime
         for block in blocks:
             try:
-                self._read_one(block)
-            except Changed:
+                self._read([block], self._handle.current())
+            except StaleBlocks:
                 break
             except (DamagedError, NotFound) as reason:
                 return DamagedError(
@@ -261,18 +262,27 @@ class LayerView:
             state = self._check_live(blocks)
             try:
                 return read(state)
-            except Changed:
+            except StaleBlocks:
                 continue
             except (DamagedError, NotFound) as error:
                 # Another thread or process may have changed the document in between.
                 if self._handle.current() == state:
                     raise self._blame(blocks, error) from error
 
-    def _read_one(self, block: int) -> None:
-        self._read([block], self._handle.current())
-
     def _read(self, blocks: list[int], state: DocumentState, device: torch.device | None = None) -> dict[str, Tensor]:
-        return self._shared.blocks.read(self._wanted(blocks, state), self._unmoved(state, blocks), device)
+        spec, cache = self._shared.spec, self._shared.blocks
+        refs, unmoved = self._refs(blocks, state), self._unmoved(state, blocks)
+        if not blocks or spec.codec == "none" or max(blocks) < refs.stop:
+            return decode_block_rows(spec, cache.read(refs, unmoved, device))
+        # The incomplete last block is among them: it lies there as it was put, whatever the codec.
+        complete = [place for place, block in enumerate(blocks) if block < refs.stop]
+        states = decode_block_rows(spec, cache.read(refs.only(complete), unmoved, device))
+        last = read_last_block(self._shared.store, spec, next(key for key in refs.keys if key.item >= refs.stop))
+        if not unmoved():
+            raise StaleBlocks
+        rows = {place: row for row, place in enumerate(complete)}
+        order = torch.tensor([rows.get(place, len(complete)) for place in range(len(blocks))])
+        return {field: torch.cat([each, last[field].to(each.device)])[order] for field, each in states.items()}
 
 
 def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
@@ -292,6 +302,9 @@ def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
 
 def _as_device(device: object) -> torch.device:
     try:
-        return torch.device(device)  # type: ignore[call-overload,no-any-return]  # that is what is tried
+        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
+    assert isinstance(chosen, torch.device)
+    # The pool is on a device with a number: "cuda" would not be taken for it.
+    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from memstore.errors import MemstoreError, NotAMemory
+from memstore.errors import MemstoreError, NotAMemory, ReadOnlyMemory
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers that say that there is no room."""
@@ -36,6 +36,7 @@ FOLDERS = ("tail", "blocks", "index")
 RIGHTS = 0o666
 """What a new file is made with; the system takes the umask of its user from it."""
 
+_DEEPEST = 3  # folders below ``blocks``: an array, its chunks, and one to spare
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -64,6 +65,19 @@ def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:
         return None
     _check(path, facts, kind)
     return facts
+
+
+def check_single(folder: Path, *names: str) -> None:
+    """Raise ``ReadOnlyMemory`` where one of the files, which are written in place, is also there under other names."""
+    for name in names:
+        facts = find(folder / name)
+        if facts and facts.st_nlink > 1:
+            raise ReadOnlyMemory(
+                f"{folder / name} is one file under {facts.st_nlink} names (hard links): writing would change it under "
+                "all of them, in a backup too. Close the memory, give it a file of its own "
+                f"(cp {name} own && mv own {name}), and try again; mode='r' reads it as it is",
+                memory=folder,
+            )
 
 
 def _check(path: Path, facts: os.stat_result, kind: int) -> None:
@@ -171,15 +185,31 @@ def remove(root: Path, name: str) -> None:
 def walk(root: Path, name: str, *, bottom_up: bool = False) -> Iterator[tuple[str, list[str], list[str], int]]:
     """Each folder from ``name`` on: its own name below ``root``, those of folders and files in it, a descriptor.
 
+    What lies deeper than anything of ours is left out.
     Links are listed and not followed. Nothing where there is no such folder. Raises ``NotAMemory`` and ``OSError``.
     """
-    above, _, last = name.rpartition("/")
-    with suppress(FileNotFoundError), opened_folder(root, above) as folder:
+    with suppress(FileNotFoundError), opened_folder(root, name.rpartition("/")[0]) as folder:
         find(root / name, stat.S_IFDIR)
-        yield from (
-            (f"{above}/{place}" if above else place, folders, files, handle)
-            for place, folders, files, handle in os.fwalk(last, topdown=not bottom_up, dir_fd=folder)
-        )
+        yield from _walk(folder, name, bottom_up, _DEEPEST)
+
+
+# os.fwalk goes as deep as somebody has nested folders, and ends in a RecursionError.
+def _walk(above: int, name: str, bottom_up: bool, levels: int) -> Iterator[tuple[str, list[str], list[str], int]]:
+    handle = os.open(name.rpartition("/")[2], _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        folders, files = list[str](), list[str]()
+        with os.scandir(handle) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.name)
+        if not bottom_up:
+            yield name, folders, files, handle
+        for folder in folders if levels else ():
+            with suppress(OSError):  # a link, or gone meanwhile
+                yield from _walk(handle, f"{name}/{folder}", bottom_up, levels - 1)
+        if bottom_up:
+            yield name, folders, files, handle
+    finally:
+        os.close(handle)
 
 
 def shortage(code: int | None, folder: Path) -> MemstoreError | None:

@@ -71,17 +71,24 @@ def padding(nbytes: int) -> int:
 
 def encode_value(key: Key, records: Sequence[Record]) -> bytes:
     """Return the bytes of one value: each record's header, payload and padding. ``checks.py`` has the preconditions."""
+    return encode_with_sums(key, records)[0]
+
+
+def encode_with_sums(key: Key, records: Sequence[Record]) -> tuple[bytes, list[int]]:
+    """``encode_value``, and the header checksum of each record."""
     parts: list[bytes | memoryview] = []
+    sums: list[int] = []
     table, document, layer, item = key
-    count = len(records)
+    count, place = len(records), item.to_bytes(8, "little")
     for number, record in enumerate(records):
         payload = _raw(record.payload)
         before, after = _around_item(table, document, layer, number, count, record.layout)
-        start = before + item.to_bytes(8, "little") + after + _sum(payload)
-        parts += (start, _sum(start), payload)
+        start = before + place + after + checksum(payload).to_bytes(8, "little")
+        sums.append(checksum(start))
+        parts += (start, sums[-1].to_bytes(8, "little"), payload)
         if rest := payload.nbytes % ALIGNMENT:
             parts.append(_ZEROS[rest:])
-    return b"".join(parts)
+    return b"".join(parts), sums
 
 
 def header_sums(value: bytes | memoryview) -> list[int]:
@@ -111,10 +118,6 @@ def _around_item(
 # Inside the header checksum, so a value that comes to lie under a wrong key is damage, not data.
 def _address(key: Key) -> bytes:
     return _ADDRESS.pack(key.document, key.layer, 0, key.item)  # [20 bytes]
-
-
-def _sum(part: bytes | memoryview) -> bytes:
-    return checksum(part).to_bytes(8, "little")
 
 
 def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
@@ -247,20 +250,21 @@ class ValueReader:
         """The payloads in ``values [n, size]``: for each record a view ``[n, layouts[f].nbytes]``."""
         return [values[:, plan.body : plan.end] for plan in self._plans]
 
-    def holds(self, copy: memoryview, key: Key) -> bool:
-        """Whether ``copy`` is, to the last bit, a value of ``key``.
+    def sums(self, copy: memoryview, key: Key) -> list[int] | None:
+        """The header checksums of ``copy``; None unless it is, to the last bit, a value of ``key``.
 
         To be called with a copy, not with a map: what is handed out must be what was verified.
         """
         # Value by value, as a tuple: half the time of comparing all headers as arrays.
         table, document, layer, item = key
+        found = []
         for heads, extent, start, body, end, stop in self._plans:
-            sums = checksum(copy[body:end]), checksum(copy[start : start + _HEADER_SUM_AT])
-            if _HEADER.unpack_from(copy, start) != (heads[table], document, layer, 0, item, extent, *sums):
-                return False
-            if stop > end and any(copy[end:stop]):
-                return False
-        return True
+            header_sum = checksum(copy[start : start + _HEADER_SUM_AT])
+            expected = heads[table], document, layer, 0, item, extent, checksum(copy[body:end]), header_sum
+            if _HEADER.unpack_from(copy, start) != expected or (stop > end and any(copy[end:stop])):
+                return None
+            found.append(header_sum)
+        return found
 
     def explain(self, view: memoryview, start: int, key: Key) -> NoReturn:
         """Raise the error for a value that is not as expected."""

@@ -126,7 +126,7 @@ class _Killed:
         """In a process of its own: how many tokens are there, or what is wrong with what is there."""
         try:
             with memstore.open(self._url, mode="r") as found, memstore.open(self._whole, mode="r") as whole:
-                held = _same_beginning(found, whole)
+                held = same_beginning(found, whole)
         except NotFound as error:
             return f"lost: {error}" if told else "0"
         if held < told:
@@ -161,7 +161,7 @@ def _read_whole(reading: Reading, url: str, say: Say) -> None:
     _read(reading, url, say, None)
 
 
-def _same_beginning(found: Memory, whole: Memory) -> int:
+def same_beginning(found: Memory, whole: Memory) -> int:
     """Tokens of a document that must be a beginning of the whole one, with the same states."""
     if not found.documents():
         return 0

@@ -2,7 +2,8 @@
 
 What is served is what was committed last, or an error of ours that verify names too. One thing no file can tell of
 itself: where the page that names the last commit is the older one, and nothing else was touched, that commit never was.
-So a run of pages that has one of the first two in it may bring back an earlier commit as a whole.
+So a run of pages that has one of the first two in it may bring back an earlier commit as a whole; in Zarr without the
+shards that were deleted since, which is told as damage.
 """
 
 from __future__ import annotations
@@ -38,14 +39,13 @@ def roll_back(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
         url = STORES[store](folder / size)
         states, older = _make(world, url, folder / f"{size}-older")
         for _ in range(rounds // len(SIZES) + (number < rounds % len(SIZES))):
-            file = _chosen(url, rng)
-            before = [path for path in (copy / file.name for copy in older) if file.name == "data.mdb"]
-            kind = rng.choice([*KINDS] if before else ["torn", "swapped"])
-            whole = file.read_bytes()
-            changes = [change for change in KINDS[kind](rng, whole, before) if _differs(whole, *change)]
-            if not changes:
-                outcome.counts[f"{kind}: nothing to change"] += 1
-                continue
+            changes: list[Change] = []
+            while not changes:  # what was chosen may be what is there
+                file = _chosen(url, rng)
+                before = [path for path in (copy / file.name for copy in older) if file.name == "data.mdb"]
+                kind = rng.choice([*KINDS] if before else ["torn", "swapped"])
+                whole = file.read_bytes()
+                changes = [change for change in KINDS[kind](rng, whole, before) if _differs(whole, *change)]
             found = _changed(world, url, states, file, whole, changes)
             outcome.counts["damaged"] += 1
             outcome.counts[f"{kind}: {found}"] += 1
@@ -162,8 +162,11 @@ def _changed(world: World, url: str, states: list[State], file: Path, whole: byt
         data.flush()
         found = read_damaged(world, url, states[-1])
         if found.startswith("wrong") and min(at for at, _ in changes) < METAS * PAGE and file.name == "data.mdb":
-            earlier = any(read_damaged(world, url, state).startswith("right") for state in reversed(states[:-1]))
-            found = "an earlier commit as a whole" if earlier else found
+            earlier = {read_damaged(world, url, state).partition(",")[0] for state in reversed(states[:-1])}
+            if "right" in earlier:
+                found = "an earlier commit as a whole"
+            elif "refused" in earlier and url.startswith("zarr:"):
+                found = "an earlier commit, but for shards that were deleted since"
         data.seek(0)
         data.write(whole)
     return found

@@ -26,6 +26,7 @@ import torch
 import memstore
 from tests.faults.bit_flips import flip_bits
 from tests.faults.full_disk import fill_disks
+from tests.faults.interrupts import interrupt
 from tests.faults.kill_readings import kill_readings
 from tests.faults.kill_writers import kill_writers
 from tests.faults.outcome import Outcome
@@ -48,6 +49,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "kill-writers": Fault(kill_writers, 8, 30, 600),
     "kill-readings": Fault(kill_readings, 4, 20, 400),
+    "interrupts": Fault(interrupt, 2, 20, 400),
     "full-disk": Fault(fill_disks, 3, 6, 60),
     "read-only": Fault(forbid_writing, 3, 3, 60),
     "bit-flips": Fault(flip_bits, 24, 150, 10_000),

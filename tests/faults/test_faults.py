@@ -23,6 +23,7 @@ def test_no_promise_is_broken_in_a_few_rounds_of_every_fault(store: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_promise_is_broken(fault: str, store: str) -> None:

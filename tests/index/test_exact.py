@@ -43,7 +43,7 @@ class TestExactFused(IndexTests):
         return Fused(key_heads, key_dim, keys_per_block)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 class TestExactOnAGpu(IndexTests):
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
         return ExactIndex(key_heads, key_dim, keys_per_block, device="cuda")

@@ -8,21 +8,33 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.memory import Memory
+from memstore.memory import Finding, Memory, verify
+from memstore.memory.urls import open_unchecked
 from tests.memory.helpers import D, G, S, make_spec
 
 MakeMemory = Callable[..., Memory]
 
 
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify`` works in this process: a child, which takes seconds, finds the same, as test_damage.py shows."""
+    monkeypatch.setattr(verify, "in_child", check_here)
+
+
+def check_here(url: str) -> list[Finding]:
+    store = open_unchecked(url)
+    try:
+        return [*verify.check(store), *verify.damaged_indexes(url)]
+    finally:
+        store.close()
+
+
 @pytest.fixture(params=["ram", "lmdb", "zarr"])
 def make_memory(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_here: None
 ) -> Iterator[MakeMemory]:
     """A function that makes a new memory; its arguments change the spec."""
     monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 2 * 4 * G * S * D)  # two blocks of float32
-    # What ``verify`` finds is the same in this process; that a child finds it is shown by test_damage.py and others. A
-    # child for each of a hundred calls takes longer than all else together.
-    monkeypatch.setattr("memstore.memory.memory.on_disk", lambda _: False)
     with ExitStack() as stack:
         made = 0
 

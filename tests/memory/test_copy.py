@@ -27,6 +27,8 @@ from tests.memory.test_codecs import append as append_states
 from tests.memory.test_codecs import states_of
 from tests.memory.test_forks import stored_blocks
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 TEXT = random_tokens(10 * S)
 
 

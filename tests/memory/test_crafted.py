@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
 import shutil
 import time
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,8 +25,10 @@ from memstore.memory.entry import HEADER, NEXT_DOCUMENT, Address
 from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
 from memstore.store.contract import Batch, Key, Layout, Record, Table
+from memstore.store.lmdb.naming import STORE_KEY
+from memstore.store.records import decode_value, encode_value
 from memstore.store.zarr.extents import COUNTERS, Series
-from memstore.stored import DEEPEST, parse
+from memstore.stored import DEEPEST, MOST_BYTES, parse
 from tests.memory.helpers import S, append, make_spec, random_tokens
 
 SECONDS = 5.0
@@ -223,6 +227,38 @@ def test_the_owner_of_shards_is_no_path(tmp_path: Path, owner: object) -> None:
         memory.stats()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "2"},
+        {"format": None},
+        {"blocks_per_value": 0},
+        {"blocks_per_value": 2**40},
+        {"blocks_per_value": "many"},
+        {"checks": "x"},
+        {"commit": -1},
+        5,
+        BOMB,
+    ],
+    ids=lambda change: repr(change)[:60],
+)
+def test_what_the_store_says_of_itself_is_believed_no_more(
+    sound: tuple[str, Path], tmp_path: Path, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memstore.memory.memory.on_disk", lambda _: False)
+    kind, path = sound
+    shutil.copytree(path, tmp_path / "m")
+    data = tmp_path / "m" / ("tail" if kind else "")
+    with lmdb.open(str(data), map_size=1 << 30) as env, env.begin(write=True) as txn:
+        place = STORE_KEY.to_bytes() + bytes(4)
+        facts = decode_value(memoryview(txn.get(place) or b""), 0, STORE_KEY)[0][0].to_json()
+        told = {**facts, "commit": facts["commit"] + 1, **change} if isinstance(change, dict) else change
+        txn.put(place, encode_value(STORE_KEY, (raw(told),)))
+    with pytest.raises(MemstoreError):
+        memstore.open(f"{kind}{tmp_path / 'm'}", mode="r")
+    look_at(f"{kind}{tmp_path / 'm'}")
+
+
 EXPORTED: list[Any] = [
     {"documents": [{"name": 5}]},
     {"documents": 5},
@@ -257,6 +293,28 @@ def test_a_crafted_export_ends_soon_in_one_line(sound: tuple[str, Path], tmp_pat
         manifest.write_text(json.dumps(content))
     with soon():
         import_memory(tmp_path / "export", str(tmp_path / "imported"))
+
+
+def test_a_file_of_an_export_that_is_all_hole_is_not_read(sound: tuple[str, Path], tmp_path: Path) -> None:
+    kind, path = sound
+    with memstore.open(f"{kind}{path}", mode="r") as memory:
+        export_memory(memory, tmp_path / "export")
+    manifest = tmp_path / "export" / "manifest.json"
+    content = json.loads(manifest.read_bytes())
+    file = content["documents"][0]["files"][0]
+    file["nbytes"] = 10**12
+    os.truncate(tmp_path / "export" / file["name"], file["nbytes"])
+    del content["sha256"]
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps(content))
+    with soon(), pytest.raises(DamagedError, match="is the most"):
+        import_memory(tmp_path / "export", str(tmp_path / "imported"))
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b"1,"])
+def test_a_json_value_has_not_too_many_parts(unit: bytes) -> None:
+    with soon(), pytest.raises(DamagedError, match="more than 4,194,304 values"):
+        parse(b"[" + unit * (MOST_BYTES // len(unit) - 2) + b"1]", "it")
 
 
 @pytest.mark.parametrize("raw_value", [BOMB, b"\xff", b"NaN", b"1" * 5000, b"[" * 101 + b"]" * 101])

@@ -139,6 +139,18 @@ def test_a_check_of_a_memory_imports_no_tensors(path: Path) -> None:
     assert done.stdout == '{"done": true}\nFalse\n'
 
 
+def test_a_check_runs_nothing_of_the_working_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("xxhash", "json", "memstore"):
+        (path / f"{name}.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(path)
+    assert verify.in_child(".") == []
+    assert not Path("ran").exists()
+    # Every child of ours is begun by the same function.
+    package = Path(memstore.__file__).parent
+    users = [file.name for file in package.rglob("*.py") if '[sys.executable, "-' in file.read_text()]
+    assert users == ["children.py"]
+
+
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS"])
 def test_a_check_that_crashes_is_a_finding(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     code = f"import os, signal; print('half a li', end='', flush=True); os.kill(os.getpid(), signal.{name})"

@@ -19,6 +19,8 @@ from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, make_spec, random_tokens, states
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, delete, flip, path, store_of
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 __all__ = ["path"]  # a fixture
 
 

@@ -25,10 +25,10 @@ from memstore.memory import Document, Memory
 from memstore.memory import export as exporting
 from memstore.memory import interchange as importing
 from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.interchange import block_bytes, import_memory
 from memstore.memory.spec import CODECS
 from tests.memory.conftest import MakeMemory
-from tests.memory.helpers import LAYERS, G, S, append, check_content, make_fingerprint, make_spec, random_tokens
+from tests.memory.helpers import G, S, append, check_content, make_fingerprint, make_spec, random_tokens
 from tests.memory.test_codecs import append as append_states
 from tests.memory.test_codecs import states_of
 from tests.memory.test_dropping import lose
@@ -39,7 +39,7 @@ TEXT = random_tokens(9 * S + 2)
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks each."""
-    monkeypatch.setattr(exporting, "FILE_BYTES", 3 * LAYERS * 2 * 96)
+    monkeypatch.setattr(exporting, "FILE_BYTES", 3 * block_bytes(make_spec()))
 
 
 @pytest.fixture
@@ -427,10 +427,12 @@ import sys
 from memstore.memory import export
 from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
-export.FILE_BYTES = 3 * LAYERS * 2 * 96
+export.FILE_BYTES = 3 * export.block_bytes(make_spec())
 print("ready", flush=True)
 {"export": export_memory, "import": import_memory}[sys.argv[1]](sys.argv[2], sys.argv[3])
 """
+
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 
 def kill_once(verb: str, source: Path, target: Path, delay: float) -> None:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory import Memory
-from memstore.memory.entry import Address
-from memstore.memory.hashes import HASHES_PER_RUN
+from memstore.memory.entry import HASHES_PER_RUN, Address
 from memstore.memory.spec import token_layout
 from memstore.memory.tensors import to_record
 from memstore.store import Batch, Key, Record, Table
 from tests.memory.conftest import MakeMemory
-from tests.memory.helpers import LAYERS, S, append, check_content, in_blocks, landmarks, random_tokens, states
+from tests.memory.helpers import (
+    LAYERS,
+    S,
+    append,
+    check_content,
+    in_blocks,
+    landmarks,
+    make_spec,
+    random_tokens,
+    states,
+)
+
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 TEXT = random_tokens(10 * S)
 
@@ -53,7 +66,12 @@ def test_the_digest_follows_from_the_tokens_however_they_came(memory: Memory) ->
     assert memory.verify() == []
 
 
-def test_many_runs_of_hashes(memory: Memory) -> None:
+def test_many_runs_of_hashes(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        check_many_runs(memory)
+
+
+def check_many_runs(memory: Memory) -> None:
     text = random_tokens((2 * HASHES_PER_RUN + 7) * S)
     append(memory.document("long"), text[: (HASHES_PER_RUN - 1) * S + 1])
     append(memory.document("long"), text[(HASHES_PER_RUN - 1) * S + 1 :])

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 import memstore
-from memstore.errors import MemstoreError, NotAMemory
-from memstore.memory import Finding, Memory, layer_index, verify
+from memstore.errors import MemstoreError, NotAMemory, ReadOnlyMemory
+from memstore.memory import Memory, index_files, layer_index
 from memstore.memory.export import export_memory, export_table
 from memstore.memory.interchange import import_memory
-from memstore.memory.urls import Mode, open_unchecked
+from memstore.memory.urls import Mode
 from memstore.store import paths
 from memstore.store.zarr import store as zarr
 from memstore.testing.indexes import small_integers
 from tests.memory.helpers import KEY_DIM, G, append, check_content, make_spec, random_tokens
 from tests.memory.test_traces import record
 
-TOKENS = random_tokens(38)
+TOKENS = random_tokens(22)
 SHARD_BYTES = 200  # a few blocks
 OUTSIDE = (
     "file",
@@ -43,19 +43,9 @@ OUR_FOLDERS = ("tail", "blocks", "index", "blocks/1.0.1", "blocks/1.0.1/0", "blo
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch: pytest.MonkeyPatch, checked_here: None) -> None:
     monkeypatch.setattr(layer_index, "WORTH_KEEPING", 1)
     monkeypatch.setattr(zarr, "SHARD_BYTES", SHARD_BYTES)
-    monkeypatch.setattr(verify, "in_child", check_here)
-
-
-def check_here(url: str) -> list[Finding]:
-    """What a child process does, which takes seconds to start."""
-    store = open_unchecked(url)
-    try:
-        return [*verify.check(store), *verify.damaged_indexes(url)]
-    finally:
-        store.close()
 
 
 @pytest.fixture(scope="module", params=["", "zarr:"], ids=["lmdb", "zarr"])
@@ -146,8 +136,8 @@ def verbs(url: str, other: str, new: Path) -> list[Callable[[], object]]:
             memory.document("a").layer(layer).search(small_integers(2 * G, 3, KEY_DIM, seed=1), 5)
 
     def grow(memory: Memory) -> None:
-        memory.document("a").truncate(10)
-        memory.document("b").truncate(3)
+        memory.document("a").truncate(4)
+        memory.document("b").truncate(1)
         append(memory.document("c"), TOKENS)
 
     return [
@@ -263,3 +253,46 @@ def test_an_export_is_written_and_read_without_links(whole: Path, scheme: str, t
     file.symlink_to(tmp_path / "moved")
     with pytest.raises(NotAMemory, match="is a symbolic link"):
         import_memory(tmp_path / "two", tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "reserve", "writer.lock"])
+def test_a_file_with_a_second_name_is_not_written(whole: Path, scheme: str, tmp_path: Path, name: str) -> None:
+    shutil.copytree(whole, tmp_path / "m")
+    (file,) = (tmp_path / "m").rglob(name)
+    other = tmp_path / "other"
+    os.link(file, other)
+    before = other.read_bytes()
+    with pytest.raises(ReadOnlyMemory, match=re.escape(f"{file} is one file under 2 names")):
+        memstore.open(f"{scheme}{tmp_path / 'm'}")
+    assert other.read_bytes() == before
+    memstore.open(f"{scheme}{tmp_path / 'm'}", mode="r").close()
+    other.unlink()
+    memstore.open(f"{scheme}{tmp_path / 'm'}").close()
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-shm"])
+def test_traces_with_a_second_name_are_not_written(whole: Path, scheme: str, tmp_path: Path, end: str) -> None:
+    shutil.copytree(whole, tmp_path / "m")
+    (tmp_path / "m" / f"traces.sqlite{end}").touch()
+    os.link(tmp_path / "m" / f"traces.sqlite{end}", tmp_path / "other")
+    before = (tmp_path / "other").read_bytes()
+    with memstore.open(f"{scheme}{tmp_path / 'm'}") as memory, pytest.raises(ReadOnlyMemory, match="under 2 names"):
+        record(memory)
+    assert (tmp_path / "other").read_bytes() == before
+
+
+def test_folders_deeper_than_ours_are_not_walked(tmp_path: Path) -> None:
+    place = "blocks/1.0.1/0"
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "c.0.0.0").touch()
+    (tmp_path / place / "deep/deep/deep").mkdir(parents=True)
+    for bottom_up in (False, True):
+        found = {name: files for name, _, files, _ in paths.walk(tmp_path, "blocks", bottom_up=bottom_up)}
+        assert found == {"blocks": [], "blocks/1.0.1": [], place: ["c.0.0.0"], f"{place}/deep": []}
+
+
+def test_a_folder_in_place_of_an_index_stays(tmp_path: Path) -> None:
+    (tmp_path / "1-0.index").mkdir()
+    (tmp_path / "1-0.json").touch()
+    index_files.remove(tmp_path / "1-0.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["1-0.index"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
@@ -73,6 +74,22 @@ def test_memories_are_copied_there_and_back(tmp_path: Path) -> None:
     memstore.copy(url, tmp_path / "back")
     with memstore.open(tmp_path / "back") as memory:
         check_content(memory.document("whale"), TOKENS)
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks/1.0.*", "zarr.json"])
+def test_a_link_among_shards_in_a_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    url = f"zarr+file://{tmp_path}/bucket?tail={tmp_path}/tail"
+    with memstore.open(url, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    place, outside = next((tmp_path / "bucket").glob(name)), tmp_path / "outside"
+    place.rename(outside)
+    place.symlink_to(outside)
+    before = sorted(tmp_path.glob("outside/**/*"))
+    with pytest.raises(MemstoreError), memstore.open(url, mode="r") as memory:
+        check_content(memory.document("whale"), TOKENS)
+    with suppress(MemstoreError), memstore.open(url) as memory:
+        memory.forget("whale")
+    assert sorted(tmp_path.glob("outside/**/*")) == before
 
 
 def test_indexes_are_kept_with_the_tail(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from memstore.memory.entry import KEEPING, NEXT_DOCUMENT
 from memstore.memory.repair import Repair
 from memstore.memory.salvage import salvage
 from memstore.store import Key, Record, Table
-from tests.memory.helpers import S, append, check_content, make_spec, random_tokens, states
+from tests.memory.helpers import G, S, append, check_content, make_spec, random_tokens, states
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of
 from tests.memory.test_dropping import check_without, lose
+
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 __all__ = ["path"]  # a fixture
 
@@ -184,3 +187,34 @@ def test_a_tree_that_cannot_be_walked_is_refused(path: Path) -> None:
 def test_readers_cannot_repair(path: Path) -> None:
     with memstore.open(path, mode="r") as memory, pytest.raises(ReadOnlyMemory):
         memory.repair()
+
+
+@pytest.mark.parametrize(("place", "bit"), [(1, 0), (12, 2), (14, 5)])  # number, number of pages
+def test_a_large_value_that_names_pages_of_others_is_never_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int, bit: int
+) -> None:
+    """LMDB believes the first page of a value, whose records are sound, and frees what it names."""
+    monkeypatch.setattr("tests.memory.helpers.D", 64)
+    path = tmp_path / "m"
+    with memstore.open(path, spec=make_spec(fields={"k": (G, S, 64), "v": (G, S, 64)})) as memory:
+        append(memory.document("whale"), TOKENS[:-1])
+        append(memory.document("ship"), TOKENS)
+    data = bytearray((path / "data.mdb").read_bytes())
+    heads = {start: struct.unpack_from("<QHHI", data, start) for start in range(2 * 4096, len(data), 4096)}
+    start = min(start for start, (own, _, flags, _) in heads.items() if (own, flags) == (start // 4096, 4))
+    data[start + place] ^= 1 << bit
+    (path / "data.mdb").write_bytes(data)
+    with memstore.open(path) as memory:
+        assert "says another number or another length" in memory.verify()[0].message
+        for act in (memory.repair, lambda: memory.forget("whale"), lambda: memory.document("whale").truncate(0)):
+            with pytest.raises(DamagedError, match=r"memstore repair .* --to NEW"):
+                act()
+        check_content(memory.document("ship"), TOKENS)
+        append(memory.document("log"), TOKENS)  # frees no large value
+        data = bytearray((path / "data.mdb").read_bytes())
+        data[start + place] ^= 1 << bit
+        with (path / "data.mdb").open("r+b") as file:
+            file.write(data)
+        memory.forget("whale")
+        assert memory.verify() == []
+        check_content(memory.document("ship"), TOKENS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import pytest
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotFound
-from memstore.memory import Look, Memory, Recorder, Trace, recorder
+from memstore.memory import Look, Memory, Recorder, Trace, recorder, trace_file
 from memstore.memory.trace_file import NAME
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
 
@@ -202,7 +203,7 @@ def test_entries_that_are_none_or_unknown_have_no_weight(memory: Memory) -> None
 
 
 LARGE: dict[str, Any] = {"heads": 64, "entries": 64}
-LARGE_BYTES = len(recorder.encode([make_look(0, **LARGE)]))
+LARGE_BYTES = len(trace_file.encode([make_look(0, **LARGE)]))
 
 
 def test_the_oldest_traces_leave_first(memory: Memory) -> None:
@@ -366,7 +367,7 @@ def test_damaged_looks_are_named(path: Path) -> None:
     with memstore.open(path) as memory:
         trace = record(memory)
         with sqlite3.connect(path / NAME) as connection:
-            connection.execute("UPDATE steps SET looks = ? WHERE number = 1", [recorder.encode([make_look()])[:-9]])
+            connection.execute("UPDATE steps SET looks = ? WHERE number = 1", [trace_file.encode([make_look()])[:-9]])
         connection.close()
         assert len(trace.steps(2)) == 1
         with pytest.raises(DamagedError, match="delete"):
@@ -491,3 +492,23 @@ def test_traces_of_somebody_else_neither_run_nor_hang(tmp_path: Path, what: str)
                 memory.traces.record().close([])
         assert "\n" not in str(caught.value)
         assert time.monotonic() - begun < 5
+
+
+def test_a_journal_beside_the_traces_is_never_opened(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        record(memory)
+        (size,) = struct.unpack_from(">H", (tmp_path / "m" / NAME).read_bytes(), 16)
+        # As SQLite lays out a transaction over several files: who opens this one is to delete the file that it names.
+        magic, name = bytes.fromhex("d9d505f920a163d7"), bytes(victim)
+        header = (magic + struct.pack(">5I", 0, 7, 1, 512, size)).ljust(512, b"\0")
+        end = struct.pack(">I", 2**30 // size + 1) + name + struct.pack(">2I", len(name), sum(name)) + magic
+        journal = tmp_path / "m" / f"{NAME}-journal"
+        journal.write_bytes(header + end)
+        for use in (lambda: record(memory), memory.traces.list, lambda: memory.traces.remove(1)):
+            with pytest.raises(DamagedError, match=f"delete {journal}"):
+                use()
+        assert victim.read_text() == "precious"
+        journal.unlink()
+        assert record(memory).number == 2

@@ -16,7 +16,7 @@ def records() -> tuple[Record, ...]:
 
 
 def is_wrong(encoded: bytes | bytearray, key: Key = KEY) -> bool:
-    return not ValueReader(LAYOUTS).holds(memoryview(encoded), key)
+    return not ValueReader(LAYOUTS).sums(memoryview(encoded), key)
 
 
 def test_roundtrip() -> None:
@@ -31,7 +31,7 @@ def test_reader_sees_the_same() -> None:
     encoded, reader = encode_value(KEY, records()), ValueReader(LAYOUTS)
     assert reader.size == len(encoded)
     values = np.frombuffer(2 * encoded, np.uint8).reshape(2, -1)
-    assert reader.holds(memoryview(encoded), KEY)
+    assert reader.sums(memoryview(encoded), KEY)
     for payloads, record in zip(reader.payloads(values), records(), strict=True):
         assert (payloads == record.payload).all()
 

@@ -107,6 +107,13 @@ def test_the_holder_file_is_for_people_only(tmp_path: Path) -> None:
     (tmp_path / "m" / "writer.json").write_text("rubbish")
     with pytest.raises(MemoryInUse, match="written by another process"):
         LmdbStore.open(tmp_path / "m")
+    for told in (facts | {"pid": "\x1b[2J"}, facts | {"started": "0001-01-01T00:00:00+23:59"}):
+        (tmp_path / "m" / "writer.json").write_text(json.dumps(told))
+        with pytest.raises(MemoryInUse, match="written by another process"):
+            LmdbStore.open(tmp_path / "m")
+    (tmp_path / "m" / "writer.json").write_text(json.dumps(facts | {"command": "\x1b[2J\n"}))
+    with pytest.raises(MemoryInUse, match=r"\(\\x1b\[2J\\n\)"):
+        LmdbStore.open(tmp_path / "m")
     store.close()
 
 

@@ -284,17 +284,19 @@ def _truncated(data: Path, what: str) -> DamagedError:
 
 
 def tree_problem(
-    env: lmdb.Environment, folder: Path, key_bytes: int, checks: Callable[[Any], int | None]
+    env: lmdb.Environment, folder: Path, key_bytes: int, checks: Callable[[Any], int | None], *, large: bool = False
 ) -> str | None:
     """What is wrong with the pages that lead to the values, or None; see ``tree.py``.
 
     ``checks`` reads in a transaction what the last four bytes of all keys add up to; None: that is not known.
+    ``large`` looks at a page of each large value too.
     """
     for _ in range(_ATTEMPTS):
         with env.begin() as txn:
             transaction = txn.id()
             try:
-                what, found = tree.survey(folder / DATA_NAME, transaction, env.stat()["psize"], key_bytes)
+                data, page_bytes = folder / DATA_NAME, env.stat()["psize"]
+                what, found = tree.survey(data, transaction, page_bytes, key_bytes, large=large)
             except OSError as error:
                 raise shortage(error.errno, folder) or DamagedError(
                     f"{folder / DATA_NAME} cannot be read ({error.strerror}); check the disk", memory=folder

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from memstore.store.contract import MAX_DOCUMENT, Key, Table
-from memstore.store.records import header_sums
 
 if TYPE_CHECKING:
     import lmdb
@@ -56,12 +55,13 @@ class Naming:
         """No larger key has this ``name``."""
         return self.first(name).ljust(KEY_BYTES, b"\xff")
 
-    def whole(self, name: bytes, value: bytes) -> bytes:
-        """The whole key under which ``value`` is put."""
-        # The facts have no check, and so the same key in every format: this is how an older memstore finds the number
-        # of a newer one.
-        check = _ZEROS if name == _STORE_NAME else check_of(header_sums(value))
-        return name + check if self.checked else self.first(name)
+    def whole(self, name: bytes, sums: Iterable[int]) -> bytes:
+        """The whole key of a value whose headers have the checksums ``sums``.
+
+        The store's facts are put without any, under the same key in every format: this is how an older memstore finds
+        the number of a newer one.
+        """
+        return name + check_of(sums) if self.checked else self.first(name)
 
     def key(self, raw: bytes) -> Key:
         """The key without its check. Raises ``ValueError`` for a table that there is not."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import tee
 from pathlib import Path
 from shlex import quote
@@ -27,6 +28,7 @@ from memstore.errors import (
 )
 from memstore.store import paths
 from memstore.store.contract import (
+    MAX_ITEM,
     Batch,
     BlockStore,
     Bytes,
@@ -49,14 +51,16 @@ from memstore.store.lmdb import paging
 from memstore.store.lmdb.environment import MAP_BYTES, Environment
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
-from memstore.store.lmdb.values import Changes, Deletes, Puts, Transaction, Values, used_bytes
+from memstore.store.lmdb.values import Changes, Deletes, Heads, Puts, Transaction, Values, used_bytes
 from memstore.store.lmdb.writer import Reserve, WriterLock
 from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
+from memstore.stored import fit, table, whole
 
 FORMATS = 1, 2
 """That can be read and written; memories are made in the last one."""
 TAIL_FORMATS = 1001, 1002
 """The same, of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
+FACTS = table({"commit": whole(), "checks": whole()}, format=whole(), blocks_per_value=whole(1, MAX_ITEM + 1))
 READER_PATIENCE = 10.0
 """Seconds that ``compact`` waits for those who still read an older commit."""
 
@@ -80,7 +84,10 @@ class LmdbStore(BlockStore):
         self._use_format(self._formats[-1])
         self.values = Values(self.path, self._naming)
         """What a transaction shows; for the stores that are made of this one."""
-        self._changes = Changes(self._naming)
+        url = self._url(self.path)
+        check = partial(_check_large, self._env, self.path, url)  # not a method: nobody would release a forgotten store
+        heads = Heads(self.path / environments.DATA_NAME, self._env.stat()["psize"], check)
+        self._changes = Changes(self._naming, heads)
         self._checked = (-1, 0)  # number of the last commit that was written here, and its sum of checks
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
         self._reserve = None if writer is None else Reserve(self.path)
@@ -254,7 +261,7 @@ class LmdbStore(BlockStore):
         if needed > _SMALL_BYTES:
             environments.check_room(self.path, needed, self.used_bytes())
         try:
-            with self._env.begin(write=True, buffers=True) as txn:
+            with self._env.begin(write=True, buffers=True) as txn, self._changes.heads:
                 self._changes.added = 0
                 self._changes.apply(txn, deletes, puts)
                 if then:
@@ -275,13 +282,16 @@ class LmdbStore(BlockStore):
             facts |= {"commit": commit, "checks": total}
         elif _facts(txn) == facts:
             return commit, total
-        key = self._naming.whole(STORE_KEY.to_bytes(), b"")
+        key = self._naming.whole(STORE_KEY.to_bytes(), ())
         txn.put(key, encode_value(STORE_KEY, (Record.from_json(facts),)))
         return commit, total
 
-    def _tree_problem(self) -> str | None:
-        """What is wrong with the tree that leads to the values, or with which values it leads to; or None."""
-        return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks)
+    def _tree_problem(self, *, large: bool = False) -> str | None:
+        """What is wrong with the tree that leads to the values, or with which values it leads to; or None.
+
+        ``large`` looks at a page of each large value too, which opening a memory leaves to ``scan``.
+        """
+        return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks, large=large)
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
@@ -352,8 +362,8 @@ class LmdbStore(BlockStore):
     def scan(self) -> Iterator[Scanned]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
-        if what := self._tree_problem():
-            yield Scanned(STORE_KEY, (), DamagedError(f"the tree of memory {self.path} is damaged: {what}"))
+        if what := self._tree_problem(large=True):
+            yield Scanned(STORE_KEY, (), _tree_damaged(self.path, self._url(self.path), what))
         try:
             with self._env.begin(buffers=True) as txn:
                 yield from self.values.scan(txn)
@@ -378,7 +388,7 @@ class LmdbStore(BlockStore):
             return used_bytes(txn)
 
     def compact(self, progress: Progress | None = None) -> Compacted:
-        """Erase what deleted values have left in the file, in place, and give the space back: see ``pages.py``.
+        """Erase what deleted values have left in the file, in place, and give the space back: see ``erasing.py``.
 
         Readers go on; those that began two commits ago or earlier are waited for. Raises ``MemoryInUse`` where they do
         not end, ``DamagedError`` where the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
@@ -435,12 +445,27 @@ def _release(environment: Environment, writer: WriterLock | None) -> None:
         writer.release()
 
 
+def _tree_damaged(folder: Path, url: str, what: str) -> DamagedError:
+    return DamagedError(
+        f"the tree of memory {folder} is damaged: {what}. To save what can be read: memstore repair {quote(url)} "
+        "--to NEW",
+        memory=folder,
+        remedy="repair",
+    )
+
+
+def _check_large(env: lmdb.Environment, folder: Path, url: str) -> None:
+    """Raise ``DamagedError`` where the first page of a large value of the last commit is not what it should be."""
+    if what := environments.tree_problem(env, folder, KEY_BYTES, _checks, large=True):
+        raise _tree_damaged(folder, url, what)
+
+
 def _facts(txn: Transaction) -> dict[str, Any] | None:
     """What the store says of itself, in a transaction. Raises ``DamagedError``."""
-    value = txn.get(Naming().whole(STORE_KEY.to_bytes(), b""))
+    value = txn.get(Naming().whole(STORE_KEY.to_bytes(), ()))
     if value is None:
         return None
-    facts: dict[str, Any] = decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json()
+    facts: dict[str, Any] = fit(decode_value(memoryview(value), 0, STORE_KEY)[0][0].to_json(), FACTS, "the store")
     return facts
 
 

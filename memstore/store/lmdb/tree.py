@@ -74,10 +74,13 @@ class _Damaged(Exception):
     """What is wrong."""
 
 
-def survey(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> tuple[str | None, int | None]:
+def survey(
+    data: Path, transaction: int, page_bytes: int, key_bytes: int, *, large: bool = False
+) -> tuple[str | None, int | None]:
     """What is wrong with the tree of the commit ``transaction`` in the file ``data``; None if nothing is.
 
-    And what the last four bytes of all keys, numbers with their first byte in front, add up to, where that is
+    ``large`` looks at the first page of each large value too. And what the last four bytes of all keys, numbers with
+    their first byte in front, add up to, where that is
     known: see ``naming.py``. A read transaction must hold that commit. Keys have ``key_bytes``.
     """
     if not transaction or not layout.is_known():
@@ -86,14 +89,15 @@ def survey(data: Path, transaction: int, page_bytes: int, key_bytes: int) -> tup
         count = os.fstat(file.fileno()).st_size // page_bytes
         pages = np.memmap(file, np.uint8, "r", shape=(count, page_bytes))
     try:
-        return None, _Check(pages, transaction, key_bytes).run()
+        return None, _Check(pages, transaction, key_bytes, large=large).run()
     except _Damaged as error:
         return str(error), None
 
 
 class _Check:
-    def __init__(self, pages: _Array, transaction: int, key_bytes: int) -> None:
+    def __init__(self, pages: _Array, transaction: int, key_bytes: int, *, large: bool) -> None:
         self._pages = pages
+        self._large = large
         self._size = pages.shape[1]
         self._key_bytes = key_bytes
         metas = [layout.METAS.unpack_from(pages[number], layout.HEADER_BYTES) for number in (0, 1)]
@@ -144,6 +148,20 @@ class _Check:
             good = large.all() and (taken[longer] > lengths[longer]).all() and said == taken[longer].tolist()
         spare = int((taken - lengths).sum())
         _require(bool(good) and spare == met.spare, "its pages overlap or are lost")
+        if self._large:
+            self._check_large(starts, taken, met)
+
+    # LMDB frees as many pages as the first of a large value says, from the number on that it says.
+    def _check_large(self, starts: _Array, taken: _Array, met: _Met) -> None:
+        own = np.sort(np.concatenate([*met.big, np.empty(0, np.int64)]))
+        pages = taken[np.searchsorted(starts, own)]
+        for place in range(0, len(own), _CHUNK):
+            chunk = own[place : place + _CHUNK]
+            head = self._pages[chunk, : layout.HEADER_BYTES].copy()
+            numbers, words = head.view("<u8")[:, 0], head.view("<u4")
+            good = (numbers == chunk) & (words[:, 2] >> 16 == layout.OVERFLOW)
+            good &= words[:, 3] == pages[place : place + _CHUNK]
+            _require(bool(good.all()), "the first page of a large value says another number or another length")
 
     def _pages_of(self, number: int) -> int:
         """How many pages the large value has that begins on page ``number``, as this says; 0 where it says nothing."""

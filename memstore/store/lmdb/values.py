@@ -5,8 +5,10 @@ Consecutive items of a table share an LMDB value, see ``runs.py``.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,18 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, NotFound
+from memstore.store import paths
 from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Table, describe
+from memstore.store.lmdb import format as layout
 from memstore.store.lmdb import paging, runs
-from memstore.store.lmdb.naming import STORE_KEY, Naming
-from memstore.store.records import ValueReader, damaged, decode_value, encode_value, header_sums
+from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
+from memstore.store.records import ValueReader, damaged, decode_value, encode_value, encode_with_sums, header_sums
 
 _MOST_KNOWN = 1 << 16  # remembered: about 16 MB
-_UNKNOWN = (b"\xff", 0)  # no value has this key
+_UNKNOWN = (b"", 0)
+_HEAD = 64  # bytes of a value that tell it from others: the header of its first record
+_MOST_PAGES = 1 << 48
+_BEHIND_ALL = b"\xff" * KEY_BYTES  # there is no table of this number
 OLDER = "it is an older value than the one that was written last (a write was lost, or rolled back)"
 Cursor = Any  # lmdb.Cursor[memoryview]
 Transaction = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
@@ -61,8 +68,7 @@ class Values:
             for start, name in zip(range(0, len(flat), size), names, strict=True):
                 copy = flat[start : start + size]
                 place, total = known(name, _UNKNOWN)
-                view = find(place)
-                if view is not None:
+                if place and (view := find(place)) is not None:
                     copy[:] = view if len(view) == size else self._part(view, keys[start // size], reader)
                     if checksum(copy) == total:
                         continue
@@ -73,9 +79,10 @@ class Values:
         """Copy the value of ``key``; remember it if it is, to the last bit, the one that was written last."""
         place, view = self._place(cursor, key)
         copy[:] = self._part(view, key, reader)
-        if not reader.holds(copy, key):
+        sums = reader.sums(copy, key)
+        if sums is None:
             reader.explain(self._part(view, key, reader), 0, key)
-        if not self._is_last(place, view, header_sums(copy)):
+        if not self._is_last(place, view, sums):
             raise older(key)
         known = self._known[reader]
         if len(known) >= _MOST_KNOWN:
@@ -85,10 +92,9 @@ class Values:
     def _place(self, cursor: Cursor, key: Key) -> tuple[bytes, memoryview]:
         """The whole key of the LMDB value that has ``key``, and the value. Raises ``NotFound``."""
         place = self._naming.find(cursor, self.run(key).to_bytes())
-        view = None if place is None else cursor.get(place)
-        if place is None or view is None:
+        if place is None:
             raise self._lacks(key)
-        return place, view
+        return place, cursor.value()
 
     def _lacks(self, key: Key) -> NotFound:
         return NotFound(f"there is no {describe(key)} in memory {self._path}")
@@ -140,7 +146,7 @@ class Values:
         """The LMDB value ``run``, as it was written last, its records yet to be verified. Raises ``DamagedError``."""
         with txn.cursor() as cursor:
             raw = self._naming.find(cursor, run.to_bytes())
-            view: memoryview | None = None if raw is None else cursor.get(raw)
+            view: memoryview | None = None if raw is None else cursor.value()
         if raw is not None and view is not None and not self._naming.holds(raw, header_sums(view)):
             for _ in self._entries(view, run):  # which has better words for what is damaged
                 pass
@@ -151,9 +157,15 @@ class Values:
         """The verified records of ``key``, copied; None where there are none. Raises ``DamagedError``."""
         run = self.run(key)
         view = self.value(txn, run)
-        entries = () if view is None else self._entries(view, run)
-        start = next((entry.start for entry in entries if entry.key == key), None)
-        return None if view is None or start is None else decode_value(view, start, key)[0]
+        if view is None:
+            return None
+        if self._naming.lengths[key.table] == 1:
+            records, end = decode_value(view, 0, key)
+            if end < len(view):
+                raise damaged(key, f"{len(view) - end} bytes follow its records")
+            return records
+        start = next((entry.start for entry in self._entries(view, run) if entry.key == key), None)
+        return None if start is None else decode_value(view, start, key)[0]
 
     def checksums(self, txn: Transaction, keys: Sequence[Key]) -> list[tuple[int, ...]]:
         """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
@@ -240,11 +252,56 @@ Deletes = Sequence[tuple[Key, Key]]
 Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 
 
+class Heads:
+    """First pages of large values, looked at before LMDB frees what they say: a number of pages, from a number on."""
+
+    def __init__(self, data: Path, page_bytes: int, check_all: Callable[[], None]) -> None:
+        """``check_all`` raises ``DamagedError`` unless those of the last commit are right; it reads them all."""
+        self._data = data
+        self._page_bytes = page_bytes
+        self._check_all = check_all
+        # As LMDB decides it: two nodes must fit a page.
+        self._small = ((page_bytes - layout.HEADER_BYTES) // 2 & -2) - 2 - layout.NODE_BYTES - KEY_BYTES
+        self._file: int | None = None
+        self._checked = False
+
+    def __enter__(self) -> None:
+        """A transaction that writes begins."""
+        self._checked = False
+
+    def __exit__(self, *_: object) -> None:
+        """It ends."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def check(self, value: memoryview) -> None:
+        """Raise ``DamagedError`` unless the pages of ``value``, of the transaction, can be freed."""
+        if len(value) <= self._small or self._checked or not layout.is_known():
+            return
+        head = ctypes.string_at(_place(value)[0] - layout.HEADER_BYTES, layout.HEADER_BYTES)
+        own, _, flags, pages = struct.unpack("<QHHI", head)
+        needed = (layout.HEADER_BYTES - 1 + len(value)) // self._page_bytes + 1
+        if (flags, pages) == (layout.OVERFLOW, needed) and self._at(own, len(head) + _HEAD) == head + value[:_HEAD]:
+            return
+        # Values that this transaction wrote are not in the file yet, and some have more pages than they need.
+        self._check_all()
+        self._checked = True
+
+    def _at(self, page: int, nbytes: int) -> bytes:
+        """What is in the file at the beginning of a page."""
+        if self._file is None:
+            self._file = paths.open_file(self._data.parent, self._data.name, os.O_RDONLY)
+        return os.pread(self._file, nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
+
+
 class Changes:
     """Writes in transactions; the owner of ``naming`` may change it."""
 
-    def __init__(self, naming: Naming) -> None:
+    def __init__(self, naming: Naming, heads: Heads) -> None:
         self._naming = naming
+        self.heads = heads
+        """To be entered by each transaction."""
         self.added = 0
         """What was added to the sum of all checks; for whoever keeps it to set back."""
 
@@ -260,23 +317,36 @@ class Changes:
         with txn.cursor() as cursor:
             for first, last in deletes:
                 self._delete_range(cursor, first, last)
+            ahead = b""
             for key in sorted(single):
-                self._put(cursor, key, encode_value(key, single[key]))
+                ahead = self._put(cursor, key, *encode_with_sums(key, single[key]), ahead)
             for run in sorted(shared):
                 self._put_run(cursor, run, shared[run])
 
-    def _put(self, cursor: Cursor, key: Key, value: bytes) -> None:
-        """Write a value in place of what was there, which has another whole key."""
+    def _put(self, cursor: Cursor, key: Key, value: bytes, sums: list[int], ahead: bytes = b"") -> bytes:
+        """Write a value in place of what was there, which has another whole key.
+
+        ``ahead`` is the first key behind what was put before in this order, or empty; returns the next one of these.
+        """
         name = key.to_bytes()
-        whole = self._naming.whole(name, value)
-        found = self._naming.find(cursor, name)
-        if found not in (None, whole):
+        first, whole = self._naming.first(name), self._naming.whole(name, sums)
+        if (
+            ahead[: len(first)] <= first
+        ):  # else there is nothing under this name: blocks are appended in rows, and one look does
+            ahead = bytes(cursor.key()) if cursor.set_range(first) else _BEHIND_ALL
+        same = ahead == whole
+        if ahead.startswith(first) and not same:
             self._delete(cursor)
-        self.added += 0 if found == whole else self._naming.check(whole)
+            ahead = b""
+        if same:
+            self.heads.check(cursor.value())
+        self.added += 0 if same else self._naming.check(whole)
         cursor.put(whole, value)
+        return ahead
 
     def _delete(self, cursor: Cursor) -> None:
-        """Delete the value that ``cursor`` is on; it is on the next one then."""
+        """Delete the value that ``cursor`` is on; it is on the next one then. Raises ``DamagedError``."""
+        self.heads.check(cursor.value())
         self.added -= self._naming.check(bytes(cursor.key()))
         cursor.delete()
 
@@ -292,7 +362,8 @@ class Changes:
 
     def _replace(self, cursor: Cursor, run: Key, values: dict[int, bytes]) -> None:
         if values:
-            self._put(cursor, run, b"".join(values[item] for item in sorted(values)))
+            value = b"".join(values[item] for item in sorted(values))
+            self._put(cursor, run, value, header_sums(value))
         elif self._naming.find(cursor, run.to_bytes()):
             self._delete(cursor)
 

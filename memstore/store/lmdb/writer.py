@@ -20,7 +20,8 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from memstore.errors import MemoryInUse, NotAMemory, ReadOnlyMemory
+from memstore import stored
+from memstore.errors import DamagedError, MemoryInUse, NotAMemory, ReadOnlyMemory
 from memstore.store import paths
 
 LOCK_NAME = "writer.lock"
@@ -28,6 +29,8 @@ HOLDER_NAME = "writer.json"
 RESERVE_NAME = "reserve"
 
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes
+_MOST_TOLD = 4096  # bytes
+_HOLDER = stored.table(pid=stored.whole(), command=stored.text(_MOST_TOLD), started=stored.text(64))
 _PAGE_BYTES = 4096
 _SHARE = 256  # of what the values take; a deleted page of 4 KiB is noted with 8 bytes
 
@@ -41,6 +44,8 @@ class WriterLock:
     def __init__(self, folder: Path) -> None:
         self._pid = os.getpid()
         self._holder = folder / HOLDER_NAME
+        # Before the lock, whose file is emptied when it is opened.
+        paths.check_single(folder, LOCK_NAME, "data.mdb", "lock.mdb", RESERVE_NAME)
         self._lock = FileLock(folder / LOCK_NAME, thread_local=False)
         try:
             self._lock.acquire(timeout=0)
@@ -94,13 +99,15 @@ def _command_line() -> str:
 
 def _in_use(folder: Path) -> str:
     try:
-        facts: dict[str, Any] = json.loads(paths.read(folder, HOLDER_NAME))
+        told = stored.parse(paths.read(folder, HOLDER_NAME, _MOST_TOLD), HOLDER_NAME, _MOST_TOLD)
+        facts: dict[str, Any] = stored.fit(told, _HOLDER, HOLDER_NAME)
+        command = repr(facts["command"])[1:-1]  # what a terminal would obey is spelled out
         mine = " (this one)" if facts["pid"] == os.getpid() else ""
         since = datetime.fromisoformat(facts["started"]).astimezone()
         today = since.date() == datetime.now().astimezone().date()
-        holder = f"process {facts['pid']}{mine} ({facts['command']}) since {since:%H:%M}"
+        holder = f"process {facts['pid']}{mine} ({command}) since {since:%H:%M}"
         holder += "" if today else f" on {since:%Y-%m-%d}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, DamagedError):
         holder = "another process"
     return f"memory {folder} is being written by {holder}; wait for it, or open with mode='r'"
 

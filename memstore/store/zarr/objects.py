@@ -49,6 +49,9 @@ class RangeRead:
 class Objects(ABC):
     """Named byte strings that never change once anybody may read them. Names are paths with slashes."""
 
+    elsewhere = True
+    """Whether they lie apart from their tail, so that somebody may bring the wrong ones together."""
+
     @abstractmethod
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
         """Write ``parts`` as one object, replacing what was there; on disk when it returns, if ``durable``.
@@ -83,8 +86,9 @@ class FileObjects(Objects):
     # Not through the Zarr library: its ``LocalStore`` does not sync, and opens the file anew for each range. A path is
     # never used for two contents, so open files need no second look.
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, elsewhere: bool = False) -> None:
         self._folder = folder
+        self.elsewhere = elsewhere
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -141,6 +145,8 @@ class FileObjects(Objects):
                 return self._files[path]
         try:
             file = _File(paths.open_file(self._folder, path, os.O_RDONLY))
+        except FileNotFoundError:
+            return absent(path)
         except OSError as error:
             if short := shortage(error.errno, self._folder):
                 raise short from error

@@ -65,8 +65,8 @@ logger = logging.getLogger(__name__)
 class ZarrStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``.
 
-    ``shards`` is a store of the ``zarr`` library for the arrays, such as an ``ObjectStore`` on object storage; without
-    it they lie beside the tail. It is given each time the memory is opened.
+    ``shards`` is another folder for the arrays, or a store of the ``zarr`` library, such as an ``ObjectStore`` on
+    object storage; without it they lie beside the tail. It is given each time the memory is opened.
     """
 
     capabilities = Capabilities(durable=True, shared=True)
@@ -89,7 +89,7 @@ class ZarrStore(BlockStore):
         cls,
         path: str | Path,
         *,
-        shards: Store | None = None,
+        shards: Store | Path | None = None,
         shard_bytes: int | None = None,
         blocks_per_value: int = 1,
         batch: Batch | None = None,
@@ -112,7 +112,7 @@ class ZarrStore(BlockStore):
         cls,
         path: str | Path,
         *,
-        shards: Store | None = None,
+        shards: Store | Path | None = None,
         shard_bytes: int | None = None,
         read_only: bool = False,
         check: bool = True,
@@ -320,7 +320,7 @@ class ZarrStore(BlockStore):
         with self._tail.snapshot() as snapshot:
             counters = snapshot.counters()
         owner = counters.get("owner")
-        if isinstance(self._objects, FileObjects):
+        if not self._objects.elsewhere:
             if owner:
                 raise ForeignMemory(f"the shards of memory {self.path} do not lie in it; open it with shards=...")
             return
@@ -368,7 +368,10 @@ def _release(tail: Tail, objects: Objects) -> None:
     tail.close()
 
 
-def _objects(folder: Path, shards: Store | None) -> Objects:
+def _objects(folder: Path, shards: Store | Path | None) -> Objects:
+    if isinstance(shards, Path):
+        paths.check_names(shards)
+        return FileObjects(shards, elsewhere=True)
     return FileObjects(folder) if shards is None else ZarrObjects(shards)
 
 

@@ -1,4 +1,4 @@
-"""The tiers above a store: what stays, what is counted, and that bytes are those of the store."""
+"""Blocks in memory above a store: what stays, what is counted, and that bytes are those of the store."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch
 
 from memstore.errors import DamagedError, NotFound
 from memstore.store import Batch, Key, Layout, RamStore, Record, Table
+from memstore.store.cache import BOOKKEEPING_BYTES, BlockCache, BlockRefs, PagePool, S3Fifo, StaleBlocks, _HostSlab
 from memstore.store.contract import Bytes
-from memstore.store.eviction import S3Fifo
-from memstore.store.pool import BOOKKEEPING_BYTES, Pool, _HostSlab
-from memstore.store.tiered import Changed, Tiers, Wanted
 
 LAYOUTS = [Layout("uint8", (40,)), Layout("int32", (6,))]
 PAGE = sum(layout.nbytes for layout in LAYOUTS) + BOOKKEEPING_BYTES
@@ -55,29 +53,29 @@ def store() -> WatchedStore:
 
 
 @pytest.fixture
-def make_tiers(store: WatchedStore) -> Iterator[Callable[..., Tiers]]:
-    made: list[Tiers] = []
+def make_cache(store: WatchedStore) -> Iterator[Callable[..., BlockCache]]:
+    made: list[BlockCache] = []
 
-    def make(pages: int, **options: object) -> Tiers:
-        made.append(Tiers(store, LAYOUTS, partial(ThreadPoolExecutor, 1), host_bytes=pages * PAGE, **options))  # type: ignore[arg-type]
+    def make(pages: int, **options: object) -> BlockCache:
+        made.append(BlockCache(store, LAYOUTS, partial(ThreadPoolExecutor, 1), host_bytes=pages * PAGE, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
-    for tiers in made:
-        tiers.close()
+    for cache in made:
+        cache.close()
 
 
-def wanted(*blocks: int, edits: int = 0, stop: int = 1 << 40) -> Wanted:
-    return Wanted(1, edits, 0, list(blocks), [1] * len(blocks), stop)
+def blocks_of(*blocks: int, edits: int = 0, stop: int = 1 << 40) -> BlockRefs:
+    return BlockRefs(1, edits, 0, list(blocks), [1] * len(blocks), stop)
 
 
 def yes() -> bool:
     return True
 
 
-def check(tiers: Tiers, *blocks: int, device: torch.device | None = None) -> None:
+def check(cache: BlockCache, *blocks: int, device: torch.device | None = None) -> None:
     """What is read is what the store holds."""
-    for rows, layout in zip(tiers.read(wanted(*blocks), yes, device), LAYOUTS, strict=True):
+    for rows, layout in zip(cache.read(blocks_of(*blocks), yes, device), LAYOUTS, strict=True):
         assert rows.shape == (len(blocks), *layout.shape)
         assert np.array_equal(rows.contiguous().view(torch.uint8).numpy(), [payload(block, layout) for block in blocks])
 
@@ -90,23 +88,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in a minute")
 
 
-def test_pages_made_in_inference_mode_are_filled_by_other_threads(make_tiers: Callable[..., Tiers]) -> None:
+def test_pages_made_in_inference_mode_are_filled_by_other_threads(make_cache: Callable[..., BlockCache]) -> None:
     """PyTorch forbids changing such tensors outside of that mode, where the thread that reads ahead is."""
-    tiers = make_tiers(100)
+    cache = make_cache(100)
     with torch.inference_mode():
-        check(tiers, 1, 2, 3)
-    tiers.prefetch(wanted(*range(10, 20)), yes)
-    wait_for(lambda: tiers.stats()["host"]["prefetched"] == 10)
+        check(cache, 1, 2, 3)
+    cache.prefetch(blocks_of(*range(10, 20)), yes)
+    wait_for(lambda: cache.stats()["host"]["prefetched"] == 10)
     with torch.inference_mode():
-        check(tiers, *range(20))
-    check(tiers, *range(20))
+        check(cache, *range(20))
+    check(cache, *range(20))
 
 
 def test_pages_that_could_not_be_filled_are_not_served(
-    make_tiers: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+    make_cache: Callable[..., BlockCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers = make_tiers(100)
-    check(tiers, *range(10))
+    cache = make_cache(100)
+    check(cache, *range(10))
 
     def fail(*_: object) -> None:
         raise RuntimeError("it was a test")
@@ -114,9 +112,9 @@ def test_pages_that_could_not_be_filled_are_not_served(
     with monkeypatch.context() as patch:
         patch.setattr(_HostSlab, "fill", fail)
         with pytest.raises(RuntimeError):
-            check(tiers, *range(5, 30))
-        tiers.prefetch(wanted(*range(40, 50)), yes)
-    check(tiers, *range(60))
+            check(cache, *range(5, 30))
+        cache.prefetch(blocks_of(*range(40, 50)), yes)
+    check(cache, *range(60))
 
 
 # What stays
@@ -179,20 +177,20 @@ def test_a_first_use_of_what_was_brought_ahead_is_a_first_use() -> None:
 
 
 @pytest.mark.parametrize("pages", [0, 1, 5, 400])
-def test_bytes_are_those_of_the_store_whatever_is_kept(make_tiers: Callable[..., Tiers], pages: int) -> None:
-    tiers = make_tiers(pages)
+def test_bytes_are_those_of_the_store_whatever_is_kept(make_cache: Callable[..., BlockCache], pages: int) -> None:
+    cache = make_cache(pages)
     for blocks in ([3, 1, 2], [2, 9, 9, 3], list(range(30)), [29], [0, 31, 5, 32]):
-        check(tiers, *blocks)
-        check(tiers, *blocks)
+        check(cache, *blocks)
+        check(cache, *blocks)
 
 
-def test_blocks_that_are_there_are_not_read_again(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
-    tiers = make_tiers(50)
-    check(tiers, 1, 2, 3)
-    check(tiers, 4, 3, 5, 2)
-    check(tiers, 5, 4)
+def test_blocks_that_are_there_are_not_read_again(make_cache: Callable[..., BlockCache], store: WatchedStore) -> None:
+    cache = make_cache(50)
+    check(cache, 1, 2, 3)
+    check(cache, 4, 3, 5, 2)
+    check(cache, 5, 4)
     assert store.reads == [[1, 2, 3], [4, 5]]
-    counts = tiers.stats()
+    counts = cache.stats()
     size = sum(layout.nbytes for layout in LAYOUTS)
     assert (counts["host"]["hits"], counts["host"]["misses"], counts["host"]["bytes"]) == (4, 5, 4 * size)
     assert counts["host"]["held_bytes"] == counts["disk"]["bytes"] == 5 * size
@@ -201,24 +199,24 @@ def test_blocks_that_are_there_are_not_read_again(make_tiers: Callable[..., Tier
 
 
 def test_the_device_pool_is_asked_first_and_filled_from_below(
-    make_tiers: Callable[..., Tiers], store: WatchedStore
+    make_cache: Callable[..., BlockCache], store: WatchedStore
 ) -> None:
-    tiers = make_tiers(50, device_bytes=3 * PAGE, device=CPU)
-    check(tiers, 1, 2, device=CPU)
-    check(tiers, 2, 1, device=CPU)
-    check(tiers, 3, 4, 5, 6, device=CPU)
-    check(tiers, 1, 2, 3, 4, 5, 6, device=CPU)
+    cache = make_cache(50, device_bytes=3 * PAGE, device=CPU)
+    check(cache, 1, 2, device=CPU)
+    check(cache, 2, 1, device=CPU)
+    check(cache, 3, 4, 5, 6, device=CPU)
+    check(cache, 1, 2, 3, 4, 5, 6, device=CPU)
     assert store.reads == [[1, 2], [3, 4, 5, 6]]
-    assert tiers.stats()["device"]["hits"] >= 2
-    assert tiers.stats()["device"]["held_bytes"] == 3 * (PAGE - BOOKKEEPING_BYTES)
+    assert cache.stats()["device"]["hits"] >= 2
+    assert cache.stats()["device"]["held_bytes"] == 3 * (PAGE - BOOKKEEPING_BYTES)
 
 
 def test_other_edits_are_other_blocks_and_incomplete_ones_are_not_kept(
-    make_tiers: Callable[..., Tiers], store: WatchedStore
+    make_cache: Callable[..., BlockCache], store: WatchedStore
 ) -> None:
-    tiers = make_tiers(50)
+    cache = make_cache(50)
     for edits, stop in ((0, 8), (1, 8), (1, 7), (1, 7)):
-        tiers.read(wanted(7, edits=edits, stop=stop), yes, None)
+        cache.read(blocks_of(7, edits=edits, stop=stop), yes, None)
     assert len(store.reads) == 4
 
 
@@ -226,55 +224,55 @@ def test_blocks_that_differ_in_anything_have_names_of_their_own() -> None:
     most = 2**32 - 2
     places = [(document, edits, layer) for document in (1, 2, most) for edits in (0, 1, most) for layer in (0, 1, most)]
     blocks = [0, 1, 2**63 - 1]
-    names = [name for place in places for name in Wanted(*place, blocks, [1, 1, 1], 2**63).names]
+    names = [name for place in places for name in BlockRefs(*place, blocks, [1, 1, 1], 2**63).names]
     assert len(set(names)) == len(names) == len(places) * len(blocks)
 
 
-def test_what_changed_while_it_was_read_is_not_kept(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
-    tiers = make_tiers(50)
-    with pytest.raises(Changed):
-        tiers.read(wanted(7), lambda: False, None)
-    check(tiers, 7)
+def test_what_changed_while_it_was_read_is_not_kept(make_cache: Callable[..., BlockCache], store: WatchedStore) -> None:
+    cache = make_cache(50)
+    with pytest.raises(StaleBlocks):
+        cache.read(blocks_of(7), lambda: False, None)
+    check(cache, 7)
     assert len(store.reads) == 2
 
 
 def test_a_pool_takes_no_more_than_its_budget() -> None:
-    pool = Pool(10 * PAGE + 1, LAYOUTS, CPU)
+    pool = PagePool(10 * PAGE + 1, LAYOUTS, CPU)
     for start in range(0, 100, 7):
         blocks = range(start, start + 7)
         rows = [torch.zeros(7, *layout.shape, dtype=getattr(torch, layout.dtype)) for layout in LAYOUTS]
-        pool.put(wanted(*blocks).names, rows)
+        pool.put(blocks_of(*blocks).names, rows)
         assert pool.nbytes + pool.capacity * BOOKKEEPING_BYTES <= 10 * PAGE
     assert pool.capacity == 10
 
 
-def test_an_error_reaches_the_caller_and_is_counted(make_tiers: Callable[..., Tiers]) -> None:
-    tiers = make_tiers(50)
+def test_an_error_reaches_the_caller_and_is_counted(make_cache: Callable[..., BlockCache]) -> None:
+    cache = make_cache(50)
     with pytest.raises(NotFound):
-        tiers.read(wanted(1, 4000), yes, None)
-    assert tiers.stats()["disk"]["misses"] == 1
+        cache.read(blocks_of(1, 4000), yes, None)
+    assert cache.stats()["disk"]["misses"] == 1
 
 
 # Reading ahead
 
 
-def test_what_was_brought_ahead_is_there(make_tiers: Callable[..., Tiers], store: WatchedStore) -> None:
-    tiers = make_tiers(50)
-    tiers.prefetch(wanted(5, 6, 5), yes)
-    wait_for(lambda: tiers.stats()["host"]["prefetched"] == 2)
-    check(tiers, 6, 5)
-    tiers.prefetch(wanted(5, 6), yes)
+def test_what_was_brought_ahead_is_there(make_cache: Callable[..., BlockCache], store: WatchedStore) -> None:
+    cache = make_cache(50)
+    cache.prefetch(blocks_of(5, 6, 5), yes)
+    wait_for(lambda: cache.stats()["host"]["prefetched"] == 2)
+    check(cache, 6, 5)
+    cache.prefetch(blocks_of(5, 6), yes)
     assert store.reads == [[5, 6]]
 
 
 def test_a_block_on_its_way_is_waited_for_and_not_read_twice(
-    make_tiers: Callable[..., Tiers], store: WatchedStore
+    make_cache: Callable[..., BlockCache], store: WatchedStore
 ) -> None:
-    tiers = make_tiers(50)
+    cache = make_cache(50)
     store.gate.clear()
-    tiers.prefetch(wanted(5, 6), yes)
+    cache.prefetch(blocks_of(5, 6), yes)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(check, tiers, 6)
+        reading = pool.submit(check, cache, 6)
         wait_for(lambda: len(store.reads) == 1)
         assert not reading.done()
         store.gate.set()
@@ -283,44 +281,44 @@ def test_a_block_on_its_way_is_waited_for_and_not_read_twice(
 
 
 def test_an_error_of_the_thread_is_met_by_whoever_wants_the_block(
-    make_tiers: Callable[..., Tiers], store: WatchedStore
+    make_cache: Callable[..., BlockCache], store: WatchedStore
 ) -> None:
-    tiers = make_tiers(50)
+    cache = make_cache(50)
     store.failing = {6}
-    tiers.prefetch(wanted(5, 6), yes)
-    check(tiers, 5)
+    cache.prefetch(blocks_of(5, 6), yes)
+    check(cache, 5)
     with pytest.raises(DamagedError, match="it was a test"):
-        tiers.read(wanted(6), yes, None)
+        cache.read(blocks_of(6), yes, None)
     store.failing = set()
-    check(tiers, 6)
+    check(cache, 6)
 
 
 def test_closing_ends_the_thread_and_drops_what_it_had_not_begun(
-    make_tiers: Callable[..., Tiers], store: WatchedStore
+    make_cache: Callable[..., BlockCache], store: WatchedStore
 ) -> None:
     before = threading.active_count()
-    tiers = make_tiers(400)
+    cache = make_cache(400)
     store.gate.clear()
-    tiers.prefetch(wanted(5), yes)
+    cache.prefetch(blocks_of(5), yes)
     wait_for(lambda: len(store.reads) == 1)
-    tiers.prefetch(wanted(6), yes)
+    cache.prefetch(blocks_of(6), yes)
     threading.Timer(0.05, store.gate.set).start()
-    tiers.close()
+    cache.close()
     assert store.reads == [[5]]
     wait_for(lambda: threading.active_count() == before)
-    tiers.prefetch(wanted(7), yes)
+    cache.prefetch(blocks_of(7), yes)
     assert threading.active_count() == before
 
 
-def test_many_threads_read_right_bytes_beside_each_other(make_tiers: Callable[..., Tiers]) -> None:
-    tiers = make_tiers(30, device_bytes=10 * PAGE, device=CPU)
+def test_many_threads_read_right_bytes_beside_each_other(make_cache: Callable[..., BlockCache]) -> None:
+    cache = make_cache(30, device_bytes=10 * PAGE, device=CPU)
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)
         for _ in range(60):
             blocks = (random.zipf(1.3, 8) % 100).tolist()
-            tiers.prefetch(wanted(*(random.integers(0, 100, 8).tolist())), yes)
-            check(tiers, *blocks, device=CPU if seed % 2 else None)
+            cache.prefetch(blocks_of(*(random.integers(0, 100, 8).tolist())), yes)
+            check(cache, *blocks, device=CPU if seed % 2 else None)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))

@@ -1,56 +1,18 @@
-"""What everything that reads long inputs into a memory shares: threads that compute and commit, and a progress line."""
+"""Threads that compute and commit side by side, for everything that reads long inputs into a memory."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
 S = TypeVar("S")
 M = TypeVar("M")
-TOLD_SECONDS = 0.1
-"""Time between two lines of progress."""
-
-
-@contextmanager
-def progress_bar(
-    name: str, done: int, total: int | None, show: bool, verb: str = "reading"
-) -> Iterator[Callable[[int], None]]:
-    """A line on standard error, which is told how many tokens more are done. ``total``: None if nobody knows."""
-    shown = name if name.isprintable() else repr(name)  # a terminal is not to obey names
-    begun = told = time.perf_counter()
-    read = width = 0
-
-    def tell(end: str) -> None:
-        nonlocal width
-        speed = read / max(time.perf_counter() - begun, 1e-9)
-        part, left = "", ""
-        if total:
-            part = f" of {total:,}"
-            left = f", {max(0, total - done - read) / speed:,.0f} s left" if speed else ""
-        line = f"{verb} {shown} {done + read:,}{part} tokens, {speed:,.0f} tokens/s{left}"
-        sys.stderr.write(line.ljust(width) + end)  # spaces over what is left of a longer line
-        sys.stderr.flush()
-        width = len(line)
-
-    def advance(tokens: int) -> None:
-        nonlocal read, told
-        read += tokens
-        if show and time.perf_counter() - told > TOLD_SECONDS and sys.stderr.isatty():
-            told = time.perf_counter()
-            tell("\r")
-
-    try:
-        yield advance
-    finally:
-        if show:
-            tell("\n")
 
 
 def pipelined(

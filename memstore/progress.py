@@ -1,0 +1,46 @@
+"""The line on standard error that says how far a long work is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TOLD_SECONDS = 0.1
+"""Time between two lines."""
+
+
+@contextmanager
+def progress_bar(
+    name: str, done: int, total: int | None, show: bool, verb: str = "reading"
+) -> Iterator[Callable[[int], None]]:
+    """A line on standard error, which is told how many tokens more are done. ``total``: None if nobody knows."""
+    shown = name if name.isprintable() else repr(name)  # a terminal is not to obey names
+    begun = told = time.perf_counter()
+    read = width = 0
+
+    def tell(end: str) -> None:
+        nonlocal width
+        speed = read / max(time.perf_counter() - begun, 1e-9)
+        part, left = "", ""
+        if total:
+            part = f" of {total:,}"
+            left = f", {max(0, total - done - read) / speed:,.0f} s left" if speed else ""
+        line = f"{verb} {shown} {done + read:,}{part} tokens, {speed:,.0f} tokens/s{left}"
+        sys.stderr.write(line.ljust(width) + end)  # spaces over what is left of a longer line
+        sys.stderr.flush()
+        width = len(line)
+
+    def advance(tokens: int) -> None:
+        nonlocal read, told
+        read += tokens
+        if show and time.perf_counter() - told > TOLD_SECONDS and sys.stderr.isatty():
+            told = time.perf_counter()
+            tell("\r")
+
+    try:
+        yield advance
+    finally:
+        if show:
+            tell("\n")
