@@ -16,12 +16,15 @@ signs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from memstore.errors import DamagedError
 
 FLOOR = 1.0
 """Standard deviations above the mean from which a block counts as standing out for a query token."""
@@ -58,6 +61,18 @@ class Router:
     def to_arrays(self) -> dict[str, Tensor]:
         """What has to be stored to make the router again."""
         return {"mean": self.mean, "basis": self.basis}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Tensor], hidden: int, dim: int) -> Router:
+        """The inverse of ``to_arrays``. Raises ``DamagedError`` for what is no router of these sizes."""
+        shapes = {"mean": [hidden], "basis": [hidden, dim]}
+        found = {name: list(array.shape) for name, array in arrays.items() if array.dtype == torch.float32}
+        if found != shapes or len(arrays) != len(shapes) or not all(each.isfinite().all() for each in arrays.values()):
+            raise DamagedError(
+                f"the memory's router must be finite arrays of float32 of the shapes {shapes}, not {found}; restore "
+                "the memory from a copy"
+            )
+        return cls(**arrays)
 
 
 def late_interaction(scores: Tensor, *, span: int, pool: Literal["max", "mean"]) -> Tensor:

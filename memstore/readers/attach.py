@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memstore.attention.retrieval import Retrieval
     from memstore.memory import Memory
-    from memstore.memory.retrieval import Retrieval
     from memstore.memory.urls import Mode
     from memstore.readers.reader import Reader
 

@@ -7,10 +7,13 @@ of the models here, and whoever loads one needs no other.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
@@ -30,11 +33,15 @@ class Kind:
     loader: str
     """Where the function is that loads a folder, as ``pkgutil.resolve_name`` takes it."""
     reader: str
-    """Where its ``Reader`` is; empty where ``memstore.attach`` cannot give it a memory."""
+    """Where its ``Reader`` is."""
     audit: str
-    """Where the function is that audits what such a reader retrieves."""
+    """Where the function is that audits what such a reader retrieves; empty where there is none."""
     train: str = "memstore train"
     """The command that makes one."""
+    question: str = ""
+    """Where the function is that asks it for a needle, and tells how clearly it saw the needle's block."""
+    document_scorer: str = ""
+    """Where the class is that scores documents with memories of tokens; empty where it has none."""
 
     def load(self, folder: str | Path, **options: Any) -> Any:
         """The model in ``folder``; ``options`` are those of ``from_pretrained``. Raises what transformers raises."""
@@ -42,13 +49,14 @@ class Kind:
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
     def reader_class(self) -> Any:
-        """Its ``Reader``. Raises ``UnsupportedModel`` where it has none."""
-        if not self.reader:
-            raise UnsupportedModel(
-                f"this is a {self.name}, and attaching another would leave that one out: memstore eval perplexity and "
-                "eval lookup use it, and in Python memstore.models.memorizing.load_knn_memory does"
-            )
+        """Its ``Reader``."""
         return resolve_name(self.reader)
+
+    def scorer(self, model: Any) -> Any:
+        """What scores documents with ``model`` and a memory of tokens. Raises ``UnsupportedModel`` without one."""
+        if not self.document_scorer:
+            raise UnsupportedModel(f"a {self.name} has no memory of tokens")
+        return resolve_name(self.document_scorer)(model)
 
 
 DRT = Kind(
@@ -58,6 +66,7 @@ DRT = Kind(
     "memstore.models.drt.reader:DRTReader",
     "memstore.models.drt.audit:audit_drt",
     "memstore train drt",
+    question="memstore.eval.asking:ask",
 )
 LANDMARK = Kind(
     "landmark model",
@@ -66,6 +75,7 @@ LANDMARK = Kind(
     "memstore.models.landmark.reader:LandmarkReader",
     "memstore.models.landmark.audit:audit_landmark",
     "memstore train landmark",
+    question="memstore.eval.landmark_asking:ask",
 )
 MEMORIZING = Kind(
     "Memorizing Transformer",
@@ -74,24 +84,26 @@ MEMORIZING = Kind(
     "memstore.models.memorizing.reader:MemorizingReader",
     "memstore.models.memorizing.audit:audit_memorizing",
     "memstore train memorizing",
+    document_scorer="memstore.eval.token_memory:MemorizingScorer",
 )
 KNN = Kind(
-    "stock model with a memory of tokens of its own",
+    "stock model with a kNN layer",
     "knn_memory",
     "memstore.models.memorizing:load_knn_memory",
-    "",
+    "memstore.models.memorizing.stock_reader:KNNReader",
     "",
     "memstore train memorizing --init",
+    document_scorer="memstore.eval.token_memory:StockScorer",
 )
 STOCK = Kind(
     "stock model",
     None,
     "transformers:AutoModelForCausalLM.from_pretrained",
-    "memstore.readers.stock.attached:StockReader",
+    "memstore.readers.stock.reader:StockReader",
     "memstore.readers.stock.audit:audit_attached",
 )
 KINDS = (DRT, LANDMARK, MEMORIZING, KNN, STOCK)
-ATTACHED = (STOCK, DRT, LANDMARK, MEMORIZING)
+ATTACHED = (STOCK, DRT, LANDMARK, MEMORIZING, KNN)
 """Those that ``memstore.attach`` gives a memory."""
 
 
@@ -146,7 +158,7 @@ def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()
     tokenizers = AutoTokenizer if kind in (KNN, STOCK) else PreTrainedTokenizerFast
     try:
         model = kind.load(folder)
-        tokenizer = tokenizers.from_pretrained(folder, local_files_only=True)
+        tokenizer = tokenizers.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise NotFound(f"the model {folder} cannot be loaded: {_first_line(error)}") from None
     except (SafetensorError, ValueError) as error:
@@ -178,8 +190,14 @@ def shipped_model(name: str) -> Path:
 
 def model_folder(name: Path) -> Path:
     """The folder called ``name``, or that of the model of this name in the package, where no such folder is."""
-    folder, shipped = name.expanduser(), _shipped(str(name))
-    return shipped if not folder.exists() and len(name.parts) == 1 and (shipped / "config.json").exists() else folder
+    folder = name.expanduser()
+    return folder if folder.exists() else shipped_folder(str(name)) or folder
+
+
+def shipped_folder(name: str) -> Path | None:
+    """The folder of the model of this name in the package, whatever lies in the working directory, or None."""
+    folder = _shipped(name)
+    return folder if Path(name).name == name and (folder / "config.json").exists() else None
 
 
 def _shipped(name: str) -> Path:
@@ -188,3 +206,28 @@ def _shipped(name: str) -> Path:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+def require_transformers() -> ModuleType:
+    """The module transformers, or an error that says how to get it."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise NotFound("this needs the package transformers: pip install 'torch-memstore[hf]'") from None
+    return transformers
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers from drawing bars and printing advice inside the block."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory.retrieval import Retrieval
-from memstore.readers.kinds import ATTACHED, DRT, LANDMARK, MEMORIZING, STOCK, Kind
+from memstore.readers.kinds import ATTACHED, DRT, KNN, LANDMARK, MEMORIZING, STOCK, Kind
 
 OPTIONS: dict[str, tuple[Kind, ...]] = {
     "window": (STOCK,),
@@ -20,12 +20,17 @@ OPTIONS: dict[str, tuple[Kind, ...]] = {
     "routing_layers": (STOCK,),
     "segment_blocks": (DRT,),
     "capacity": (LANDMARK,),
-    "block_size": (STOCK, MEMORIZING),
+    "block_size": (STOCK, MEMORIZING, KNN),
     "codec": (STOCK, DRT, LANDMARK),
     "score": (STOCK,),
     "retrieve": (STOCK,),
+    "query": (STOCK,),
+    "tail": (STOCK,),
 }
-"""Options of ``attach``, and the last two of ``Reader.read``; what all kinds take is left out."""
+"""Options of ``attach``, two of ``Reader.read``, ``query`` of ``Reader.generate``, ``tail`` of ``Reader.ask``.
+
+What all kinds take is left out.
+"""
 
 RETRIEVAL: dict[str, tuple[Kind, ...]] = {
     "top_k": (STOCK, LANDMARK),
@@ -36,6 +41,7 @@ RETRIEVAL: dict[str, tuple[Kind, ...]] = {
     "pool": (STOCK, LANDMARK),
     "span": (STOCK,),
     "query": (STOCK,),
+    "words": (STOCK,),
     "passes": (STOCK,),
     "positions": (STOCK, LANDMARK),
     "order": (STOCK,),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
+from memstore.attention.retrieval import Retrieval
+from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
 from memstore.memory import Document, Memory, MemorySpec, Recorder, Traces, open_memory
 from memstore.memory.append import Tokens, as_tokens
-from memstore.memory.ingest import progress_bar
 from memstore.memory.memory import check_same
-from memstore.memory.retrieval import Retrieval
 from memstore.memory.search import Match
 from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
+from memstore.progress import progress_bar
+from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, framed
+from memstore.readers.conversation import SYSTEM as CHATTING
+from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import Kind, encode
 from memstore.readers.observer import Observer, Recording
 from memstore.readers.options import check_options, check_retrieval
@@ -126,8 +129,8 @@ class Reader(ABC):
                 )
 
     @classmethod
-    def usual(cls, model: Any) -> Retrieval:  # noqa: ARG003 - for those that were trained with one
-        """How ``model`` retrieves unless it is told otherwise."""
+    def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for those that care
+        """How ``model`` retrieves unless it is told otherwise; ``made``: from a memory that is there already."""
         return Retrieval()
 
     def __enter__(self) -> Self:
@@ -309,7 +312,7 @@ class Reader(ABC):
 
         def rest() -> Iterator[Tensor]:
             nonlocal seen
-            for piece in _pieces(tokens):
+            for piece in self._pieces(tokens):
                 known = min(max(0, stored - seen), len(piece))
                 _compare(target, seen, piece[:known])
                 seen += len(piece)
@@ -319,6 +322,26 @@ class Reader(ABC):
 
         seconds = self._run(job, rest(), stored, len(tokens) if isinstance(tokens, Tensor) else None, progress)
         return self._result(job, stored, min(stored, seen), seconds)
+
+    def update(self, text: str | Tokens, document: str | None = None, *, progress: bool = False) -> ReadResult:
+        """Read a text in place of the one that the document holds: the blocks before the first difference stay.
+
+        Those behind it leave at once, so an interrupted update is gone on with by the same call. See ``read``.
+        """
+        tokens = self._given(text)
+        if not isinstance(tokens, Tensor):
+            raise InvalidArgument("an update needs the whole text at once, not in pieces")
+        self._check_writable()
+        target, size = self._target(document), self.memory.spec.block_size
+        if target.id is not None and not target.blocks.start:
+            stored = target.tokens()
+            length = min(len(stored), len(tokens))
+            # Nobody knows the tokens of blocks that a repair has dropped, -1: they differ.
+            different = (stored[:length] != tokens[:length]).nonzero()
+            common = int(different[0]) if len(different) else length
+            if common < len(stored):
+                target.truncate(common // size // self._step * self._step)
+        return self.read(tokens, target.name, progress=progress)
 
     def append(self, text: str | Chunks, document: str | None = None, *, progress: bool = False) -> ReadResult:
         """Read more tokens at the end of the document, such as a question and the answer that was generated.
@@ -331,7 +354,7 @@ class Reader(ABC):
         stored = len(target)
         self._check_reading(target, options)
         job = Job(target, options if not stored else None)
-        seconds = self._run(job, _pieces(tokens), stored, None, progress)
+        seconds = self._run(job, self._pieces(tokens), stored, None, progress)
         return self._result(job, stored, 0, seconds)
 
     def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
@@ -349,6 +372,13 @@ class Reader(ABC):
         if not len(tokens):
             raise InvalidArgument("there is nothing to read: the text has no tokens")
         return tokens
+
+    def _pieces(self, tokens: Tensor | Iterable[Tokens]) -> Iterator[Tensor]:
+        if isinstance(tokens, Tensor):
+            yield tokens
+            return
+        for piece in tokens:
+            yield self._checked(as_tokens(piece))
 
     def _encoded(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -477,12 +507,34 @@ class Reader(ABC):
         """The tokens ``[1, T]`` of a question, placed where a model of this kind asks best."""
         return torch.tensor([self._encoded(text)], dtype=torch.int64, device=self.model.device)
 
-    def generate(self, text: str | Tensor, *, trace: bool = False, **options: Any) -> Any:
+    def generate(
+        self, text: str | Tensor, *, query: str | Tokens | None = None, trace: bool = False, **options: Any
+    ) -> Any:
         """``model.generate`` after the document; ``text`` is what comes next: tokens ``[rows, T]``, or a string.
 
-        ``options`` and the result are those of ``model.generate``. With ``trace`` what is retrieved is written to the
-        memory's traces. Raises ``InvalidArgument`` where nothing comes next, and for a trace of beams.
+        ``query``, tokens ``[n]`` or a string, chooses the blocks in place of the last tokens of ``text``: what somebody
+        asks, without the template around it and what was said before. Its choice is that of ``search``, for all rows;
+        only stock models take one. ``options`` and the result are those of ``model.generate``. With ``trace`` what is
+        retrieved is written to the memory's traces. Raises ``InvalidArgument`` where nothing comes next, and for a
+        trace of beams.
         """
+        check_options(self.kind, {"query": query})
+        with self._choosing(None if query is None else self._query(query)):
+            return self._generate(text, trace=trace, **options)
+
+    def _query(self, text: str | Tokens) -> Tensor:
+        """Text that chooses blocks as tokens ``[n]`` int64."""
+        tokens = as_tokens(self._encoded(text) if isinstance(text, str) else text)
+        if not len(tokens):
+            raise InvalidArgument("a query needs at least one token")
+        return self._checked(tokens).long()
+
+    @contextmanager
+    def _choosing(self, query: Tensor | None) -> Iterator[None]:  # noqa: ARG002 - for those that can
+        """Inside, the tokens ``query [n]`` choose blocks for prompts; None: their own do."""
+        yield
+
+    def _generate(self, text: str | Tensor, *, trace: bool, **options: Any) -> Any:
         if isinstance(text, str):
             text = self.prompt(text)
         if text.dim() != 2 or not text.numel():
@@ -505,6 +557,67 @@ class Reader(ABC):
             result = self.model.generate(input_ids, **options)
             recorder.close(getattr(result, "sequences", result)[0, input_ids.shape[1] :].tolist())
         return result
+
+    def ask(
+        self,
+        question: str,
+        *,
+        raw: bool = False,
+        system: str | None = INSTRUCTION,
+        tail: bool | None = None,
+        max_tokens: int = 256,
+        tell: Callable[[str], object] | None = None,
+        trace: bool = False,
+        **options: Any,
+    ) -> Answer:
+        """Ask the model, and get its answer with the blocks that it was written with.
+
+        The question is put in the chat template of the tokenizer, and the answer ends where the model ends it. A model
+        without a template goes on from the question's words, as it does with ``raw``. Nothing is stored.
+
+        Args:
+            question: a question; with ``raw`` the beginning of what the model is to go on with.
+            raw: leave the chat template out.
+            system: the system prompt; None for none. Not used where there is no template.
+            tail: whether the end of the document is seen without being looked for, which a stock model can do without;
+                by default it is where the model goes on from the question's words.
+            max_tokens: tokens of the answer at most.
+            tell: called with each piece of the answer as it comes.
+            trace: keep what was retrieved among the memory's traces, for ``memstore trace``.
+            options: of ``model.generate``; the likeliest token is taken unless they say otherwise.
+
+        Raises ``InvalidArgument`` without a tokenizer, and for a question without words.
+        """
+        if self.tokenizer is None:
+            raise InvalidArgument("to ask, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
+        if not question.strip():
+            raise InvalidArgument("the question is empty: give the words that are to be answered")
+        frame = None if raw else Template.of(self.tokenizer, system)
+        if tail is False:
+            check_options(self.kind, {"tail": tail})
+        if frame is None:
+            prompt = self.prompt(question)
+        else:
+            ids = framed(self.tokenizer, frame, question, frame.opening).tokens
+            prompt = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
+        teller = Teller(self, frame, tell)
+        with self.seeing(tail=frame is None if tail is None else tail):
+            return answered(self, question, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
+
+    def chat(self, session: str = "chat", *, system: str | None = CHATTING) -> Conversation:
+        """A conversation that is kept in the memory, under the name ``session``: it goes on where it has ended.
+
+        ``say(words)`` gives an ``Answer``. The model sees the session, and the documents given to ``attach``, by
+        default all. ``system``: the system prompt of a session that begins. Stock models only.
+
+        Raises ``InvalidArgument`` without a tokenizer, and for other kinds of models.
+        """
+        return Conversation(self, session, system)
+
+    @contextmanager
+    def seeing(self, *, tail: bool) -> Iterator[None]:  # noqa: ARG002 - for those that can do without
+        """Whether calls that begin inside the block see the document's end without looking for it."""
+        yield
 
     @contextmanager
     def record(
@@ -562,12 +675,10 @@ class Reader(ABC):
         ``layer``: one that retrieves; which ones it may be, and what scores mean, is a matter of the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """
-        tokens = as_tokens(self._encoded(text) if isinstance(text, str) else text)
-        if not len(tokens) or top_k < 1:
-            raise InvalidArgument("a search needs at least one token, and a top_k of at least 1")
-        self._checked(tokens)
+        if top_k < 1:
+            raise InvalidArgument(f"top_k must be at least 1, got {top_k}")
         with torch.no_grad(), own_types():
-            return self._search(tokens.long(), top_k, layer)
+            return self._search(self._query(text), top_k, layer)
 
     @abstractmethod
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
@@ -576,8 +687,13 @@ class Reader(ABC):
     def audit(self, text: str | Tokens, **options: Any) -> Any:
         """What should have been retrieved for ``text`` and what follows, against what was.
 
-        ``options``: ``tokens``, the steps at most; ``top_k``; and ``progress``.
+        ``options``: ``tokens``, the steps at most; ``top_k``; and ``progress``. Raises ``UnsupportedModel`` for a kind
+        that has no audit.
         """
+        if not self.kind.audit:
+            raise UnsupportedModel(
+                f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"
+            )
         return resolve_name(self.kind.audit)(self, self._encoded(text) if isinstance(text, str) else text, **options)
 
 
@@ -615,14 +731,6 @@ def _is_flat(tokens: Chunks) -> bool:
     if isinstance(tokens, Tensor | np.ndarray):
         return True
     return isinstance(tokens, Sequence) and not (tokens and isinstance(tokens[0], Tensor | np.ndarray | Sequence))
-
-
-def _pieces(tokens: Tensor | Iterable[Tokens]) -> Iterator[Tensor]:
-    if isinstance(tokens, Tensor):
-        yield tokens
-        return
-    for piece in tokens:
-        yield as_tokens(piece)
 
 
 def _compare(document: Document, start: int, tokens: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.memory import Retrieval
+from memstore import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice

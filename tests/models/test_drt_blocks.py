@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("count", [7, 8, 100, 263])
 def test_blocks_are_those_of_the_model(changes: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drt_blocks, "blocks_of_a_pass", lambda _: 5)  # so that passes continue one another
+    monkeypatch.setattr(drt_blocks, "blocks_of_a_pass", lambda *_: 5)  # so that passes continue one another
     model, text = make(state_dtype="float32", **changes), tokens(count)[0]
     ours = [torch.cat(each) for each in zip(*BlockMaker(model.model)(text), strict=True)]
     assert len(ours[0]) == count // model.config.tokens_per_block

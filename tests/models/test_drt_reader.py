@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.models.drt import DRTForCausalLM, DRTReader
 from memstore.models.drt.reader import memory_spec
 from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer
@@ -303,42 +303,6 @@ def test_a_memory_that_was_opened_by_hand_serves_too(tmp_path: Path) -> None:
             close(asked(model, two, text[:9]), logits(model, torch.cat([text.flip(0), text[:9]])[None])[0, 80:])
 
 
-def test_a_memory_open_for_reading_answers_and_does_not_change(tmp_path: Path) -> None:
-    model, text = make(), tokens(80)[0]
-    with DRTReader(model, tmp_path / "m") as reader:
-        reader.read(text[:60])
-    with DRTReader(model, tmp_path / "m", mode="r") as reader:
-        close(asked(model, reader, text[60:]), logits(model, text[None])[0, 60:])
-        with pytest.raises(ReadOnlyMemory, match="mode='a'"):
-            reader.append(text[60:])
-        with pytest.raises(ReadOnlyMemory, match="mode='a'"):
-            reader.read(text)
-
-
-def test_another_text_under_the_same_name_is_refused() -> None:
-    model, text = make(), tokens(80)[0]
-    other = text.clone()
-    other[43] = text[43] % 50 + 1
-    with DRTReader(model, "ram:") as reader:
-        reader.read(text)
-        for start in (other, other[:50], [other[:20], other[20:]]):
-            with pytest.raises(InvalidArgument, match="token 43"):
-                reader.read(start)
-        assert reader.read(text[:50]).reused_tokens == 50
-        close(asked(model, reader, text[:9]), logits(model, torch.cat([text, text[:9]])[None])[0, 80:])
-
-
-@pytest.mark.parametrize("bad", [[1, 2, 97], [1, -1], torch.tensor([0.5]), torch.tensor([[1, 2], [3, 4]])], ids=str)
-def test_bad_tokens_are_refused(bad: Any) -> None:
-    model, text = make(), tokens(40)[0]
-    with DRTReader(model, "ram:") as reader:
-        reader.read(text[:20])
-        with pytest.raises(InvalidArgument, match="token"):
-            reader.append(bad)
-        reader.append(text[20:30])
-        close(asked(model, reader, text[30:]), logits(model, text[None])[0, 30:])
-
-
 def test_pieces_may_be_lists_tensors_or_what_an_iterator_gives() -> None:
     model, text = make(), tokens(100)[0]
     forms: list[Any] = [
@@ -366,22 +330,6 @@ def test_a_progress_bar_shows_also_where_the_length_is_not_known(
     shown = capfd.readouterr().err
     assert "reading book" in shown
     assert ("100 of 100 tokens" if known else "100 tokens") in shown
-
-
-def test_an_iterator_that_raises_leaves_what_was_read_and_a_reader_that_goes_on() -> None:
-    model, text = make(), tokens(200)[0]
-
-    def broken() -> Iterator[Sequence[int] | Tensor]:
-        yield text[:100]
-        raise OSError("the disk with the text went away")
-
-    with DRTReader(model, "ram:", segment_blocks=4) as reader:
-        with pytest.raises(OSError, match="went away"):
-            reader.read(broken())
-        assert len(reader) == 84, "whole segments"
-        result = reader.read(text[:190])
-        assert (result.reused_tokens, result.new_tokens) == (84, 106)
-        close(asked(model, reader, text[190:]), logits(model, text[None])[0, 190:])
 
 
 def test_two_readers_of_one_document_go_on_after_one_another(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore import Retrieval
 from memstore.attention import landmark
 from memstore.errors import InvalidArgument
 from memstore.kernels import landmark_attention
-from memstore.memory import Retrieval
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark import cache as module
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import default_retrieval
+from memstore.models.landmark.lists import default_retrieval
 from memstore.models.landmark.tables import FirstLayerBlocks
 from memstore.models.packing import Packing
 from tests.models.landmark import close, logits, make, tokens

@@ -11,8 +11,8 @@ import torch
 
 from memstore.attention.positions import positional_jumps
 from memstore.errors import InvalidArgument
-from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, sight
-from memstore.models.landmark.sight import WholeStream
+from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, modeling
+from memstore.models.landmark.modeling import WholeStream
 from tests.models.landmark import KINDS, SIZES, VOCABULARY, Reference, close, logits, make, tokens
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "landmark_llama_infer_f7.npz"
@@ -153,7 +153,7 @@ def test_a_model_with_ramp_zero_attends_to_ordinary_tokens_with_one_softmax() ->
 def test_positions_jump_after_landmarks_while_training_only() -> None:
     model, ids = make(position_jump=100), tokens(45)
     close(logits(model, ids), logits(make(), ids))
-    with patch.object(sight, "positional_jumps", wraps=positional_jumps) as called:
+    with patch.object(modeling, "positional_jumps", wraps=positional_jumps) as called:
         assert float((model.train()(ids).logits.detach() - logits(make(), ids)).abs().max()) > 1e-3
     called.assert_called_once()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from memstore import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
-from memstore.memory import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM, LandmarkReader
 from memstore.models.landmark import reader as module
 from memstore.models.landmark.cache import LandmarkCache
@@ -124,20 +124,6 @@ def test_a_document_read_under_autocast_is_the_same() -> None:
             cast.read(TEXT)
             answer(cast)
         assert torch.equal(states(cast), states(plain))
-
-
-def test_what_was_read_before_an_error_is_kept() -> None:
-    def pieces() -> object:
-        yield TEXT[:100]
-        raise OSError("the source ended")
-
-    with LandmarkReader(model(), "ram:") as reader, LandmarkReader(model(), "ram:") as whole:
-        with pytest.raises(OSError, match="the source ended"):
-            reader.read(pieces())  # type: ignore[arg-type]  # an iterator
-        assert len(reader) == 98  # whole segments of 14 tokens
-        reader.read(TEXT)
-        whole.read(TEXT)
-        close(answer(reader), answer(whole))
 
 
 def test_generation_goes_on_after_the_document() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import memstore
 from memstore.attention.knn import KNNAttention, Neighbours
-from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
-from memstore.memory.recorder import TIERS, Look
+from memstore.errors import ForeignMemory, InvalidArgument
+from memstore.memory.trace_file import TIERS, Look
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader, RecentTokens
 from tests.models.test_memorizing import WINDOW, logits, make, tokens
 
@@ -58,19 +58,12 @@ def test_what_is_asked_can_be_found_too_once_it_has_left_the_window() -> None:
         torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
 
 
-def test_reading_goes_on_where_it_stopped_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    model, text = small(), tokens(LENGTH)[0]
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = small()
     with MemorizingReader(model, tmp_path / "m", block_size=4) as reader:
-        reader.read(text[:20])
-        assert reader.read(text).new_tokens == LENGTH - 20
-        with pytest.raises(InvalidArgument, match="another text"):
-            reader.read(tokens(LENGTH + 1)[0])
-        with pytest.raises(InvalidArgument, match="from 0 to 49"):
-            reader.append(torch.tensor([50]))
+        reader.read(tokens(LENGTH)[0])
         with pytest.raises(InvalidArgument, match="at least one row"):
             reader.cache(0)
-    with MemorizingReader(model, tmp_path / "m", block_size=4, mode="r") as reader, pytest.raises(ReadOnlyMemory):
-        reader.append(text)
     with pytest.raises(ForeignMemory):
         MemorizingReader(small(retrieval_top_k=2), tmp_path / "m", block_size=4).open()
     with pytest.raises(InvalidArgument, match="memory_layer is None"):

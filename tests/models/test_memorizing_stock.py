@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+import memstore
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.models.memorizing import KNNMemory, add_knn_memory, knn_memory_of, remove_knn_memory
+from memstore.models.memorizing import KNNMemory, RecentTokens, add_knn_memory, knn_memory_of, remove_knn_memory
 from tests.models.stock import small_llama
 
 
@@ -92,7 +93,7 @@ def test_rows_are_documents_and_padding_is_left_out(model: LlamaForCausalLM) -> 
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
     logits(model, tokens(2, 5), attention_mask=mask)
     logits(model, tokens(2, 5))
-    assert memory.memory is not None
+    assert isinstance(memory.memory, RecentTokens)
     assert memory.memory.added == [2, 3]  # what a call begins with is where heads rest
     memory.clear(1)
     assert memory.memory.added == [6, 0]
@@ -122,7 +123,7 @@ def test_beams_have_memories_of_their_own(model: LlamaForCausalLM) -> None:
     def compare(module: Any, arguments: Any, named: Any) -> None:
         """What is remembered of each beam is what the cache has of it, but for its first token."""
         if (past := named["past_key_values"]).get_seq_length():
-            assert memory.memory is not None
+            assert isinstance(memory.memory, RecentTokens)
             held = past.layers[2].values[:, :, 1:]
             assert torch.equal(memory.memory.values[:, :, : held.shape[2]], held)
             steps.append(held.shape[2])
@@ -211,3 +212,24 @@ def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedModel, match="q_proj"):
         add_knn_memory(gpt2)
+
+
+def test_a_document_is_found_as_if_the_model_had_just_read_it(model: LlamaForCausalLM) -> None:
+    memory = add_knn_memory(model.float(), layer=2, top_k=5)
+    model.config.knn_memory["window"] = 16
+    with torch.no_grad():
+        memory.gate.fill_(0.6)
+    text, question = tokens(1, 45)[0], tokens(1, 7)
+    context = torch.cat([text[:1], text])  # one token before each segment, which is not remembered
+    for start in range(0, 45, 16):
+        logits(model, context[None, start : start + 17])
+    expected = logits(model, question)
+    memory.clear()
+    with memstore.attach(model, "ram:", block_size=8) as reader:
+        reader.read(text[:21])
+        reader.read(text)
+        torch.testing.assert_close(logits(model, question), expected)
+        torch.testing.assert_close(logits(model, question.repeat(2, 1)), expected.repeat(2, 1, 1))
+        assert len(reader) == 45, "what is asked is not stored"
+    assert not memory.remembered()
+    assert not torch.allclose(logits(model, question), expected)

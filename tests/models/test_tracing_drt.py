@@ -11,7 +11,7 @@ import torch
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.memory.recorder import TIERS, Look, Step
+from memstore.memory.trace_file import TIERS, Look, Step
 from memstore.models.drt import DRTReader
 from memstore.models.drt.reader import memory_spec
 from tests.models.drt import Reference, make, tokens

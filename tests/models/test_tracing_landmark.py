@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory import Retrieval
-from memstore.memory.recorder import TIERS, Look, Step
+from memstore.memory.trace_file import TIERS, Look, Step
 from memstore.models.landmark import LandmarkForCausalLM, LandmarkReader
 from tests.models.landmark import make, tokens
 from tests.models.landmark_memory import Remembering

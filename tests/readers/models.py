@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import memstore
-from memstore.readers.stock.attached import StockReader
+from memstore.readers.stock.reader import StockReader
 
 VOCABULARY = 97
 LLAMA_LIKE: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.readers.stock.attached import StockReader
+from memstore.readers.stock.reader import StockReader
 from tests.readers.models import attach as attached_to
 from tests.readers.models import tiny, tokens
 

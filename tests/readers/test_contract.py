@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from memstore import Retrieval
+from memstore.models.memorizing import add_knn_memory, knn_memory_of
 from memstore.readers.kinds import ATTACHED
 from memstore.readers.options import table
-from memstore.testing.readers import ReaderTests
+from memstore.testing.readers import ReaderTests, hooks
 from tests.eval.memorizing import small_memorizing
 from tests.models import drt, landmark
 from tests.readers.models import tiny
@@ -46,6 +50,32 @@ class TestMemorizing(ReaderTests):
 
     def model(self, seed: int = 0) -> Any:
         return small_memorizing(seed)
+
+
+class TestStockWithTokens(ReaderTests):
+    options: ClassVar[dict[str, Any]] = {"block_size": 8}
+
+    def model(self, seed: int = 0) -> Any:
+        model: Any = tiny("llama", seed=seed)
+        memory = add_knn_memory(model, layer=2, top_k=4)
+        model.config.knn_memory["window"] = 32
+        torch.nn.init.constant_(memory.gate, 0.7)
+        return model
+
+    def test_the_model_is_as_before_also_after_an_error(self) -> None:
+        model = self.model()
+        question = self.text(model, 1)[None, :9]
+        with torch.no_grad():
+            model(question)
+            remembered = knn_memory_of(model).remembered()
+        with contextlib.suppress(KeyError), self.attach(model, "ram:") as reader:
+            reader.read(self.text(model))
+            self.asked(reader)
+            raise KeyError("whatever")
+        after = knn_memory_of(model).remembered()
+        assert after["added"].tolist() == remembered["added"].tolist() == [8]
+        assert torch.equal(after["keys"], remembered["keys"])
+        assert hooks(model) == hooks(self.model())
 
 
 def test_the_documentation_prints_the_table_of_options() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore import Retrieval
-from memstore.readers.stock.attached import StockReader
+from memstore.readers.stock.reader import StockReader
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}

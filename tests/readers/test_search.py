@@ -10,7 +10,7 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.readers.stock import search as searching
+from memstore.readers.stock.reader import StockReader
 from tests.readers.models import tiny, tokens
 from tests.readers.test_retrieval import LENGTH, reading
 
@@ -22,11 +22,11 @@ def test_a_search_scores_as_an_answer_does(share: Any, monkeypatch: pytest.Monke
     model = tiny("llama")
     with reading(model, Retrieval(top_k=4, share=share)) as attached:
         prompt = tokens(9, seed=5)
-        with torch.no_grad():
-            model(prompt[None])
+        query = prompt if share == "model" else None  # layers ask with the prompt's own tokens
+        attached.generate(prompt[None], query=query, max_new_tokens=1)
         chosen = attached.trace[-1]
         # Among the same blocks, for scores are relative to those of all others.
-        monkeypatch.setattr(searching, "_everything", lambda attached: attached._new_call().candidates)
+        monkeypatch.setattr(StockReader, "_everything", lambda attached: attached._new_call().candidates)
         found = attached.search(prompt, 4, layer=chosen.layer)
         assert {match.block: match.score for match in found} == pytest.approx(
             dict(zip(chosen.blocks, chosen.scores, strict=True))

@@ -18,7 +18,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend as attend_plainly
 from memstore.memory import Look, Memory, Trace, recorder
-from memstore.readers.stock.attached import StockReader
+from memstore.readers.stock.reader import StockReader
 from tests.readers.models import attach, generate, tiny, tokens
 from tests.readers.test_retrieval import (
     HEADS,

@@ -77,6 +77,30 @@ def test_a_flipped_bit_in_a_block_that_is_wanted_is_named(folder: Path, field: s
     assert (finding.document, finding.layer, finding.block) == ("text", layer, block)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": torch.zeros(3)},
+        {"mean": torch.full((64,), torch.nan)},
+        {"basis": torch.zeros(64, 5)},
+        {"basis": torch.zeros(64, 256, dtype=torch.float16)},
+        {"more": torch.zeros(1)},
+    ],
+)
+def test_a_router_of_another_kind_is_refused(folder: Path, change: dict[str, torch.Tensor]) -> None:
+    with memstore.open(folder) as memory:
+        names = [name for name in memory._named.all()[1] if name.startswith("router/")]
+        for name in names:
+            memory.put_arrays(name, {**(memory.get_arrays(name) or {}), **change})
+    assert names
+    model: Any = tiny("llama")
+    with (
+        pytest.raises(DamagedError, match="the memory's router must be"),
+        attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("top_k", [2, "all"])
 def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: Any) -> None:
     with memstore.open(folder) as memory:

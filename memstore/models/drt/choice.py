@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from memstore.attention.gca import TopBlocks
-from memstore.memory.recorder import Array, Look
+from memstore.memory.trace_file import Array, Look
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.packing import DRTPacking
 from memstore.readers.observer import Choice, Draft, Looks, Origin, numbers

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
-from memstore.models.checks import check_block_size, check_choices, check_heads, check_sizes, preset
+from memstore.models.causal import check_block_size, check_choices, check_heads, check_sizes, preset
 
 SIZES = (
     "vocab_size",

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec, Recorder, Retrieval
+from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
-from memstore.memory.ingest import pipelined
+from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
@@ -151,6 +152,7 @@ class DRTReader(CacheReader):
         answer, is made to begin after what was read.
         """
         asked = super().prompt(text)
+        # Without the newlines the model of the demo answers none of its five pass keys, with them all.
         size, length = self.model.config.tokens_per_block, asked.shape[1]
         count = -(len(self) + length - 1) % size
         if count + length - 1 < size:
@@ -303,7 +305,9 @@ class DRTReader(CacheReader):
     def _passes(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         """States and landmarks of the blocks that ``tokens`` fill, as the model itself makes them."""
         cache = DRTCache(self.model.config, 1)
-        pieces = tokens.split(blocks_of_a_pass(self.model.config) * self.model.config.tokens_per_block)
+        pieces = tokens.split(
+            blocks_of_a_pass(self.model.config, self.model.device) * self.model.config.tokens_per_block
+        )
         made = [self._segment(self.model.model.read_blocks, piece, cache) for piece in pieces]
         return [(blocks[0][0].cpu(), blocks[1][0].cpu()) for blocks in made if blocks is not None]
 

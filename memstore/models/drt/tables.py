@@ -120,8 +120,8 @@ class SearchableLayer(Protocol):
     def search(self, queries: Tensor, top_k: int, *, allowed: range | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, blocks and offsets ``[H, T, top_k]``."""
 
-    def gather(self, blocks: list[int]) -> dict[str, Tensor]:
-        """States of blocks. Raises ``DamagedError``."""
+    def gather(self, blocks: list[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
+        """States of blocks, on ``device`` (None: the CPU). Raises ``DamagedError``."""
 
     def sound(self, blocks: list[int]) -> list[int]:
         """Those of ``blocks`` that can be read."""
@@ -206,7 +206,7 @@ class MemoryTable(BlockTable):
         return []
 
     def _read(self, blocks: list[int]) -> Tensor:
-        return self._view.gather(blocks)["c"].to(self._device, self._dtype)
+        return self._view.gather(blocks, device=self._device)["c"].to(self._device, self._dtype)
 
     def _search_document(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         flat, bounds = queries.flatten(0, 1), [min(limit, self._blocks.stop) for limit in limits.flatten().tolist()]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from memstore.attention.landmark import Questions
+from memstore.attention.retrieval import Retrieval
 from memstore.memory import Document
-from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.reader import LandmarkReader

@@ -22,12 +22,22 @@ from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory.retrieval import Retrieval
 from memstore.models.landmark.choice import LandmarkChoice, LastLists, LastTokens
-from memstore.models.landmark.choosing import SearchCounts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.lists import ListLayout, Lists, attend_each, attend_shown, fetch, show
+from memstore.models.landmark.lists import (
+    ListLayout,
+    Lists,
+    SearchCounts,
+    attend_each,
+    attend_shown,
+    check_capacity,
+    check_retrieval,
+    default_retrieval,
+    fetch,
+    show,
+)
 from memstore.models.landmark.past import Past
 from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing

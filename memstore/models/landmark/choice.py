@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memstore.attention.landmark import Questions, memory_weights
-from memstore.memory.recorder import Array, Look
+from memstore.memory.trace_file import Array, Look
 from memstore.models.landmark.lists import Lists
 from memstore.models.landmark.tables import LayerBlocks
 from memstore.models.packing import Packing

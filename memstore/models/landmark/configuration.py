@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from memstore.attention.positions import Rotary
 from memstore.errors import InvalidArgument
-from memstore.models.checks import check_block_size, check_choices, check_sizes, preset
+from memstore.models.causal import check_block_size, check_choices, check_sizes, preset
 
 SIZES = (
     "vocab_size",

@@ -98,7 +98,7 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
         )
     config = AutoConfig.for_model(**inner.config.stock)
     with torch.device("meta"):
-        stock: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        stock: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # Its frequencies are no parameters, so nothing below would bring them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(inner.device)
     weights = inner.state_dict(keep_vars=True)

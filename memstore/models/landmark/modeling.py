@@ -12,26 +12,160 @@ behind them (``cache.py``). The same class, without landmarks, is the baselines 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from memstore.attention.positions import positional_jumps
+from memstore.attention.sliding import Window
 from memstore.errors import InvalidArgument
+from memstore.kernels import landmark_attention
 from memstore.models.causal import CausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.models.landmark.context_miss import gated_attention
 from memstore.models.landmark.layers import LandmarkSight, Layer, ResidualLinear, norm
 from memstore.models.landmark.past import Past, WindowCache
-from memstore.models.landmark.segments import Segments
-from memstore.models.landmark.sight import WholeStream
 from memstore.models.packing import Packing
 
 WITHOUT_LANDMARKS = 2**40
 """Tokens of a block where there are no landmarks: one that never ends."""
+
+
+class WholeStream:
+    """What the items of whole streams ``[B, M]`` see, without a cache: in training, and for short texts.
+
+    Positions are true: the place of an item in its row's stream, landmarks counted. Rows are filled up at their end,
+    where causal attention does not look, so no attention here needs a padding mask. Made once, used by every layer.
+    """
+
+    def __init__(
+        self, config: LandmarkConfig, packing: Packing, like: Tensor, *, ramp: float = 1.0, training: bool = False
+    ) -> None:
+        """``like`` has the type and the device of hidden states; ``ramp`` is that of ``landmark_attention``."""
+        self.config = config
+        self.ramp = ramp
+        self.controlled: Tensor | None = None
+        """``[B, M]``: landmarks under the context-miss token."""
+        rows, items = packing.rows, packing.items
+        positions = torch.arange(items, device=like.device)[None]
+        if config.attention == "landmark":
+            # Where a row is filled up it may have landmarks too: nothing real looks there.
+            at = torch.arange(items, device=like.device) % config.block_size == config.block_size - 1
+            self.is_landmark = at.expand(rows, -1)
+            if training and config.position_jump > 1:
+                positions = positional_jumps(self.is_landmark, config.position_jump)
+            if training and config.context_miss:
+                self.controlled = self.is_landmark & (torch.rand(rows, items, device=like.device) < self._share)
+        elif config.attention == "window":
+            self.window = Window(items, 0, config.window, dtype=like.dtype, device=like.device)
+        self.rotary = config.rotary
+        self.turns = self.rotary.turns(positions.unsqueeze(1), like.dtype)  # [B or 1, 1, M, D]
+        self.before = self.rotary.turns(torch.tensor(-1, device=like.device), like.dtype)
+
+    @property
+    def _share(self) -> float:
+        return self.config.context_miss_share
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - all layers are alike here
+        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions -> ``[B, H, M, D]``."""
+        q, k = self.rotary.rotate(q, self.turns), self.rotary.rotate(k, self.turns)
+        match self.config.attention:
+            case "landmark" if context_miss is not None:
+                gate = self.rotary.rotate(context_miss, self.before)
+                return gated_attention(q, k, v, self.is_landmark, gate, self.controlled, ramp=self.ramp)
+            case "landmark":
+                return landmark_attention(q, k, v, self.is_landmark, ramp=self.ramp)
+            case "full":
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            case "window":
+                return self.window.attend(q, k, v)
+            case _:
+                return beside_one_another(q, k, v, self.config.window)
+
+
+def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Transformer-XL (Dai et al. 2019): tokens see their window and, without gradient, the one before.
+
+    ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` -> ``[B, H, M, D]``. Memory grows with ``M * window``.
+    """
+    batch, _, items, _ = q.shape
+    count = -(-items // window)
+    q, k, v = (F.pad(x, (0, 0, 0, count * window - items)).unflatten(2, (count, window)) for x in (q, k, v))
+    k, v = (torch.cat([F.pad(x[:, :, :-1].detach(), (0, 0, 0, 0, 1, 0)), x], 3) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    place = torch.arange(window, device=q.device)
+    visible = torch.arange(2 * window, device=q.device) <= window + place[:, None]
+    exists = (torch.arange(count, device=q.device) > 0).repeat(batch)[:, None, None, None]
+    visible = visible & (exists | (torch.arange(2 * window, device=q.device) >= window))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
+    joined: Tensor = out.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
+    return joined[:, :, :items]
+
+
+# Cut by the tokens of each row, not by columns: a padded row gets the segments that it would get alone.
+class Segments:
+    """Tokens ``[B, T]`` segment by segment, and what was computed for each of them put back in place.
+
+    Rows are cut by their own tokens: a row with padding is cut as it would be alone.
+    """
+
+    def __init__(self, input_ids: Tensor, mask: Tensor | None, offsets: Sequence[int], size: int) -> None:
+        """``offsets``: tokens of each row that wait in its incomplete block. ``size``: tokens of a segment."""
+        rows, tokens = input_ids.shape
+        self.mask = None if mask is None or bool(mask.all()) else mask
+        self.ids, self.counts = input_ids, [tokens] * rows
+        if self.mask is not None:
+            self.ids = input_ids.gather(1, (~self.mask).byte().argsort(dim=1, stable=True))
+            self.counts = self.mask.sum(1).tolist()
+        self.offsets, self.size = list(offsets), size
+        self.uniform = self.mask is None and len(set(self.offsets)) == 1
+        self._spans: list[tuple[Tensor, Tensor]] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Ids ``[B, t]`` of one segment after the other, with a mask where rows differ."""
+        rows_end = [o + n for o, n in zip(self.offsets, self.counts, strict=True)]
+        for number in range(-(-max(rows_end) // self.size)):
+            starts, ends = (
+                [
+                    min(max((number + step) * self.size - o, 0), n)
+                    for o, n in zip(self.offsets, self.counts, strict=True)
+                ]
+                for step in (0, 1)
+            )
+            if self.uniform:
+                yield self.ids[:, starts[0] : ends[0]], None
+                continue
+            first, last = (torch.tensor(each, device=self.ids.device)[:, None] for each in (starts, ends))
+            width = max(end - start for start, end in zip(starts, ends, strict=True))
+            at = first + torch.arange(width, device=self.ids.device)
+            there = at < last
+            self._spans.append((torch.where(there, at, self.ids.shape[1]), there))
+            yield self.ids.gather(1, at.clamp(max=self.ids.shape[1] - 1)), there
+
+    def _cut(self, place: int) -> list[int]:
+        """How many tokens of each row come before ``place``, counted from the beginning of its incomplete block."""
+        return [min(max(place - offset, 0), count) for offset, count in zip(self.offsets, self.counts, strict=True)]
+
+    def joined(self, pieces: list[Tensor]) -> Tensor:
+        """What was computed for each segment, ``[B, t, d]``, as ``[B, T, d]``; zeros for padding."""
+        if self.uniform:
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        rows, tokens = self.ids.shape
+        out = pieces[0].new_zeros(rows, tokens + 1, pieces[0].shape[-1])
+        for piece, (at, _) in zip(pieces, self._spans, strict=True):
+            out = out.scatter(1, at.unsqueeze(-1).expand_as(piece), piece)
+        out = out[:, :tokens]
+        if self.mask is None:
+            return out
+        rank = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        placed = out.gather(1, rank.unsqueeze(-1).expand(-1, -1, out.shape[-1]))
+        return placed * self.mask.unsqueeze(-1)
 
 
 @dataclass

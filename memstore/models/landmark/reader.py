@@ -18,22 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec, Recorder, Retrieval
+from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.search import Match, best, check_layer
 from memstore.memory.urls import Mode
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choosing import SearchCounts, check_capacity, check_retrieval, default_retrieval
+from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.models.landmark.lists import SearchCounts, check_capacity, check_retrieval, default_retrieval
 from memstore.models.landmark.modeling import LandmarkForCausalLM
-from memstore.models.landmark.search import scores
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
 from memstore.readers.kinds import LANDMARK
-from memstore.readers.observer import Origin, Recording
-from memstore.readers.reader import Job, Place
+from memstore.readers.observer import Choices, Origin, Recording
+from memstore.readers.reader import Job, Place, evaluating
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -131,7 +132,7 @@ class LandmarkReader(CacheReader):
         cache is ``LandmarkCache.asked``."""
 
     @classmethod
-    def usual(cls, model: LandmarkForCausalLM) -> Retrieval:
+    def usual(cls, model: LandmarkForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
         """See ``Reader``."""
         return default_retrieval(model.config)
 
@@ -178,15 +179,27 @@ class LandmarkReader(CacheReader):
         }
 
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
-        """By the part of a head's attention to landmarks that a block gets; in one layer, or the most of any."""
+        """A block's score is the largest part of its softmax over landmarks that any head gives it at the last token.
+
+        That is the token that would choose blocks for the first word of an answer. In one layer, or in all.
+        """
         if layer is not None:
             check_layer(self.memory, layer)
         if self.retrieval.top_k == "all":
             raise InvalidArgument("with top_k='all' nothing is chosen; make the reader with a number to search")
-        blocks = self.document.complete_blocks
-        found = scores(self.model, self.cache(), tokens, blocks, layer)
-        seen = found > 0
-        return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], found[seen])], top_k)
+        blocks, cache = self.document.complete_blocks, self.cache()
+        given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows, *choice.weights()))
+        cache.observers.append(given)
+        with evaluating(self.model):
+            self.model(tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
+        scores = torch.zeros(len(blocks))  # 0 for blocks of the segment in hand: those are seen without being chosen
+        for number, ending, weights, places in given:
+            if ending and layer in (None, number):  # what ends before the text's last token does not count
+                mine = (places >= blocks.start) & (places < blocks.stop)
+                at = (places[mine] - blocks.start).cpu()
+                scores[at] = torch.maximum(scores[at], weights[:, mine].amax(0).float().cpu())
+        found = scores > 0
+        return best([(self.document, torch.arange(blocks.start, blocks.stop)[found], scores[found])], top_k)
 
     def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> LandmarkCache:
         """A cache at the end of the document."""
@@ -202,7 +215,7 @@ class LandmarkReader(CacheReader):
         if waiting:
             local = list(range(blocks, -(-count // text)))
             for layer in range(config.num_hidden_layers):
-                states = document.layer(layer).gather(local)
+                states = document.layer(layer).gather(local, device=like.device)
                 keys, values = (states[name].to(like) for name in ("k", "v"))
                 cache.put_local(layer, keys, values, waiting + waiting // text)
             cache.resume(waiting)

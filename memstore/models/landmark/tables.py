@@ -227,13 +227,14 @@ class DocumentBlocks(LayerBlocks):
     def _read(self, blocks: list[int]) -> BlockStates:
         like, sound = self.own.like, None
         try:
-            states = self._view.gather(blocks)
+            states = self._view.gather(blocks, device=like.device)
         except DamagedError:
             if self._on_error == "raise":
                 raise
             whole = self._view.sound(blocks)
             sound = torch.isin(torch.tensor(blocks), torch.tensor(whole, dtype=torch.int64))
-            states = {name: _filled(x, sound) for name, x in self._view.gather(whole).items()}
+            read = self._view.gather(whole, device=like.device)
+            states = {name: _filled(x, sound.to(x.device)) for name, x in read.items()}
         keys, values = (states[name].to(like.device, like.dtype) for name in ("k", "v"))
         return BlockStates(keys, values, None if sound is None else sound.to(like.device))
 
@@ -320,7 +321,7 @@ def document_table(
         own = TensorBlocks(rows, first)
         view = document.layer(number)
         if stop > first:
-            states = view.gather(list(range(first, stop)))
+            states = view.gather(list(range(first, stop)), device=like.device)
             keys, values = (states[name].to(like.device, like.dtype).expand(rows, -1, -1, -1, -1) for name in "kv")
             own.extend(torch.arange(rows), keys, values)
         layers.append(DocumentBlocks(view, start, own, on_error=on_error))

@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from memstore.attention.knn import KNNAttention, Neighbours
+from memstore.attention.knn import Neighbours
 from memstore.attention.knn_stored import StoredTokens
-from memstore.memory.recorder import TIERS, Array, Look
+from memstore.memory.trace_file import TIERS, Array, Look
 from memstore.readers.observer import Choice, Draft, Looks, Origin, numbers
 
 OWN = TIERS.index("own")
@@ -34,6 +34,13 @@ class Tokens(Protocol):
         """The place of each in the text, -1 for nothing."""
 
 
+class Weighing(Protocol):
+    """A layer that looks tokens up: ``KNNAttention``, or the one of a stock model."""
+
+    def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:
+        """Scores and weights ``[B, H, T, K]`` of what was found."""
+
+
 @dataclass(eq=False)
 class KNNChoice(Choice):
     """The tokens that the layer with the memory found for one segment."""
@@ -42,7 +49,7 @@ class KNNChoice(Choice):
     rows: Sequence[int]
     last: Sequence[int]
     """Where the last token of each row stands in the segment."""
-    attention: KNNAttention
+    attention: Weighing
     queries: Tensor
     """``[B, H, T, D]``, of length 1."""
     keys: Tensor

@@ -17,8 +17,9 @@ from torch import Tensor
 from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec, Recorder, Retrieval
+from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.search import Match, search_vectors
 from memstore.memory.urls import Mode
@@ -107,7 +108,10 @@ class MemorizingReader(CacheReader):
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
-        memory = DocumentTokens(self.document, rows, self.model)
+        config = self.model.config
+        own = max(config.memory_size, config.window)
+        sizes = (config.num_key_value_heads, own, config.head_dim)
+        memory = DocumentTokens(self.document, rows, *sizes, like=self.model)
         cache = MemorizingCache(self.model.config, rows, memory)
         cache.origin = Origin(self.document, self.model.device)
         if trace is not None:
@@ -155,12 +159,10 @@ class MemorizingReader(CacheReader):
 class DocumentTokens:
     """The tokens of a document that all rows share, then tokens of each row's own, which are in no store."""
 
-    def __init__(self, document: Document, rows: int, model: MemorizingForCausalLM) -> None:
-        """``model``: what says how large its keys are."""
-        config = model.config
+    def __init__(self, document: Document, rows: int, groups: int, capacity: int, dim: int, *, like: Any) -> None:
+        """``groups`` key-value heads of size ``dim``, ``capacity`` own tokens; ``like``: the model."""
         self.stored = StoredTokens([document] * rows)
-        sizes = (rows, config.num_key_value_heads, max(config.memory_size, config.window), config.head_dim)
-        self.own = RecentTokens(*sizes, dtype=model.dtype, device=model.device)
+        self.own = RecentTokens(rows, groups, capacity, dim, dtype=like.dtype, device=like.device)
         self.begun = 0.0
         """When the last search began."""
         self._split = 0
@@ -187,6 +189,19 @@ class DocumentTokens:
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """See ``RecentTokens``; the document does not change."""
         self.own.append(tokens, keys, values)
+
+    @property
+    def added(self) -> list[int]:
+        """Own tokens that each row was given."""
+        return self.own.added
+
+    def reorder(self, rows: Tensor) -> None:
+        """See ``RecentTokens``: all rows share the document."""
+        self.own.reorder(rows)
+
+    def clear(self, row: int) -> None:
+        """See ``RecentTokens``; the document does not change."""
+        self.own.clear(row)
 
 
 @torch.no_grad()

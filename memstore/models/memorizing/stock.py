@@ -15,6 +15,8 @@ else of the layer begins to learn as soon as its gate has moved. The gate may be
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from memstore.attention.knn import Neighbours, States, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.layers import merged
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
 from memstore.kernels.knn_attention import knn_attention
-from memstore.models.checks import check_sizes
+from memstore.models.causal import check_sizes
+from memstore.models.memorizing.reader import DocumentTokens
 
 NAME = "knn_memory"
 """What the memory is called in its layer, and its settings in the configuration of the model."""
@@ -41,10 +45,14 @@ REORDERS = "_reorder_cache"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+class _Enough(Exception):
+    """Ends a forward pass whose first layers were all that was wanted."""
+
+
 class KNNMemory(nn.Module):
     """The gate, the scale and the memory that ``add_knn_memory`` puts into an attention layer."""
 
-    memory: RecentTokens | None
+    memory: RecentTokens | DocumentTokens | None
     """What can be found; None before the first call."""
 
     def __init__(self, heads: int, groups: int, dim: int, *, memory_size: int, top_k: int) -> None:
@@ -58,7 +66,13 @@ class KNNMemory(nn.Module):
         self.scale = nn.Parameter(torch.zeros(heads))
         """The logarithm of the factor on the model's own scores, of each head."""
         self.memory = None
+        self.beginning: Callable[[int], DocumentTokens] | None = None
+        """Makes what so many rows can find from their first call on; None: nothing."""
+        self.found: Callable[..., None] | None = None
+        """Told what was found in each call; see ``KNNChoice``."""
         self._kept: Tensor
+        self._shown: Tensor
+        self._around: list[nn.Module] = []  # its layer; in a list, since it is no part of this module
         self._seen: dict[str, Tensor] = {}
         self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
@@ -69,10 +83,11 @@ class KNNMemory(nn.Module):
 
         Raises ``InvalidArgument`` for a row that is not there.
         """
-        self._store()
         if row is None:
-            self.memory, self._given = None, 0
-        elif self.memory is not None:
+            self.memory, self._waiting, self._given = None, None, 0
+            return
+        self._store()
+        if self.memory is not None:
             self.memory.clear(row)
 
     def reorder(self, rows: Tensor) -> None:
@@ -84,6 +99,10 @@ class KNNMemory(nn.Module):
     def remembered(self) -> dict[str, Tensor]:
         """All that can be found, as tensors; nothing before the first call."""
         self._store()
+        if isinstance(self.memory, DocumentTokens):
+            raise InvalidArgument(
+                "what a model with an attached memory can find is in the memory: leave that block first"
+            )
         return {} if self.memory is None else self.memory.state_dict()
 
     def remember(self, state: dict[str, Tensor]) -> None:
@@ -101,9 +120,47 @@ class KNNMemory(nn.Module):
         self.memory = RecentTokens(rows, groups, capacity, dim, dtype=keys.dtype, device=self.gate.device)
         self.memory.load_state_dict(state)
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Forget everything, and what finds and tells, for the length of a ``with`` block."""
+        self._store()
+        before, self.memory, self._given = (self.memory, self._given), None, 0
+        try:
+            yield
+        finally:
+            self.clear()
+            self.beginning = self.found = None
+            self.memory, self._given = before
+
+    def states(self, model: nn.Module, tokens: Tensor) -> States:
+        """Keys and values ``[1, G, n, D]`` of ``tokens [n]``, read by themselves; ``model`` runs up to this layer."""
+        seen: dict[str, Tensor] = {}
+
+        def enough(*_: object) -> None:
+            seen.update(self._seen)
+            self._seen.clear()
+            raise _Enough
+
+        attention: Any = self._around[0]
+        handle = attention.o_proj.register_forward_pre_hook(enough, prepend=True)
+        try:
+            model(tokens[None].to(self.gate.device), use_cache=False)
+        except _Enough:
+            pass
+        finally:
+            handle.remove()
+        keys, values = (_split(seen[name], self.groups) for name in PROJECTIONS[1:3])
+        return keys, values
+
+    def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the window has a softmax of its own
+        """As that of ``KNNAttention``: scores of what was found and its parts of the output; gates may be negative."""
+        scores = (self.scale.exp() * self.dim**-0.5)[:, None, None] * products(q, found.keys, found.ids)
+        return scores, scores.softmax(-1).nan_to_num() * self.gate.tanh()[:, None, None]
+
     def place(self, model: nn.Module, attention: nn.Module) -> None:
         """Put it into ``attention``, a layer of ``model``."""
         attention.register_module(NAME, self)
+        self._around.append(attention)
         self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for name in PROJECTIONS[:3]:
             self._handles.append(getattr(attention, name).register_forward_hook(partial(self._keep, name)))
@@ -116,6 +173,7 @@ class KNNMemory(nn.Module):
             handle.remove()
         delattr(attention, NAME)
         delattr(model, REORDERS)
+        self._around.clear()
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
         """A call begins: what the one before has read can be found from now on, its backward pass being over."""
@@ -133,6 +191,7 @@ class KNNMemory(nn.Module):
             self._kept = mask[:, -ids.shape[1] :].bool()
         else:
             self._kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        self._shown = self._kept
         past = named.get("past_key_values")
         self._before = 0 if past is None else int(past.get_seq_length())
         if 0 < self._before < self._given:
@@ -162,14 +221,23 @@ class KNNMemory(nn.Module):
         q = _split(self._seen["q_proj"], self.heads)
         k, v = (_split(self._seen[name], self.groups).detach() for name in PROJECTIONS[1:3])
         self._seen.clear()
-        if not self.memory_size:
+        if not self.memory_size and self.beginning is None:
             return (heads,)
         self._waiting = (k, v, self._kept)
         self._given = self._before + k.shape[2]
         if self.memory is None:
             rows, groups, _, dim = k.shape
-            self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
-        found = self.memory.search(q.detach(), self.top_k)
+            if self.beginning is not None:
+                self.memory = self.beginning(rows)
+            else:
+                self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
+        found = Neighbours(
+            *(x.to(k) if x.is_floating_point() else x for x in self.memory.search(q.detach(), self.top_k))
+        )
+        if self.found is not None:
+            last = [int(row.nonzero()[-1]) if bool(row.any()) else 0 for row in self._shown]
+            seen = {"queries": q.detach(), "keys": k[:, :, :0], "mask": q.new_zeros(1, self.heads, q.shape[2], 0)}
+            self.found(rows=range(len(q)), last=last, found=found, memory=self.memory, **seen)
         far = knn_attention(q, *found, scale=(self.scale.exp() * q.shape[-1] ** -0.5).to(q.dtype))
         part = self.gate.tanh().to(q.dtype)[:, None, None] * (found.ids[..., :1] >= 0)
         local = _split(heads, self.heads)

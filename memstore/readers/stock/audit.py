@@ -24,11 +24,11 @@ from torch import Tensor
 from memstore.attention import place
 from memstore.errors import InvalidArgument
 from memstore.memory import Document
-from memstore.memory.ingest import progress_bar
+from memstore.progress import progress_bar
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
-from memstore.readers.stock.attached import StockReader
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
+from memstore.readers.stock.reader import StockReader
 from memstore.readers.stock.visible import Candidates
 
 READ = 256

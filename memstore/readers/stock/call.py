@@ -20,11 +20,10 @@ from memstore.attention import Placement, place
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
 from memstore.readers.observer import Choice, Observer
-from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.draft import BlockList, StockDraft
-from memstore.readers.stock.rotary import CosSin, LayerRotary
+from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
+from memstore.readers.stock.draft import StockDraft, TraceEntry
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
-from memstore.readers.stock.visible import Candidates, States, Visible, gather
+from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
 
 if TYPE_CHECKING:
     from memstore.memory import Document
@@ -41,15 +40,18 @@ class Call:
     def __init__(
         self,
         selection: Selection,
-        seen: Visible,
-        states: Callable[[int, range], States],
+        seen: Visible = NOTHING,
+        states: Callable[[int, range], States] | None = None,
         *,
         reading: bool = False,
         retrieve: bool = True,
         observers: Sequence[Observer] = (),
-        trace: deque[BlockList] | None = None,
+        trace: deque[TraceEntry] | None = None,
     ) -> None:
-        """``observers`` are told what every layer retrieves; lists that were searched for go into ``trace``."""
+        """``states`` reads those of tokens of ``seen``; without them the call sees no memory.
+
+        ``observers`` are told what every layer retrieves; lists that were searched for go into ``trace``.
+        """
         self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
         self.room = 0 if reading else ROOM
         self.candidates = seen.candidates if retrieve else Candidates(())
@@ -64,6 +66,9 @@ class Call:
         self.tokens = 0
         self.chosen_at: int | None = None
         self.last_chosen: CandidateLists | None = None
+        self.query: Tensor | None = None
+        self.by_query: CandidateLists | None = None
+        """What ``query`` chooses."""
         self.padding: Tensor | None = None
         self.codes: dict[int, Tensor] = {}
         self._memo: dict[object, Any] = {}
@@ -281,6 +286,7 @@ class Call:
         return positions
 
     def _run(self, plan: LayerPlan, tokens: range) -> States:
+        assert self.states is not None, "what is visible has states"
         keys, values = self.states(plan.index, tokens)  # [G, n, D]
         return keys[None, :, None], values[None, :, None]
 
@@ -605,7 +611,7 @@ class StockChoice(Choice):
             gather_us=self.gather_us,
         )
 
-    def lists(self) -> list[BlockList]:
+    def lists(self) -> list[TraceEntry]:
         """The lists, one for each document that has a block in it."""
         call, chosen = self.states.call, self.states.chosen
         assert chosen is not None, "something was fetched of it"
@@ -619,5 +625,5 @@ class StockChoice(Choice):
                     blocks, values = parts.setdefault(document, ([], []))
                     blocks.append(block)
                     values.append(score)
-                found += [BlockList(each.name, *part, step, row, self.layer, head) for each, part in parts.items()]
+                found += [TraceEntry(each.name, *part, step, row, self.layer, head) for each, part in parts.items()]
         return found

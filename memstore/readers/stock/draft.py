@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.block_attention.reference import masked_scores
-from memstore.memory.recorder import TIERS, Array, Look
+from memstore.memory.trace_file import TIERS, Array, Look
 from memstore.readers.observer import Draft
 from memstore.readers.stock.selection import FetchedList
 from memstore.readers.stock.visible import Candidates
 
 
-class BlockList(NamedTuple):
+class TraceEntry(NamedTuple):
     """The blocks of one document in one list that was chosen."""
 
     document: str

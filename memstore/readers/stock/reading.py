@@ -8,21 +8,21 @@ closing the memory in between, computes the same states.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import deque
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention import sub_block_means
+from memstore.memory import Document, MemorySpec
 from memstore.memory.tensors import as_stored
 from memstore.readers.reader import Job
 from memstore.readers.stock.call import Call
-from memstore.readers.stock.recent import RecentCodes, RecentStates
-from memstore.readers.stock.visible import Source, as_blocks, as_tokens, visible
-
-if TYPE_CHECKING:
-    from memstore.readers.stock.attached import StockReader
+from memstore.readers.stock.draft import TraceEntry
+from memstore.readers.stock.hooks import Hooks
+from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
 
 
 class Made(NamedTuple):
@@ -37,15 +37,26 @@ class Made(NamedTuple):
 class SegmentReading:
     """The state of reading one document."""
 
-    def __init__(self, attached: StockReader, job: Job) -> None:
-        self.attached, self.job, self.document = attached, job, job.document
-        self.spec = attached.memories[0].spec
-        self.selection = attached.selection
+    def __init__(
+        self,
+        hooks: Hooks,
+        job: Job,
+        spec: MemorySpec,
+        *,
+        window: int,
+        sink: int,
+        segment: int,
+        trace: deque[TraceEntry],
+    ) -> None:
+        """Lists that are chosen for a segment go into ``trace``."""
+        self.hooks, self.job, self.document, self.spec = hooks, job, job.document, spec
+        self.window, self.sink, self.segment, self.trace = window, sink, segment, trace
+        self.selection = hooks.selection
         self.tokens = len(job.document)
         self._last_logits: Tensor | None = None
-        sliding = [plan.sliding or 0 for plan in attached.architecture.layers if plan.local]
+        sliding = [plan.sliding or 0 for plan in hooks.architecture.layers if plan.local]
         span = self.selection.retrieval.span
-        keep = max([attached.window, span, *sliding]) + attached.segment + self.spec.block_size
+        keep = max([window, span, *sliding]) + segment + self.spec.block_size
         self.states = RecentStates(job.document, self.spec.block_size, keep=keep)
         self.codes = {
             layer: RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
@@ -67,21 +78,19 @@ class SegmentReading:
     def compute(self, tokens: Tensor) -> Made:
         """Read the next ``tokens [T]``, which lie within one segment."""
         tokens = tokens.long()
-        begin = self.tokens // self.attached.segment * self.attached.segment
+        begin = self.tokens // self.segment * self.segment
         seen = visible(
-            [Source(self.document, 0)],
+            [AttachedDocument(self.document, 0)],
             self.spec.block_size,
             tokens=self.tokens,
             start=begin,
-            sink=self.attached.sink,
-            window=self.attached.window,
+            sink=self.sink,
+            window=self.window,
         )
-        call = Call(
-            self.selection, seen, self.states.read, reading=True, retrieve=self.job.retrieve, trace=self.attached.trace
-        )
+        call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.job.retrieve, trace=self.trace)
         if call.routed and not self.selection.by_layer:
             self._choose(call, begin)
-        logits = self.attached.forward(call, tokens, logits=self._scores(len(tokens)))
+        logits = self.hooks.forward(call, tokens, logits=self._scores(len(tokens)))
         self._score(tokens, logits)
         self._keep(call)
         call.release()
@@ -156,3 +165,79 @@ class SegmentReading:
         )
         first = self.tokens + len(tokens) - len(nll)
         self.job.nll.append(nll[max(0, self.job.score_from - first) :].cpu())
+
+
+class RecentStates(DocumentStates):
+    """States of the last tokens of a document; what is older comes from the store."""
+
+    def __init__(self, document: Document, block_size: int, *, keep: int) -> None:
+        super().__init__(document, block_size)
+        self.keep = keep
+        self.start: dict[int, int] = {}
+        self.runs: dict[int, States] = {}
+        self._older: dict[tuple[int, range], States] = {}
+
+    def read(self, layer: int, tokens: range) -> States:
+        """Keys and values ``[G, n, D]`` of ``tokens``."""
+        if layer in self.runs and tokens.start >= self.start[layer]:
+            first = tokens.start - self.start[layer]
+            keys, values = self.runs[layer]
+            return keys[:, first : first + len(tokens)], values[:, first : first + len(tokens)]
+        if (layer, tokens) not in self._older:
+            # What is asked for again and again is the sink; anything else here is asked for once, after reopening.
+            self._older = {key: states for key, states in self._older.items() if key[0] != layer}
+            self._older[layer, tokens] = super().read(layer, tokens)
+        return self._older[layer, tokens]
+
+    def load(self, layer: int, tokens: int) -> None:
+        """Fetch the states of the last tokens of a document of ``tokens`` tokens."""
+        first = max(self.document.blocks.start, (tokens - self.keep) // self.block_size) * self.block_size
+        if first < tokens:
+            self.start[layer], self.runs[layer] = first, super().read(layer, range(first, tokens))
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
+        """Add states ``[G, n, D]`` of the tokens from ``at`` on; only the most recent ones are kept."""
+        if layer in self.runs:
+            before = self.runs[layer]
+            keys, values = torch.cat((before[0], keys), 1), torch.cat((before[1], values), 1)
+            at = self.start[layer]
+        excess = max(0, keys.shape[1] - self.keep) // self.block_size * self.block_size
+        self.start[layer] = at + excess
+        self.runs[layer] = (keys[:, excess:].contiguous(), values[:, excess:].contiguous())
+
+    def replace(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
+        """Put states ``[G, n, D]`` in the place of those of the tokens from ``at`` on."""
+        first = at - self.start[layer]
+        after = first + keys.shape[1]
+        old_keys, old_values = self.runs[layer]
+        self.runs[layer] = (
+            torch.cat((old_keys[:, :first], keys, old_keys[:, after:]), 1),
+            torch.cat((old_values[:, :first], values, old_values[:, after:]), 1),
+        )
+
+
+class RecentCodes:
+    """The routing codes of the last tokens, rounded to what the memory stores, so that reopening changes nothing."""
+
+    def __init__(self, *, keep: int, bits: bool) -> None:
+        self.keep, self.bits = keep, bits
+        self.start = 0
+        self.codes: Tensor | None = None
+
+    def extend(self, codes: Tensor, *, at: int) -> None:
+        """Add codes ``[n, dim]`` of the tokens from ``at`` on."""
+        if self.bits:
+            codes = torch.where(codes > 0, 1.0, -1.0)
+        if self.codes is None:
+            self.start = at
+        else:
+            codes = torch.cat((self.codes, codes))
+        excess = max(0, len(codes) - self.keep)
+        self.start, self.codes = self.start + excess, codes[excess:]
+
+    def read(self, tokens: range) -> Tensor:
+        """Codes ``[n, dim]`` of ``tokens``, as far as they are kept."""
+        first = max(0, tokens.start)  # the beginning of a document has fewer tokens than choose together
+        assert self.codes is not None
+        assert first >= self.start, "codes were asked for that are not kept"
+        return self.codes[first - self.start : tokens.stop - self.start]

@@ -5,15 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
+from memstore.attention.retrieval import Retrieval
 from memstore.attention.routing import best_inherited, inherited
-from memstore.memory.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, LayerPlan
 from memstore.readers.stock.visible import Candidates
+from memstore.readers.stock.words import DocumentWords
+
+SAMPLE_TOKENS = 2048
+"""Tokens of the document, and as many of general text: a document that repeats itself must not decide alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +71,18 @@ class Selection:
     """Chooses candidates by number; knows nothing of states and positions."""
 
     def __init__(
-        self, architecture: Architecture, retrieval: Retrieval, block_size: int, index_layers: Sequence[int]
+        self,
+        architecture: Architecture,
+        retrieval: Retrieval,
+        block_size: int,
+        index_layers: Sequence[int],
+        tokenizer: Any = None,
     ) -> None:
         self.architecture, self.retrieval, self.block_size = architecture, retrieval, block_size
         self.index_layers = tuple(index_layers)
         self.routers: dict[int, list[Router]] = {}
         """Of each routing layer, one for each memory."""
+        self.words = DocumentWords(tokenizer)
         self.search_seconds = 0.0
         """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
@@ -109,10 +120,15 @@ class Selection:
         on_cpu = hidden.detach().cpu()
         return torch.stack([router.encode(on_cpu) for router in self.routers[layer]], dim=2)
 
-    def route(self, candidates: Candidates, layer: int, rows: Sequence[Tensor]) -> CandidateLists:
-        """One list for all layers from each row's query codes ``[t, memories, dim]``."""
+    def route(
+        self, candidates: Candidates, layer: int, rows: Sequence[Tensor], query: Tensor | None = None
+    ) -> CandidateLists:
+        """One list for all layers from each row's query codes ``[t, memories, dim]``.
+
+        ``query [n]``: the tokens, where they are words that somebody asks with; see ``Retrieval.words``.
+        """
         begun = time.perf_counter()
-        lists = [self._route_row(candidates, layer, codes) for codes in rows]
+        lists = [self._route_row(candidates, layer, codes, query) for codes in rows]
         return self._chosen(lists, begun)
 
     def _chosen(self, lists: list[tuple[Tensor, Tensor]], begun: float) -> CandidateLists:
@@ -121,11 +137,14 @@ class Selection:
         self.search_seconds += time.perf_counter() - begun
         return CandidateLists(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
 
-    def _route_row(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._pruned(candidates, layer, codes)
-        numbers, best = (
-            choose(self.routed(candidates, layer, codes), self.slots(candidates)) if found is None else found
-        )
+    def _route_row(
+        self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        # Words may lift any block, so where they vote every block is scored.
+        found = None if query is not None and self.retrieval.words else self._pruned(candidates, layer, codes)
+        if found is None:
+            found = choose(self.routed(candidates, layer, codes, query), self.slots(candidates))
+        numbers, best = found
         return numbers[None], best[None]
 
     # Two looks choose 0.96 of the eight blocks that all scores choose among a million codes: another answer now and
@@ -150,12 +169,15 @@ class Selection:
         """Those of the query codes ``[t, ...]`` that choose."""
         return codes if self.retrieval.query == "all" else codes[-self.retrieval.span :]
 
-    def routed(self, candidates: Candidates, layer: int, codes: Tensor) -> Tensor:
-        """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``."""
+    def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
+        """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
         scores = candidates.score(layer, [each[None] for each in codes.unbind(1)])[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
-        return inherited(blocks, candidates.consecutive())
+        by_states = inherited(blocks, candidates.consecutive())
+        if query is None or not options.words:
+            return by_states
+        return by_states + options.words * self.words.score(candidates, query)
 
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
@@ -174,3 +196,27 @@ class Selection:
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
             chosen.append((numbers, best))
         return self._chosen(chosen, begun)
+
+
+def router_samples(tokens: Tensor, tokenizer: Any, vocabulary: int) -> list[Tensor]:
+    """What a router is fitted to, each ``[n]``: the beginning of the document ``tokens``, and general text."""
+    general = general_sample(tokenizer, vocabulary)
+    # A shorter beginning would make the router depend on how the text is cut into calls.
+    return [tokens[:SAMPLE_TOKENS], general] if len(tokens) >= SAMPLE_TOKENS else [general]
+
+
+def general_sample(tokenizer: Any, vocabulary: int) -> Tensor:
+    """Tokens of English prose that every Python carries, its language reference; random ids without a tokenizer."""
+    text = "" if tokenizer is None else _language_reference()
+    if not text:
+        return torch.randint(vocabulary, (SAMPLE_TOKENS,), generator=torch.Generator().manual_seed(0))
+    ids: Tensor = torch.as_tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:SAMPLE_TOKENS])
+    return ids
+
+
+def _language_reference() -> str:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions of Python leave it out
+        return ""
+    return "\n".join(str(topics[name]) for name in sorted(topics))[:40_000]

@@ -16,7 +16,7 @@ States = tuple[Tensor, Tensor]
 """Position-free keys and values."""
 
 
-class Source(NamedTuple):
+class AttachedDocument(NamedTuple):
     """A document, and the number of the memory that it is in."""
 
     document: Document
@@ -27,7 +27,7 @@ class Source(NamedTuple):
 class Candidates:
     """The blocks that may be retrieved, numbered 0..N-1 over one or several documents."""
 
-    parts: tuple[tuple[Source, range], ...]
+    parts: tuple[tuple[AttachedDocument, range], ...]
 
     def __len__(self) -> int:
         return sum(len(blocks) for _, blocks in self.parts)
@@ -115,9 +115,14 @@ class Visible:
         return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
 
 
+NOTHING = Visible(range(0), Candidates(()), range(0))
+
+
 # Of several documents the last one is continued: its sink and window are seen. Of the others complete blocks are
 # searched, so up to `block_size - 1` tokens at their end cannot be found.
-def visible(sources: Sequence[Source], block_size: int, *, tokens: int, start: int, sink: int, window: int) -> Visible:
+def visible(
+    sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int
+) -> Visible:
     """What a call sees that continues the last of ``sources`` after ``tokens`` tokens.
 
     ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment

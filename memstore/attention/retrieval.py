@@ -1,0 +1,89 @@
+"""How blocks are chosen: the options that every method of retrieval takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from memstore.errors import InvalidArgument
+
+Share = Literal["none", "group", "layer", "model"]
+Positions = Literal["stingy", "true", "clamped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """How many blocks are retrieved, how often, for whom, and where they are placed.
+
+    Attributes:
+        top_k: Blocks in a list. ``"all"`` attends to everything stored: exact, and as slow as full attention.
+        every: Tokens between two choices while generating. ``"segment"`` chooses once per prompt and keeps the list
+            while answering; 1 chooses for every token. (While reading, a list is chosen at the start of each segment.)
+        share: Who shares one list: all layers, a layer, the query heads of a key-value head, or nobody.
+        share_tokens: Whether the tokens that a model processes together share one list. False lets each token choose
+            for itself (``every=1``), or the first one for those that follow it. Only landmark models can do without.
+        threshold: Weight of the context-miss token below which nothing is retrieved, from 0 to 1; None retrieves
+            always. For landmark models that were trained with one.
+        pool: ``share="model"``: a block's score is that of its best (or mean) group of ``span`` query tokens.
+            Otherwise: the score of its best (or mean) query token.
+        span: Query tokens that choose together. Pooling over hundreds of tokens loses what a question asks for.
+        query: Which tokens of a prompt choose: the last ``span`` ones, or all of them, in groups of ``span``.
+        words: ``share="model"``: how much the words count that a query and a block have in common: a factor of their
+            BM25 score, which is added to that of the states where they have more than a little in common. 0 leaves
+            words out. Only where somebody asks in words: ``generate(query=...)`` and ``search``.
+        passes: 2 reads a prompt twice: the first pass chooses, at the last layer that has landmarks; the second
+            attends.
+        positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
+            were, or there but never further away than the model was trained for.
+        order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small
+            model that has fetched several similar passages believes the nearest. Landmark models always take the order
+            of time.
+        on_error: What happens to a prompt or its answer when a chosen block cannot be read: an error, or the block is
+            left out, counted and logged once. While a text is read it is always an error, for what is computed then is
+            kept.
+    """
+
+    top_k: int | Literal["all"] = 8
+    every: int | Literal["segment"] = "segment"
+    share: Share = "model"
+    share_tokens: bool = True
+    threshold: float | None = None
+    pool: Literal["max", "mean"] = "max"
+    span: int = 32
+    query: Literal["last", "all"] = "last"
+    words: float = 2.0
+    passes: Literal[1, 2] = 1
+    positions: Positions = "stingy"
+    order: Literal["score", "time"] = "score"
+    on_error: Literal["raise", "miss"] = "raise"
+
+    def __post_init__(self) -> None:
+        self._positive("top_k", "all")
+        self._positive("every", "segment")
+        self._positive("span")
+        self._one_of("share", ("none", "group", "layer", "model"))
+        self._one_of("share_tokens", (True, False))
+        self._one_of("pool", ("max", "mean"))
+        self._one_of("query", ("last", "all"))
+        if isinstance(self.words, bool) or not isinstance(self.words, int | float) or not 0 <= self.words < math.inf:
+            raise InvalidArgument(f"Retrieval.words must be a number of at least 0, got {self.words!r}")
+        self._one_of("passes", (1, 2))
+        self._one_of("positions", ("stingy", "true", "clamped"))
+        self._one_of("order", ("score", "time"))
+        self._one_of("on_error", ("raise", "miss"))
+        value = self.threshold
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
+            raise InvalidArgument(f"Retrieval.threshold must be a number from 0 to 1 or None, got {value!r}")
+
+    def _positive(self, name: str, *words: str) -> None:
+        value = getattr(self, name)
+        if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return
+        expected = " or ".join(["a whole number of at least 1", *(repr(word) for word in words)])
+        raise InvalidArgument(f"Retrieval.{name} must be {expected}, got {value!r}")
+
+    def _one_of(self, name: str, allowed: tuple[object, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise InvalidArgument(f"Retrieval.{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

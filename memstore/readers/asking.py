@@ -1,0 +1,288 @@
+"""A question to a memory: put as the model was tuned to be asked, and an answer that knows its sources.
+
+``Reader.ask`` makes an ``Answer``, ``Reader.chat`` a conversation of them. How a model wants to be spoken to is in its
+chat template; a ``Template`` is it, cut where people's words go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from memstore.attention.retrieval import Retrieval
+from memstore.errors import InvalidArgument, NotFound
+from memstore.memory import Traces
+from memstore.readers.kinds import encode
+from memstore.readers.options import OPTIONS
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, Memory, Recorder
+    from memstore.readers.kinds import Kind
+
+INSTRUCTION = "Answer from what you have read, in a few words. If it does not say, answer that you do not know."
+"""The system prompt of a question, unless said otherwise."""
+TELL = Callable[[str], object]
+_WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
+"""Stand for people's words while a template is cut: ordinary letters, which no template changes."""
+
+
+class Asker(Protocol):
+    """What is needed of a reader to ask its model; a ``Reader`` is one."""
+
+    model: Any
+    tokenizer: Any
+    kind: ClassVar[Kind]
+    several: ClassVar[bool]
+    retrieval: Retrieval
+    names: list[str] | None
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that is read into."""
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """All memories."""
+
+    def generate(self, text: torch.Tensor, **options: Any) -> Any:
+        """Go on after ``text``."""
+
+    def record(self, *, question: str, traces: Traces) -> AbstractContextManager[Recorder]:
+        """Record what is retrieved."""
+
+    def append(self, text: list[int], document: str) -> Any:
+        """Read more at the end of a document."""
+
+    def update(self, text: torch.Tensor, document: str) -> Any:
+        """Read a text in place of another."""
+
+    def seeing(self, *, tail: bool) -> AbstractContextManager[None]:
+        """Whether calls see the document's end without a search."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A block that an answer was written with."""
+
+    document: str
+    block: int
+    first_token: int
+    """Where it begins in the document."""
+    line: int | None
+    """The line of the document's text that it begins in, from 1; None where blocks before it were dropped."""
+    score: float
+    """The part of attention that it had: the mean over the answer's tokens, layers and heads."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a model has answered; ``str(answer)`` is its text."""
+
+    question: str
+    text: str
+    tokens: list[int]
+    """Without what ends it."""
+    ended: bool
+    """Whether the model has ended it, and not the limit of tokens."""
+    seconds: float
+    trace: int | None
+    """Its number among the traces of the memory, where it was recorded."""
+    used: list[tuple[str, int, float]]
+    """All blocks that were retrieved for it as (document, block, part of attention), most attention first."""
+    reader: Asker
+
+    def __str__(self) -> str:
+        return self.text
+
+    def sources(self, most: int = 8) -> list[Passage]:
+        """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
+        documents = {each.name: each for memory in reversed(self.reader.memories) for each in memory.documents()}
+        return [
+            passage(self.reader, documents[name], block, weight)
+            for name, block, weight in self.used[:most]
+            if name in documents
+        ]
+
+
+def passage(reader: Asker, document: Document, block: int, score: float) -> Passage:
+    """The block of ``document`` with its text, and where it stands."""
+    first, size = document.blocks.start, reader.memory.spec.block_size
+    try:
+        # A block may begin in the middle of a character, so its line is counted in the text of all before it.
+        before = document.tokens(range(first, block))
+        line = None if first or bool((before < 0).any()) else reader.tokenizer.decode(before).count("\n") + 1
+    except NotFound:
+        line = None
+    text = str(reader.tokenizer.decode(document.tokens(block), skip_special_tokens=True))
+    return Passage(document=document.name, block=block, first_token=block * size, line=line, score=score, text=text)
+
+
+@dataclass(frozen=True)
+class Template:
+    """What stands around people's words: a chat template, cut where the words go."""
+
+    opening: str
+    """Before the first words of a user, with the system prompt."""
+    header: str
+    """Between a user's words and the answer."""
+    following: str
+    """Between an answer and the user's next words; it begins with what ends the answer."""
+    stop: str | None = None
+    """A text that ends the answer, for models that have no token for it."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, system: str | None = None) -> Template | None:
+        """The template of a tokenizer with the system prompt ``system``; None where it has no template."""
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+        user, said, again = _WORDS
+        turns = [("user", user), ("assistant", said), ("user", again)]
+        try:
+            text = _rendered(tokenizer, [*([("system", system)] if system else []), *turns])
+        # Some templates know no system; Jinja's errors are not to be imported here.
+        except Exception as error:
+            if not system:
+                raise InvalidArgument(f"the model's chat template does not work: {error}. Ask with raw=True") from error
+            text = _rendered(tokenizer, [("user", f"{system}\n\n{user}"), *turns[1:]])
+        parts = []
+        for word in _WORDS:
+            part, found, text = text.partition(word)
+            if not found:
+                raise InvalidArgument("the model's chat template leaves words out. Ask with raw=True")
+            parts.append(part)
+        return cls(parts[0], text, parts[2])
+
+    @classmethod
+    def plain(cls, system: str | None = None) -> Template:
+        """For models without a template: names before what is said, as in a play."""
+        return cls(f"{system}\n\nUser: " if system else "User: ", "\nAssistant:", "\nUser: ", "\nUser:")
+
+    def ends(self, tokenizer: Any) -> list[int]:
+        """The tokens that end an answer: those of the tokenizer, and the first control token after one."""
+        ids = self.controls(tokenizer, self.following)
+        special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+        own = [tokenizer.eos_token_id, next((each for each in ids if each in special), None)]
+        return list(dict.fromkeys(each for each in own if each is not None))
+
+    @staticmethod
+    def controls(tokenizer: Any, text: str) -> list[int]:
+        """Tokens of the frame itself, in which control tokens are what they say; those of people's words are not."""
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+        return ids
+
+
+def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
+    messages = [{"role": role, "content": words} for role, words in turns]
+    # A model that thinks aloud first is asked not to; templates that do not know the word pass it over.
+    return str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    )
+
+
+class Teller:
+    """A streamer of transformers: tells an answer as it comes, whole characters only."""
+
+    def __init__(self, reader: Asker, frame: Template | None, tell: TELL | None = None) -> None:
+        self.tokens: list[int] = []
+        """Of the answer so far, without what ends it."""
+        self.ended = False
+        self.frame, self._tell, self._tokenizer = frame, tell, reader.tokenizer
+        usual = reader.model.generation_config.eos_token_id
+        self.ends: list[int] = [] if usual is None else [usual] if isinstance(usual, int) else list(usual)
+        """The tokens that end it."""
+        if frame is not None:
+            self.ends = frame.ends(reader.tokenizer) or self.ends
+        self._stop = None if frame is None else frame.stop
+        self._told, self._prompt = "", True
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt first, then each token."""
+        if self._prompt:
+            self._prompt = False
+            return
+        for token in value.flatten().tolist():
+            if token in self.ends:
+                self.ended = True
+            elif not self.ended:
+                self.tokens.append(token)
+        self._tell_more(held=True)
+
+    def end(self) -> None:
+        """No more comes."""
+        self._tell_more(held=False)
+
+    @property
+    def text(self) -> str:
+        """The answer so far. What a model has thought aloud before is not part of it."""
+        text = str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
+        if "<think>" in text:
+            text = text.partition("</think>")[2]
+        text = text if self._stop is None else text.partition(self._stop)[0]
+        return text if self.frame is None else text.strip()
+
+    def _tell_more(self, *, held: bool) -> None:
+        text = self.text
+        # A character may take several tokens, and what could be the beginning of the end is not told before it is not.
+        if held and (text.endswith("\ufffd") or (self._stop is not None and _begins(text, self._stop))):
+            return
+        if self._tell is not None and text.startswith(self._told) and len(text) > len(self._told):
+            self._tell(text[len(self._told) :])
+        self._told = text
+
+
+def _begins(text: str, stop: str) -> bool:
+    return any(text.endswith(stop[:n]) for n in range(1, len(stop)))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a prompt: what stands before the user's words, the words, and what stands after them."""
+
+    before: list[int]
+    words: list[int]
+    after: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of them."""
+        return [*self.before, *self.words, *self.after]
+
+
+def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
+    """A question in its frame. Names of control tokens in ``words`` are text."""
+    return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
+
+
+def answered(
+    reader: Asker, question: str, prompt: torch.Tensor, teller: Teller, *, max_tokens: int, trace: bool, **options: Any
+) -> Answer:
+    """Generate after ``prompt [1, T]``, and note what was retrieved; see ``Reader.ask``."""
+    memory = reader.memory
+    options = {"do_sample": False, **options}
+    if teller.frame is not None:
+        if reader.kind in OPTIONS["query"] and reader.retrieval.share == "model":
+            options["query"] = question  # not the template around it, which is the same for all questions
+        options["eos_token_id"] = teller.ends or None
+        if teller.frame.stop is not None:
+            options |= {"stop_strings": [teller.frame.stop], "tokenizer": reader.tokenizer}
+    traces = memory.traces if trace else Traces(None, memory.url)
+    begun = time.perf_counter()
+    with torch.inference_mode(), reader.record(question=question, traces=traces) as recorder:
+        made = reader.generate(prompt, max_new_tokens=max_tokens, streamer=teller, **options)[0, prompt.shape[1] :]
+        recorder.close(made.tolist())
+    return Answer(
+        question=question,
+        text=teller.text,
+        tokens=teller.tokens,
+        ended=teller.ended or len(made) < max_tokens,
+        seconds=time.perf_counter() - begun,
+        trace=recorder.number if trace else None,
+        used=traces.get(recorder.number).used(),
+        reader=reader,
+    )

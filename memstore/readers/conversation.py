@@ -1,0 +1,152 @@
+"""A conversation with a model, kept in its memory: tomorrow's process goes on where today's has ended.
+
+The session is a document: the model's chat template with what was said in it, continued by each turn, beside whatever
+other documents the memory holds. Who said what and when are facts of the memory. A user's words are stored before the
+model is asked, the answer when it is there, or as far as it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memstore.errors import InvalidArgument
+from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed
+
+if TYPE_CHECKING:
+    from memstore.memory import Document
+    from memstore.readers.asking import Asker
+
+SYSTEM = "You are a helpful assistant. You remember what was said and read before."
+PREFIX = "chat/"
+"""Before a session's name: its document."""
+_SAID = "said/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one side has said."""
+
+    role: str
+    """user or assistant."""
+    text: str
+    time: str
+    """ISO 8601, UTC."""
+    start: int
+    """Tokens that the session had before the exchange that it belongs to."""
+
+
+class Conversation:
+    """See ``Reader.chat``, which makes it."""
+
+    def __init__(self, reader: Asker, session: str, system: str | None) -> None:
+        if not reader.several:
+            raise InvalidArgument(f"a {reader.kind.name} sees one document at a time, a conversation needs several")
+        if reader.tokenizer is None:
+            raise InvalidArgument("to talk, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
+        if not session.strip():
+            raise InvalidArgument("the name of the session is empty")
+        self.reader, self.session = reader, session
+        self.name = PREFIX + session
+        """Of its document."""
+        self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
+        prefix = f"{_SAID}{session}/"
+        facts = reader.memory.facts()[0]
+        numbered = sorted((int(key[len(prefix) :]), fact) for key, fact in facts.items() if key.startswith(prefix))
+        self.turns = [Turn(**fact) for _, fact in numbered if isinstance(fact, dict)]
+        """What was said so far, oldest first."""
+
+    def say(
+        self,
+        words: str,
+        *,
+        tell: Callable[[str], object] | None = None,
+        max_tokens: int = 512,
+        trace: bool = False,
+        **options: Any,
+    ) -> Answer:
+        """Say something, and get the answer; both are kept. See ``Reader.ask``.
+
+        Interrupted, it keeps the answer as far as it came.
+        """
+        if not words.strip():
+            raise InvalidArgument("there is nothing said: give some words")
+        self._complete()
+        asked, start = self._framed(words), self._tokens
+        self._note(Turn(role="user", text=words, time=_now(), start=start))
+        prompt = torch.tensor([asked.tokens], dtype=torch.int64, device=self.reader.model.device)
+        teller = Teller(self.reader, self._frame, tell)
+        try:
+            with self._seen(goes_on=start > 0):
+                answer = answered(self.reader, words, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
+        except KeyboardInterrupt:
+            self._keep(asked, teller.tokens, teller.text, start)
+            raise
+        self._keep(asked, teller.tokens, answer.text, start)
+        return answer
+
+    def forget_last(self) -> bool:
+        """Take back the last exchange, as if it had not been; whether there was one."""
+        if not self.turns:
+            return False
+        start = self.turns[-1].start
+        while self.turns and self.turns[-1].start == start:
+            self.turns.pop()
+            self.reader.memory.put_info(self._fact(len(self.turns)), None)
+        document = self._document()
+        if document is not None and not start:
+            self.reader.memory.forget(self.name)
+        elif document is not None:
+            self.reader.update(document.tokens()[:start], self.name)
+        return True
+
+    @property
+    def _tokens(self) -> int:
+        document = self._document()
+        return 0 if document is None else len(document)
+
+    def _document(self) -> Document | None:
+        return next((each for each in self.reader.memory.documents() if each.name == self.name), None)
+
+    def _framed(self, words: str) -> Prompt:
+        before = self._frame.following if self._tokens else self._frame.opening
+        return framed(self.reader.tokenizer, self._frame, words, before)
+
+    @contextmanager
+    def _seen(self, *, goes_on: bool) -> Iterator[None]:
+        """The session goes on as the last of the documents; before it begins, nothing does."""
+        reader, before = self.reader, self.reader.names
+        others = before or [document.name for memory in reader.memories for document in memory.documents()]
+        reader.names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
+        try:
+            with reader.seeing(tail=goes_on):
+                yield
+        finally:
+            reader.names = before
+
+    def _complete(self) -> None:
+        """Keep what a process has heard that ended before it could answer."""
+        if self.turns and self.turns[-1].role == "user":
+            self._keep(self._framed(self.turns[-1].text), [], "", self.turns[-1].start)
+
+    def _keep(self, asked: Prompt, tokens: list[int], text: str, start: int) -> None:
+        # Words that were appended by a process that was killed before it noted so are not said twice.
+        if self._tokens == start:
+            self.reader.append([*asked.tokens, *tokens], self.name)
+        self._note(Turn(role="assistant", text=text, time=_now(), start=start))
+
+    def _note(self, turn: Turn) -> None:
+        self.reader.memory.put_info(self._fact(len(self.turns)), vars(turn))
+        self.turns.append(turn)
+
+    def _fact(self, number: int) -> str:
+        return f"{_SAID}{self.session}/{number}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

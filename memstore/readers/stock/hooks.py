@@ -1,0 +1,304 @@
+"""The memory's functions in a stock Hugging Face model, and its forward passes while they are there.
+
+Five public pieces of transformers are used and nothing is patched: a registered attention function, a registered mask
+function, a cache made of our layers, and forward hooks on the base model and on its attention layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor, nn
+
+from memstore.errors import InvalidArgument
+from memstore.readers.observer import Observer
+from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
+from memstore.readers.stock.call import Call, LayerStates
+from memstore.readers.stock.selection import Selection
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+NAME = "memstore"
+_PLANS: WeakKeyDictionary[nn.Module, tuple[Hooks, LayerPlan]] = WeakKeyDictionary()
+
+
+class _Enough(Exception):
+    """Ends a forward pass whose first layers were all that was wanted."""
+
+
+class Hooks:
+    """What runs inside an attached model: one forward pass at a time, each of one ``Call``."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        architecture: Architecture,
+        selection: Selection,
+        new_call: Callable[[], Call],
+        observers: Sequence[Observer],
+    ) -> None:
+        """``new_call`` makes the call of a prompt; ``observers`` are told when its forward passes begin."""
+        self.model, self.architecture, self.selection = model, architecture, selection
+        self._new_call, self._observers = new_call, observers
+        self._call: Call | None = None
+        self._next: Call | None = None
+        self._thread: int | None = None  # the thread that is in a forward pass
+        self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
+        self._states_only = False  # the last layer's output is not wanted
+        self._tap: dict[int, Tensor] | None = None
+        self.query: Tensor | None = None
+        """Tokens ``[n]`` that choose blocks for prompts, if not the prompts' own."""
+
+    def install(self, stack: ExitStack) -> None:
+        """Put them into the model, until ``stack`` is closed."""
+        plans = self.architecture.layers
+        if any(plan.module in _PLANS for plan in plans):
+            raise InvalidArgument("this model has a memory attached already; leave that block first")
+        stack.callback(self._end)
+        stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
+        for plan in plans:
+            _PLANS[plan.module] = (self, plan)
+            stack.callback(_PLANS.pop, plan.module, None)
+            _before(stack, plan.module, _without_positions)
+        if not self.selection.by_layer:
+            for layer in self.selection.index_layers:
+                _before(stack, plans[layer].block, self._hidden_hook(layer))
+        decoder = self.architecture.decoder
+        _before(stack, decoder, self._before_forward)
+        stack.callback(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True).remove)
+
+    def _end(self) -> None:
+        self._call = self._next = self._tap = None
+        self.selection.ended = True
+
+    @torch.no_grad()
+    def forward(self, call: Call, tokens: Tensor, *, logits: bool = False) -> Tensor | None:
+        """Run ``tokens [T]`` of ``call`` through the model; logits ``[T, vocabulary]`` only where they are wanted."""
+        outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
+        self._next, self._states_only = call, not logits
+        try:
+            ids = tokens.to(self.model.device)[None]
+            if logits:
+                result: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+                return result
+            self.architecture.decoder(input_ids=ids, use_cache=False)
+        except _Enough:
+            pass
+        finally:
+            self._next, self._states_only, self._thread = outer
+        return None
+
+    def hidden_states(self, tokens: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` on their own, without the memory."""
+        self._tap = {}
+        call = Call(self.selection, reading=True)
+        try:
+            self.forward(call, tokens)
+        finally:
+            tapped, self._tap = self._tap, None
+            call.release()
+        return {layer: tapped[layer] for layer in layers}
+
+    def asking(self, tokens: Tensor) -> dict[int, Tensor]:
+        """What the prompt ``tokens [T]`` would choose blocks by, in each layer that has landmarks.
+
+        That is position-free queries ``[H, T, D]`` where layers choose for themselves, else hidden states
+        ``[T, hidden]``. It leaves no trace.
+        """
+        call, self._tap = self._new_call(), {}
+        call.trace, call.observers = None, ()
+        try:
+            self.forward(call, tokens)
+        finally:
+            tapped, self._tap = self._tap, None
+            call.release()
+        return tapped
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._claim()
+        given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
+        inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        call = self._next if self._next is not None else self._call_of(given)
+        tokens = inputs.shape[1]
+        call.begin(tokens, _padding(given.get("attention_mask"), call.length + tokens), inputs.device)
+        if self._next is None:
+            call.observers = self._observers
+            ids = given.get("input_ids")
+            for observer in self._observers:
+                observer.begin(None if ids is None else _real(call, ids), fresh=not call.length)
+        if self._next is None and call.due():
+            if self.query is not None:
+                self._choose_by_query(call, self.query)
+            elif self.selection.retrieval.passes == 2 and not call.length:
+                self._choose_in_a_first_pass(call, given)
+        self._call = call
+        given["attention_mask"] = None
+        if self.architecture.learned_positions:
+            given["position_ids"] = call.positions.expand(len(inputs), -1)
+        return (), given
+
+    def _after_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        """End the pass; without an output it has failed, and its tokens do not count."""
+        if self._thread != threading.get_ident():
+            return  # this one was turned away
+        if self._call is not None and output is not None:
+            self._call.end()
+        self._call = None
+        if self._next is not None:
+            return
+        self._thread = None
+        if self._loose is not None:
+            self._loose.release()
+            self._loose = None
+
+    # One forward pass at a time: a second thread is told so.
+    def _claim(self) -> None:
+        """What a pass knows of itself is kept here, so there can be one at a time."""
+        if self._thread not in (None, threading.get_ident()):
+            raise InvalidArgument("another thread is using this attached model; let them take turns")
+        self._thread = threading.get_ident()
+
+    def _call_of(self, given: dict[str, Any]) -> Call:
+        """The call that a forward pass belongs to, through its cache; a new one where the cache is empty or missing."""
+        cache = given.get("past_key_values")
+        if cache is not None and cache.layers and isinstance(cache.layers[0], LayerStates):
+            call: Call = cache.layers[0].call
+            if call.selection is not self.selection:
+                raise InvalidArgument("this cache belongs to another attached memory; start with a new one")
+            return call
+        call = self._new_call()
+        if cache is None and _wants_cache(self.model, given):
+            from transformers import DynamicCache
+
+            cache = given["past_key_values"] = DynamicCache()
+        if cache is not None:
+            _take_over(cache, call)
+            finalize(cache, call.release)
+        else:
+            self._loose = call
+        return call
+
+    def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any]) -> None:
+        """Run the prompt up to the last layer that has landmarks, and let ``call`` attend to what was chosen there."""
+        first = Call(self.selection, call.seen, call.states)
+        self._next, self._tap = first, {}
+        try:
+            keep = {name: given[name] for name in ("input_ids", "inputs_embeds", "attention_mask") if name in given}
+            self.architecture.decoder(**keep, use_cache=False)
+        except _Enough:
+            pass
+        finally:
+            self._next = self._tap = None
+            first.release()
+        if first.last_chosen is not None:
+            call.set_chosen(first.last_chosen, from_layer=self.selection.first_layer)
+
+    # On its own, as the texts that routers are fitted to: then the same question chooses the same blocks wherever it
+    # stands. Seeing the document's end finds no more (docs/notes/questions.md).
+    def query_states(self, tokens: Tensor, layer: int) -> Tensor:
+        """What the query ``tokens [n]`` chooses blocks by in ``layer``: hidden states ``[n, hidden]``."""
+        states = self.hidden_states(tokens, self.selection.index_layers)[layer]
+        return states[1:] if len(states) > 1 else states  # a first token is unlike all others
+
+    def _choose_by_query(self, call: Call, query: Tensor) -> None:
+        """Let ``call`` attend to what ``query`` chooses, also at later choices of the same generation."""
+        if call.query is not query:
+            layer = self.selection.index_layers[-1]
+            codes = self.selection.encode(layer, self.query_states(query, layer)[None])
+            call.query, call.by_query = query, self.selection.route(call.candidates, layer, list(codes), query)
+        assert call.by_query is not None, "it was just chosen"
+        call.set_chosen(call.by_query, from_layer=self.selection.first_layer)
+
+    def _hidden_hook(self, layer: int) -> Any:
+        last = self.selection.index_layers[-1]
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if self._tap is not None:
+                self._tap[layer] = hidden[0].detach()
+            if self._call is not None and layer in self.selection.routers:
+                self._call.see_hidden(layer, hidden, again=self._tap is not None)
+            if self._tap is not None and layer == last:
+                self._call = None
+                raise _Enough
+
+        return hook
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: states arrive without positions, and only of the segment."""
+    hooks, plan = _PLANS[module]
+    call = hooks._call
+    assert call is not None, "attention ran outside of a forward pass of the base model"
+    if hooks._tap is not None and hooks.selection.by_layer:
+        hooks._tap[plan.index] = query[0].detach()
+    if hooks._states_only and plan is hooks.architecture.layers[-1]:
+        call.layers[plan.index].fresh = (key, value)
+        hooks._call = None
+        raise _Enough
+    options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    out = call.layers[plan.index].attend(query, key, value, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _real(call: Call, ids: Tensor) -> Tensor:
+    """The tokens of the first row of ``ids [B, T]`` that are not padding."""
+    return ids[0] if call.padding is None else ids[0][call.padding[0, -ids.shape[1] :].to(ids.device)]
+
+
+def _before(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Run ``hook`` before each forward pass of ``module``, until ``stack`` is closed."""
+    stack.callback(module.register_forward_pre_hook(_uncompiled(hook), with_kwargs=True).remove)
+
+
+# A compiled model calls the memory's functions uncompiled: one graph break per layer.
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the memory does depends on what is in it, which a compiler cannot see: it is called, not compiled."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The mask function: masks are made by the call, which knows what is visible."""
+
+
+def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hand an attention layer position embeddings that leave queries and keys as they are."""
+    if _PLANS[module][1].rotary.part == "none" or kwargs.get("position_embeddings") is None:
+        return None
+    return args, {**kwargs, "position_embeddings": identity(kwargs["position_embeddings"])}
+
+
+def _padding(mask: Tensor | None, total: int) -> Tensor | None:
+    """``[B, local tokens]``, True on real tokens; None where there is no padding."""
+    if mask is None:
+        return None
+    if mask.dim() != 2:
+        raise InvalidArgument(f"an attached model takes a 2D attention mask [batch, tokens], got {tuple(mask.shape)}")
+    mask = mask.bool()
+    mask = torch.nn.functional.pad(mask, (total - mask.shape[1], 0), value=True)[:, -total:]
+    return None if bool(mask.all()) else mask
+
+
+def _wants_cache(model: PreTrainedModel, given: dict[str, Any]) -> bool:
+    use_cache = given.get("use_cache")
+    return bool(model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache)
+
+
+def _take_over(cache: Cache, call: Call) -> None:
+    """Let the (still empty) cache that transformers made hold our layers."""
+    if getattr(cache, "is_compileable", False) or not hasattr(cache, "layers"):
+        raise InvalidArgument(f"an attached model needs a dynamic cache, got {type(cache).__name__}")
+    if cache.get_seq_length():
+        raise InvalidArgument("this cache was filled before the memory was attached; start with a new one")
+    cache.layers = list(call.layers)
+    cache.layer_class_to_replicate = None

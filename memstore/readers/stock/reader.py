@@ -1,0 +1,402 @@
+"""A stock Hugging Face causal LM with a memory: what is stored of it, what its calls see, and how it is searched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memstore.attention import Router, pooled
+from memstore.attention.retrieval import Retrieval
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound
+from memstore.memory import Document, Fingerprint, Memory, MemorySpec
+from memstore.memory.history import digest_of_tokenizer, digest_of_weights
+from memstore.memory.layer_index import cannot_score
+from memstore.memory.pipeline import pipelined
+from memstore.memory.search import Match, best, check_layer
+from memstore.memory.urls import Mode
+from memstore.readers.kinds import STOCK
+from memstore.readers.reader import Job, Place, Reader
+from memstore.readers.stock.architecture import Architecture, examine
+from memstore.readers.stock.call import Call
+from memstore.readers.stock.draft import TraceEntry
+from memstore.readers.stock.hooks import Hooks
+from memstore.readers.stock.reading import SegmentReading
+from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
+from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEPT = 4096
+"""Lists that ``trace`` remembers."""
+BLOCK_SIZE = 64
+"""Tokens per block of a new memory."""
+CODE_DIM = 256
+"""Dimensions of the codes that route for all layers; one bit each."""
+SUB_BLOCKS = 16
+"""Mean keys per block where every layer chooses for itself."""
+ROUTING_DEPTH = 0.27
+"""How deep in the model blocks are chosen. Deep enough to know what a token is about, early enough that the layers that
+read what was retrieved come after it."""
+
+
+class StockReader(Reader):
+    """A stock causal LM with a memory.
+
+    Inside the ``with`` block its calls see the first ``sink`` tokens of the document, the last ``window`` tokens, and
+    the blocks retrieved for what is asked.
+    """
+
+    kind = STOCK
+    several = True
+    model: PreTrainedModel
+    selection: Selection
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: Place | Sequence[Place],
+        document: str | Sequence[str] | None = None,
+        *,
+        retrieval: Retrieval | None = None,
+        tokenizer: Any = None,
+        index: str = "exact",
+        mode: Mode = "a",
+        window: int = 256,
+        sink: int = 64,
+        segment: int = 256,
+        block_size: int | None = None,
+        codec: str | None = None,
+        routing_layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """See ``memstore.attach``."""
+        self.architecture = examine(model)
+        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        self.window, self.sink, self.segment = window, sink, segment
+        self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
+        self._fingerprints: dict[int, Fingerprint] = {}
+        self._tail = True  # calls see the document's end
+        self.trace: deque[TraceEntry] = deque(maxlen=KEPT)
+        """The lists of blocks that were chosen, oldest first, while reading too."""
+
+    @classmethod
+    def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - see ``Reader``
+        """See ``Reader``: a memory without a router has landmarks of every layer."""
+        return Retrieval() if made is None or made.key_dtype == "bit" else Retrieval(share="group")
+
+    def _fingerprint(self, block_size: int) -> Fingerprint:
+        if block_size not in self._fingerprints:  # a digest of all weights takes a while
+            made = _fingerprint(self.model, self.architecture, self.tokenizer, block_size)
+            self._fingerprints[block_size] = made
+        return self._fingerprints[block_size]
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        size = made.block_size if made is not None else BLOCK_SIZE if self._block_size is None else self._block_size
+        self._check_sizes(size)
+        codec = self._codec or "none"
+        return _spec(self.architecture, self._fingerprint(size), self.retrieval, self._routing_layers, codec)
+
+    def _check_sizes(self, block_size: int) -> None:
+        if not isinstance(block_size, int) or block_size < 1:
+            raise InvalidArgument(f"block_size must be a whole number of at least 1, got {block_size!r}")
+        for name in ("window", "sink", "segment"):
+            value, least = getattr(self, name), 0 if name == "sink" else block_size
+            if not isinstance(value, int) or value < least or value % block_size:
+                raise InvalidArgument(
+                    f"{name} must be a multiple of the block size {block_size}, at least {least}, got {value!r}"
+                )
+
+    def _check_memory(self, memory: Memory, first: Memory) -> None:
+        self._check_sizes(first.spec.block_size)
+        differences = self._fingerprint(first.spec.block_size).differences(memory.spec.fingerprint)
+        if differences:
+            raise ForeignMemory(
+                f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it "
+                "was made by, or read the text into a new memory"
+            )
+        if not memory.index_capabilities.dense:
+            raise InvalidArgument(cannot_score(memory.index))
+        routes = memory.spec.key_dtype == "bit"
+        if routes != (self.retrieval.share == "model"):
+            has = "one router for all layers" if routes else "landmarks of every layer"
+            raise ForeignMemory(
+                f"the memory {memory.url} has {has}, which Retrieval(share={self.retrieval.share!r}) cannot use: "
+                f"use share={'model' if routes else 'group'!r}, or read the text into a new memory"
+            )
+        if memory.spec.index_layers != first.spec.index_layers:
+            raise ForeignMemory(
+                f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one "
+                f"attached in {first.spec.index_layers}: attach them one at a time"
+            )
+
+    def _begin(self) -> None:
+        spec = self.memory.spec
+        self.block_size = spec.block_size
+        self.selection = Selection(
+            self.architecture, self.retrieval, spec.block_size, spec.index_layers, self.tokenizer
+        )
+        self.hooks = Hooks(self.model, self.architecture, self.selection, self._new_call, self.observers)
+
+    def _install(self, stack: ExitStack) -> None:
+        self.hooks.install(stack)
+        self._load_routers()
+
+    # What calls see
+
+    @property
+    def _vocabulary(self) -> int:
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor), "token embeddings are a table"
+        return weight.shape[0]
+
+    @property
+    def documents(self) -> list[Document]:
+        """The documents that calls of the model attend to; the last one is the one that they continue."""
+        return [source.document for source in self._sources()]
+
+    def _sources(self) -> list[AttachedDocument]:
+        all_of_them = [
+            AttachedDocument(d, number) for number, memory in enumerate(self.memories) for d in memory.documents()
+        ]
+        if self.names is None:
+            return all_of_them
+        existing = [source.document.name for source in all_of_them]
+        for name in self.names:
+            if name not in existing and (existing or self.memories[0].mode == "r"):
+                shown = ", ".join(map(repr, existing)) or "none"
+                raise NotFound(f"no document {name!r} in this memory; it has {shown}")
+        return [source for name in self.names for source in all_of_them if source.document.name == name]
+
+    def _new_call(self) -> Call:
+        """What a prompt sees."""
+        sources = [source for source in self._sources() if len(source.document)]
+        if not sources:
+            return Call(self.selection, trace=self.trace)
+        own = sources[-1].document
+        tokens = len(own)
+        if len(sources) > 1 and self.retrieval.positions != "stingy":
+            raise InvalidArgument(
+                f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
+            )
+        window = self.window if self._tail else 0  # then it is looked for like the rest, all but an incomplete block
+        seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
+        states = DocumentStates(own, self.block_size)
+        return Call(self.selection, seen, states.read, observers=self.observers, trace=self.trace)
+
+    @contextmanager
+    def _choosing(self, query: Tensor | None) -> Iterator[None]:
+        if query is not None and self.selection.by_layer:
+            raise InvalidArgument(
+                f"with Retrieval(share={self.retrieval.share!r}) every layer asks with the prompt's own tokens: leave "
+                "query out, or use share='model'"
+            )
+        before, self.hooks.query = self.hooks.query, query
+        try:
+            yield
+        finally:
+            self.hooks.query = before
+
+    # Reading
+
+    @property
+    def _segment_tokens(self) -> int:
+        return self.segment
+
+    @property
+    def _step(self) -> int:
+        # Lists are chosen by the tokens before a segment; but layers that choose for themselves ask with all tokens of
+        # the segment, so for them whole segments are reused.
+        return self.segment // self.block_size if self.selection.by_layer else 1
+
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:
+        sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
+        options = {**asdict(self.retrieval), **sizes}
+        # The first five concern prompts, the others landmark models.
+        for elsewhere in ("every", "query", "words", "passes", "on_error", "share_tokens", "threshold"):
+            del options[elsewhere]
+        return options
+
+    def _prepared(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        if not self._uncalibrated:
+            return pieces
+        beginning: list[Tensor] = []
+        for piece in pieces:
+            beginning.append(piece)
+            if sum(map(len, beginning)) >= SAMPLE_TOKENS:
+                break
+        if beginning:
+            self.calibrate(torch.cat(beginning).long())
+        return chain(beginning, pieces)
+
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        sizes = {"window": self.window, "sink": self.sink, "segment": self.segment}
+        reading = SegmentReading(self.hooks, job, self.memory.spec, **sizes, trace=self.trace)
+        # Blocks of the segment before may be retrieved already, where the window is shorter than a segment.
+        ahead = self.window >= self.segment
+        for made in pipelined(segments, reading.compute, reading.commit, ahead=ahead):
+            yield len(made.tokens)
+
+    def _described(self) -> dict[str, Any]:
+        first = 0 if self.selection.by_layer else self.selection.first_layer
+        layers = [plan for plan in self.architecture.layers if not plan.local and plan.index >= first]
+        return {
+            "mechanism": "attach",
+            "layers": [plan.index for plan in layers],
+            "heads": max(plan.heads for plan in layers),
+            "top_k": self.retrieval.top_k,
+        }
+
+    # Routers
+
+    def _load_routers(self) -> None:
+        if self.selection.by_layer:
+            return
+        for layer in self.selection.index_layers:
+            stored = [memory.get_arrays(_stored_name(layer)) for memory in self.memories]
+            sizes, first = (self.architecture.hidden_size, self.memories[0].spec.key_dim), stored[0]
+            if first is not None:
+                # A memory without a router is empty; any router will do for the nothing that is in it.
+                self.selection.routers[layer] = [Router.from_arrays(arrays or first, *sizes) for arrays in stored]
+
+    @property
+    def _uncalibrated(self) -> bool:
+        selection = self.selection
+        return not selection.by_layer and any(layer not in selection.routers for layer in selection.index_layers)
+
+    def calibrate(self, tokens: Tensor) -> None:
+        """Fit the routers to ``tokens`` and general text and store them, unless the memory has them already."""
+        layers = self.selection.index_layers
+        if not self._uncalibrated:
+            return
+        hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        for sample in router_samples(tokens, self.tokenizer, self._vocabulary):
+            for segment in sample.split(self.segment):
+                for layer, states in self.hooks.hidden_states(segment, layers).items():
+                    # A first token is unlike all others.
+                    hidden[layer].append(states[1:] if len(states) > 1 else states)
+        for layer, parts in hidden.items():
+            router = Router.fit(torch.cat(parts).float().cpu(), self.memory.spec.key_dim)
+            self.memory.put_arrays(_stored_name(layer), router.to_arrays())
+        self._load_routers()
+
+    # Searching
+
+    @contextmanager
+    def seeing(self, *, tail: bool) -> Iterator[None]:
+        """See ``Reader``."""
+        before, self._tail = self._tail, tail
+        try:
+            yield
+        finally:
+            self._tail = before
+
+    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+        """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
+        layer = check_layer(self.memory, layer)
+        candidates = self._everything()
+        if not len(candidates):
+            return []
+        scores = self._prompt_scores(tokens, layer, candidates)
+        parts, start = [], 0
+        for source, blocks in candidates.parts:
+            here = torch.arange(blocks.start, blocks.stop)
+            parts.append((source.document, here, scores[start : start + len(blocks)]))
+            start += len(blocks)
+        return best(parts, top_k)
+
+    def _everything(self) -> Candidates:
+        """All complete blocks: also those that a prompt would see without a search, at the document's two ends."""
+        return Candidates(
+            tuple(
+                (source, part)
+                for source in self._sources()
+                for part in source.document.present(source.document.complete_blocks)
+            )
+        )
+
+    def _prompt_scores(self, tokens: Tensor, layer: int, candidates: Candidates) -> Tensor:
+        """Scores ``[N]`` that the query ``tokens [T]`` gives to ``candidates`` in ``layer``."""
+        selection, options = self.selection, self.retrieval
+        if not selection.by_layer:
+            states = self.hooks.query_states(tokens, layer)
+            return selection.routed(candidates, layer, selection.encode(layer, states[None])[0], tokens)
+        asking = self.hooks.asking(tokens)[layer]
+        queries = asking if options.query == "all" else asking[:, -options.span :]  # [H, t, D]
+        scores = candidates.score(layer, [queries.float().cpu()] * candidates.memories)
+        return pooled(scores, pool=options.pool, lists=1)[0]
+
+
+def _stored_name(layer: int) -> str:
+    """Under which name the router of ``layer`` is kept in the memory."""
+    return f"router/{layer}"
+
+
+def _fingerprint(model: PreTrainedModel, architecture: Architecture, tokenizer: Any, block_size: int) -> Fingerprint:
+    """The fingerprint of states that ``model`` computes."""
+    first = architecture.layers[0]
+    return Fingerprint(
+        architecture=f"{architecture.name}/{len(architecture.layers)}x{first.key_heads}x{first.head_dim}",
+        weights=digest_of_weights(model),
+        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
+        positions=architecture.positions,
+        layout="k, v before positions",
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=block_size,
+    )
+
+
+def _spec(
+    architecture: Architecture,
+    fingerprint: Fingerprint,
+    retrieval: Retrieval,
+    routing_layers: tuple[int, ...] | None,
+    codec: str,
+) -> MemorySpec:
+    """The spec of a new memory for a model: what is stored of a block, and which landmarks it has."""
+    layers, size = architecture.layers, fingerprint.block_size
+    if len({(plan.key_heads, plan.head_dim, plan.value_dim) for plan in layers}) > 1:
+        raise InvalidArgument(f"the layers of {architecture.name} have key-value states of different shapes")
+    first = layers[0]
+    shapes = {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)}
+    common: dict[str, Any] = {
+        "layers": len(layers),
+        "fields": shapes,
+        "block_size": size,
+        "dtype": fingerprint.dtype,
+        "codec": codec,
+        "fingerprint": fingerprint,
+    }
+    if retrieval.share == "model":
+        return MemorySpec(
+            index_layers=_routing_layers(len(layers), retrieval, routing_layers),
+            key_heads=1,
+            key_dim=min(CODE_DIM, architecture.hidden_size // 8 * 8),
+            keys_per_block=size,
+            key_dtype="bit",
+            **common,
+        )
+    return MemorySpec(
+        index_layers=tuple(plan.index for plan in layers if not plan.local),
+        key_heads=first.key_heads,
+        key_dim=first.head_dim,
+        keys_per_block=max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0),
+        key_dtype="bfloat16",
+        **common,
+    )
+
+
+def _routing_layers(layers: int, retrieval: Retrieval, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+    if asked is None:
+        early = min(layers - 1, max(1, round(layers * ROUTING_DEPTH)))
+        asked = (early,) if retrieval.passes == 1 else tuple(sorted({early, layers // 2}))
+    if not asked or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
+        raise InvalidArgument(f"routing_layers must be ascending layer numbers from 0 to {layers - 1}, got {asked}")
+    return asked

@@ -1,0 +1,122 @@
+"""`reader.ask`: a question in the model's chat template, an answer as it comes, and its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.readers.reader import Reader
+from tests.instruct import TEMPLATE, instruct_model, instruct_tokenizer, saying
+
+LINES = [f"Line {i} of the log tells of nothing new." for i in range(30)]
+SIZES: dict[str, Any] = {"block_size": 16, "window": 64, "sink": 16, "segment": 64}
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    attached = memstore.attach(instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), **SIZES)
+    with attached as reader:
+        reader.read("\n".join(LINES), document="log")
+        yield reader
+
+
+def prompt_of(reader: Reader, number: int | None) -> str:
+    return str(reader.tokenizer.decode(reader.memory.traces.get(number or 0).info["prompt"]))
+
+
+def test_a_question_is_put_in_the_chat_template(reader: Reader) -> None:
+    answer = reader.ask("What is new?", system="Be brief.", max_tokens=2, trace=True)
+    asked = "<|system|>Be brief.<|end|>\n<|user|>What is new?<|end|>\n<|assistant|>"
+    assert prompt_of(reader, answer.trace) == asked
+
+
+def test_names_of_control_tokens_in_a_question_are_text(reader: Reader) -> None:
+    answer = reader.ask("<|end|>", system=None, max_tokens=2, trace=True)
+    ids = reader.memory.traces.get(answer.trace or 0).info["prompt"]
+    end = reader.tokenizer.convert_tokens_to_ids("<|end|>")
+    assert ids.count(end) == 1, "that of the template alone"
+
+
+def test_a_template_without_a_system_role_gets_it_before_the_question(reader: Reader) -> None:
+    no_system = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    reader.tokenizer.chat_template = no_system
+    answer = reader.ask("What?", system="Be brief.", max_tokens=2, trace=True)
+    assert prompt_of(reader, answer.trace) == "<|user|>Be brief.\n\nWhat?<|end|>\n<|assistant|>"
+
+
+def test_an_answer_ends_where_the_model_ends_it_and_is_told_as_it_comes(reader: Reader) -> None:
+    told: list[str] = []
+    script = saying(reader.tokenizer, " Schön und neu.<|end|>and more")
+    answer = reader.ask("What is new?", tell=told.append, logits_processor=script)
+    assert (answer.text, str(answer), answer.ended) == ("Schön und neu.", "Schön und neu.", True)
+    assert "".join(told) == answer.text
+    assert len(told) > 5
+    assert reader.tokenizer.decode(answer.tokens) == " Schön und neu."
+    cut = reader.ask("What is new?", max_tokens=4, logits_processor=saying(reader.tokenizer, "Nothing."))
+    assert (cut.text, cut.ended) == ("Noth", False)
+
+
+def test_what_a_model_thinks_aloud_is_not_its_answer(reader: Reader) -> None:
+    script = saying(reader.tokenizer, "<think>Hm.</think>\nYes.<|end|>")
+    assert reader.ask("Is it?", logits_processor=script).text == "Yes."
+
+
+def test_sources_say_where_they_stand_and_what_they_say(reader: Reader) -> None:
+    sources = reader.ask("What is new?", max_tokens=3).sources()
+    text = "\n".join(LINES)
+    assert sources
+    for source in sources:
+        assert source.document == "log"
+        assert source.text == text[source.first_token :][:16]
+        assert source.line == text[: source.first_token].count("\n") + 1
+    scores = [source.score for source in sources]
+    assert scores == sorted(scores, reverse=True)
+    assert len(reader.ask("What is new?", max_tokens=3).sources(2)) == 2
+
+
+def test_a_question_looks_for_the_end_of_the_document_like_for_the_rest(tmp_path: Path) -> None:
+    everything = memstore.Retrieval(top_k=1000)
+    attached = memstore.attach(
+        instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), retrieval=everything, **SIZES
+    )
+    with attached as reader:
+        reader.read("\n".join(LINES), document="log")
+        last = reader.document.complete_blocks.stop - 1
+        found = {block for _, block, _ in reader.ask("What?", max_tokens=2).used}
+        with_tail = {block for _, block, _ in reader.ask("What?", max_tokens=2, tail=True).used}
+        assert last in found
+        assert last not in with_tail
+        reader.ask("What?", max_tokens=2)
+        assert last not in {block for _, block, _ in reader.ask("What?", raw=True, max_tokens=2).used}
+
+
+def test_the_words_of_a_question_choose_and_not_the_template_around_them(reader: Reader) -> None:
+    def chosen(system: str | None) -> set[int]:
+        return {block for _, block, _ in reader.ask("What is new in line 7?", system=system, max_tokens=2).used}
+
+    reader.tokenizer.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|>And here is what it says:")
+    assert chosen(None) == chosen("Answer in the words of the text that you have read, and no others.")
+    assert chosen(None) >= {match.block for match in reader.search("What is new in line 7?", top_k=8)} - {0}  # the sink
+
+
+def test_raw_words_are_gone_on_from(reader: Reader) -> None:
+    wanted = reader.generate("Line 30 of", max_new_tokens=5, do_sample=False)[0, len("Line 30 of") :].tolist()
+    assert reader.ask("Line 30 of", raw=True, max_tokens=5).tokens == wanted
+    reader.tokenizer.chat_template = None
+    assert reader.ask("Line 30 of", max_tokens=5).tokens == wanted
+
+
+def test_asking_stores_nothing_and_needs_a_tokenizer_and_words(reader: Reader) -> None:
+    before = len(reader.document)
+    reader.ask("What?", max_tokens=2)
+    assert (len(reader.document), reader.memory.traces.list()) == (before, [])
+    with pytest.raises(InvalidArgument, match="the question is empty"):
+        reader.ask("  ")
+    reader.tokenizer = None
+    with pytest.raises(InvalidArgument, match="give attach the tokenizer"):
+        reader.ask("What?")

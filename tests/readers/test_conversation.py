@@ -1,0 +1,117 @@
+"""`reader.chat`: what is said is kept as it is said, and goes on in another process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.readers.reader import Reader
+from tests.instruct import instruct_model, instruct_tokenizer, saying
+
+SIZES: dict[str, Any] = {"block_size": 16, "window": 64, "sink": 16, "segment": 64}
+OPENING = "<|system|>Be brief.<|end|>\n"
+
+
+def attached(path: Path, **options: Any) -> Reader:
+    return memstore.attach(instruct_model(), path, tokenizer=instruct_tokenizer(), **SIZES, **options)
+
+
+def say(reader: Reader, words: str, answer: str) -> str:
+    conversation = reader.chat("today", system="Be brief.")
+    return conversation.say(words, logits_processor=saying(reader.tokenizer, f"{answer}<|end|>")).text
+
+
+def said(reader: Reader) -> str:
+    (document,) = [each for each in reader.memory.documents() if each.name == "chat/today"]
+    return str(reader.tokenizer.decode(document.tokens()))
+
+
+def test_what_is_said_is_kept_in_the_template_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        assert say(reader, "I am Ada.", "Hello.") == "Hello."
+    with attached(tmp_path / "m") as reader:
+        conversation = reader.chat("today")
+        assert [(turn.role, turn.text) for turn in conversation.turns] == [
+            ("user", "I am Ada."),
+            ("assistant", "Hello."),
+        ]
+        say(reader, "Who am I?", "Ada.")
+        first = "<|user|>I am Ada.<|end|>\n<|assistant|>Hello.<|end|>\n"
+        assert said(reader) == f"{OPENING}{first}<|user|>Who am I?<|end|>\n<|assistant|>Ada."
+
+
+def test_a_turn_is_answered_as_by_the_bare_model_with_the_whole_history(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        say(reader, "I am Ada.", "Hi.")
+        answer = reader.chat("today", system="Be brief.").say("And?", max_tokens=6)
+    text = f"{OPENING}<|user|>I am Ada.<|end|>\n<|assistant|>Hi.<|end|>\n<|user|>And?<|end|>\n<|assistant|>"
+    ids = torch.tensor([instruct_tokenizer()(text, add_special_tokens=False).input_ids])
+    model: Any = instruct_model()
+    bare = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert answer.tokens == bare[: len(answer.tokens)]
+    assert len(answer.tokens) == 6 or bare[len(answer.tokens)] >= 256
+
+
+def test_other_documents_are_seen_beside_the_session(tmp_path: Path) -> None:
+    with attached(tmp_path / "m", retrieval=memstore.Retrieval(top_k=100)) as reader:
+        reader.read("The key hangs in the woodshed. " * 8, document="cottage")
+        say(reader, "Hello.", "Hello.")
+        answer = reader.chat("today").say("Where is the key?", max_tokens=3)
+        assert "cottage" in {source.document for source in answer.sources()}
+        assert reader.names is None
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        told: list[str] = []
+
+        def tell(piece: str) -> None:
+            told.append(piece)
+            if len(told) == 3:
+                raise KeyboardInterrupt
+
+        conversation = reader.chat("today", system="Be brief.")
+        with pytest.raises(KeyboardInterrupt):
+            conversation.say("Tell me.", tell=tell, logits_processor=saying(reader.tokenizer, "A long story."))
+        assert [turn.text for turn in reader.chat("today").turns] == ["Tell me.", "A lo"]
+        assert said(reader).endswith("<|assistant|>A lo")
+
+
+def test_words_are_stored_before_they_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attached(tmp_path / "m") as reader:
+        monkeypatch.setattr("memstore.readers.conversation.answered", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            say(reader, "Are you there?", "")
+        monkeypatch.undo()
+        assert [turn.text for turn in reader.chat("today").turns] == ["Are you there?"]
+        say(reader, "And now?", "Yes.")
+        unanswered = "<|user|>Are you there?<|end|>\n<|assistant|><|end|>\n"
+        assert said(reader) == f"{OPENING}{unanswered}<|user|>And now?<|end|>\n<|assistant|>Yes."
+
+
+def test_the_last_exchange_can_be_taken_back(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        say(reader, "I am Ada, and I have a lot to say about myself.", "Hello.")
+        before = said(reader)
+        say(reader, "I am Bob.", "Oh.")
+        assert reader.chat("today").forget_last()
+        assert said(reader) == before
+        assert len(reader.chat("today").turns) == 2
+        assert reader.chat("today").forget_last()
+        assert not reader.chat("today").forget_last()
+        assert reader.memory.documents() == []
+
+
+def test_a_model_without_a_template_talks_as_in_a_play(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        reader.tokenizer.chat_template = None
+        script = saying(reader.tokenizer, " Good day.\nUser: And")
+        answer = reader.chat("today", system=None).say("Hello.", logits_processor=script)
+        assert answer.text == "Good day."
+        with pytest.raises(InvalidArgument, match="nothing said"):
+            reader.chat("today").say(" ")

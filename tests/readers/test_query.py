@@ -1,0 +1,84 @@
+"""``generate(query=...)``: what a question chooses does not depend on what stands around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memstore
+from memstore import Retrieval
+from memstore.errors import InvalidArgument
+from memstore.readers.stock.reader import StockReader
+from tests.eval.drts import byte_tokenizer, small_drt
+from tests.readers.models import attach, tiny, tokens
+from tests.readers.test_retrieval import prompt, reading
+
+QUERY = tokens(7, seed=11)
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+
+
+def chosen(attached: StockReader, ids: Tensor, query: Any = QUERY, **more: Any) -> list[list[int]]:
+    attached.trace.clear()
+    attached.generate(ids, query=query, **GREEDY, **more)
+    return [each.blocks for each in attached.trace]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_question_chooses_the_same_blocks_wherever_it_stands(passes: Any) -> None:
+    with reading(tiny("llama"), Retrieval(top_k=3, passes=passes)) as attached:
+        around = [prompt(), torch.cat((prompt(40), QUERY[None], prompt(3)), 1), QUERY[None], prompt(1)]
+        lists = [chosen(attached, ids) for ids in around]
+        assert lists == [lists[0]] * len(around)
+        assert len(lists[0]) == 1  # kept while the answer is generated
+
+
+def test_the_answer_is_written_with_what_the_query_chose() -> None:
+    ids = prompt()
+    with reading(tiny("llama"), Retrieval(top_k=2)) as attached:
+        own = attached.generate(ids, **GREEDY, output_logits=True, return_dict_in_generate=True)
+        of_the_query = attached.generate(ids, query=QUERY, **GREEDY, output_logits=True, return_dict_in_generate=True)
+        again = attached.generate(ids, **GREEDY, output_logits=True, return_dict_in_generate=True)
+    assert not torch.equal(own.logits[0], of_the_query.logits[0])
+    assert torch.equal(own.logits[0], again.logits[0])
+
+
+def test_all_rows_and_all_steps_keep_the_list_of_the_query() -> None:
+    with reading(tiny("llama"), Retrieval(top_k=3, every=1)) as attached:
+        (one,) = {tuple(blocks) for blocks in chosen(attached, prompt())}
+        assert {tuple(blocks) for blocks in chosen(attached, prompt().repeat(2, 1))} == {one}
+        assert len({tuple(blocks) for blocks in chosen(attached, prompt(), None)}) > 1
+
+
+def test_a_query_may_be_words() -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny("llama", vocab_size=300)
+    with attach(model, "ram:", tokenizer=tokenizer, block_size=16, window=32, segment=32, sink=16) as attached:
+        attached.read("Call me Ishmael. Some years ago, never mind how long precisely. " * 6, document="whale")
+        ids = tokenizer("And then?", return_tensors="pt").input_ids
+        assert chosen(attached, ids, "years ago") == chosen(attached, ids, tokenizer("years ago").input_ids)
+
+
+@pytest.mark.parametrize(
+    ("query", "share", "says"),
+    [
+        (torch.empty(0, dtype=torch.int64), "model", "a query needs at least one token"),
+        (torch.tensor([1, 1000]), "model", "token ids must be from 0 to 96"),
+        (QUERY, "layer", "every layer asks with the prompt's own tokens"),
+    ],
+)
+def test_what_cannot_choose_is_told(query: Tensor, share: Any, says: str) -> None:
+    with (
+        reading(tiny("llama"), Retrieval(share=share)) as attached,
+        pytest.raises(InvalidArgument, match=says),
+    ):
+        attached.generate(prompt(), query=query, **GREEDY)
+
+
+def test_models_that_were_trained_to_ask_take_no_query() -> None:
+    with memstore.attach(small_drt(), "ram:") as reader:
+        reader.read(tokens(200))
+        with pytest.raises(InvalidArgument, match="query is for stock models; a DRT does not take it"):
+            reader.generate(prompt(), query=QUERY, **GREEDY)

@@ -1,0 +1,109 @@
+"""Words vote beside the states: what BM25 adds, and that it is exact whatever happens to a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memstore import Retrieval
+from memstore.errors import InvalidArgument
+from memstore.index.words import words_of
+from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.words import DocumentWords
+from tests.eval.drts import byte_tokenizer
+from tests.readers.models import attach, tiny, tokens
+
+SIZES: dict[str, Any] = {"window": 16, "sink": 8, "segment": 16, "block_size": 8}
+TEXT = "Call me Ishmael. It is years ago, and I had no money. "
+RARE = 90
+"""A token that stands once in the text."""
+
+
+@contextmanager
+def reading(words: float = 1.0) -> Iterator[StockReader]:
+    text = tokens(300).clamp(max=RARE - 1)
+    text[150] = RARE
+    with attach(tiny("llama"), "ram:", document="text", retrieval=Retrieval(top_k=3, words=words), **SIZES) as attached:
+        attached.read(text)
+        yield attached
+
+
+def scores(attached: StockReader, query: Tensor) -> dict[int, float]:
+    return {match.block: match.score for match in attached.search(query, 99)}
+
+
+def bm25(attached: StockReader, query: Tensor, words: DocumentWords | None = None) -> Tensor:
+    found = words or DocumentWords(None)
+    return found.score(attached._everything(), query)
+
+
+def test_a_rare_word_lifts_its_block() -> None:
+    query = torch.tensor([3, RARE])
+    with reading(words=100) as attached:
+        assert attached.search(query, 1)[0].block == 150 // 8
+        attached.trace.clear()
+        attached.generate(tokens(9)[None], query=query, max_new_tokens=2)
+        assert 150 // 8 in attached.trace[0].blocks
+        attached.trace.clear()
+        attached.generate(torch.cat((tokens(9), query))[None], max_new_tokens=2)  # no query: states alone
+        assert attached.trace[0].scores[-1] < 100
+
+
+def test_a_score_is_that_of_states_and_a_share_of_that_of_words() -> None:
+    query = torch.tensor([3, RARE, 5])
+    with reading(words=0) as attached:
+        states = scores(attached, query)
+        added = bm25(attached, query)
+    with reading(words=0.5) as attached:
+        both = scores(attached, query)
+    assert both == pytest.approx({block: states[block] + 0.5 * float(added[block]) for block in states}, abs=1e-4)
+    assert float(added.max()) > 0
+
+
+def test_words_are_exact_after_appends_cuts_forks_and_forgetting() -> None:
+    query = tokens(5, seed=3)
+    with attach(tiny("llama"), "ram:", **SIZES) as attached:
+        words = DocumentWords(None)
+
+        def check(blocks: int) -> None:
+            found = bm25(attached, query, words)
+            assert len(found) == blocks
+            assert torch.equal(found, bm25(attached, query))
+
+        attached.read(tokens(100), document="a")
+        check(12)
+        attached.append(tokens(61, seed=1), document="a")
+        check(20)
+        memory = attached.memory
+        memory.document("a").truncate(10)
+        attached.append(tokens(50, seed=2), document="a")
+        check(16)
+        memory.document("a").fork("b", 7)
+        check(23)
+        memory.forget("a")
+        check(7)
+        attached.read(tokens(100, seed=4), document="a")
+        check(19)
+
+
+def test_words_of_a_tokenizer_are_those_of_its_text() -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny("llama", vocab_size=300)
+    with attach(model, "ram:", tokenizer=tokenizer, **SIZES) as attached:
+        attached.read(TEXT * 4, document="whale")
+        document, query = attached.document, torch.tensor(tokenizer("MONEY years?").input_ids)
+        found = DocumentWords(tokenizer).score(attached._everything(), query)
+        texts = [tokenizer.decode(document.tokens(block)) for block in document.complete_blocks]
+    for score, text in zip(found.tolist(), texts, strict=True):
+        assert (score > 0) == bool({"money", "years"} & set(words_of(str(text))))
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "all", float("nan"), float("inf")])
+def test_a_factor_is_a_number_from_0_on(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"Retrieval\.words must be a number of at least 0"):
+        Retrieval(words=wrong)
