@@ -7,25 +7,20 @@ what a memory is worth at the beginning of a document and far into it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
-from memstore.models.memorizing import KNNMemory, MemorizingCache, MemorizingForCausalLM, knn_memory_of
-from memstore.readers.kinds import MEMORIZING, kind_of
+from memstore.models.memorizing import MemorizingForCausalLM
+from memstore.readers.kinds import kind_of
 
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
 """The paper's memories, in tokens."""
-WINDOW = 512
-"""Tokens of a segment of a stock model that was not trained with segments."""
 STRETCH = 512
 """Tokens whose mean counts as one observation for a standard error: neighbours gain or lose together."""
 
@@ -73,14 +68,14 @@ def by_memory_size(
     parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
     does not fit, and for a model without a layer that looks tokens up.
     """
-    _check(model, documents, sizes)
+    scorer = kind_of(model).scorer(model)
+    _check(scorer.layer, documents, sizes)
     longest = max(map(len, documents))
     starts = sorted({1, *(each for each in positions if 1 < each < longest)})
     parts = list(zip(starts, [*starts[1:], longest], strict=True))
-    read: Any = document_losses if kind_of(model) is MEMORIZING else stock_losses
     first: list[Tensor] | None = None
     for size in sizes:
-        losses = [read(model, tokens, size, advance).double() for tokens in documents]
+        losses = [scorer.losses(tokens, size, advance).double() for tokens in documents]
         change, error = (None, None) if first is None else paired(first, losses)
         first = first or losses
         yield MemoryRow(
@@ -109,56 +104,12 @@ def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
     return [size for size, before in zip(ordered, [0, *ordered], strict=False) if before < tokens]
 
 
-@torch.no_grad()
-def document_losses(
-    model: MemorizingForCausalLM, tokens: Tensor, memory_size: int, advance: Callable[[int], None]
-) -> Tensor:
-    """The loss of each token of ``tokens [n]`` but the first, ``[n - 1]``, with a memory of so many tokens."""
-    config = copy.deepcopy(model.config)
-    config.memory_size = memory_size
-    cache = MemorizingCache(config, 1)
-    ids = tokens[None].to(model.device)
-    losses = []
-    for start in range(0, len(tokens) - 1, config.window):
-        given = ids[:, start : min(start + config.window, len(tokens) - 1)]
-        logits = model(given, past_key_values=cache, use_cache=True).logits[0].float()
-        losses.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + given.shape[1]], reduction="none"))
-        advance(given.shape[1])
-    return torch.cat(losses)
-
-
-@torch.no_grad()
-def stock_losses(model: PreTrainedModel, tokens: Tensor, memory_size: int, advance: Callable[[int], None]) -> Tensor:
-    """As ``document_losses``, of a stock model: it sees the segment, and finds what was before by its memory alone."""
-    window = model.config.knn_memory.get("window", WINDOW)
-    ids, losses = tokens.to(model.device), []
-    with emptied(knn_memory_of(model), memory_size):
-        for start in range(0, len(tokens) - 1, window):
-            given = ids[None, start : min(start + window, len(tokens) - 1)]
-            logits = model(given, use_cache=False).logits[0].float()
-            losses.append(F.cross_entropy(logits, ids[start + 1 : start + 1 + given.shape[1]], reduction="none"))
-            advance(given.shape[1])
-    return torch.cat(losses)
-
-
-@contextmanager
-def emptied(memory: KNNMemory, size: int) -> Iterator[None]:
-    """``memory``, empty and of ``size`` tokens; in the end, after errors too, empty and of as many as before."""
-    memory.clear()
-    usual, memory.memory_size = memory.memory_size, size
-    try:
-        yield
-    finally:
-        memory.memory_size = usual
-        memory.clear()
-
-
 def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
     """Of what lies between two positions of each document."""
     return float(torch.cat([each[start:end] for each in losses]).mean().exp())
 
 
-def _check(model: MemorizingForCausalLM | PreTrainedModel, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
+def _check(layer: int | None, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
     if not documents:
         raise InvalidArgument("there is no document to score: name a text")
     shortest = min(map(len, documents))
@@ -166,5 +117,5 @@ def _check(model: MemorizingForCausalLM | PreTrainedModel, documents: Sequence[T
         raise InvalidArgument(f"a text has {shortest} tokens; at least 2 are needed. Name a longer text")
     if not sizes or min(sizes) < 0:
         raise InvalidArgument(f"sizes of a memory are numbers of tokens from 0 on, not {list(sizes)}")
-    if kind_of(model) is MEMORIZING and model.config.memory_layer is None and max(sizes):
+    if layer is None and max(sizes):
         raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): its only size is 0")

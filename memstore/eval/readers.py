@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import memstore
 from memstore import MemorySpec
-from memstore.eval import asking, landmark_asking
 from memstore.eval.asking import Reply
 from memstore.eval.tasks import Sample
-from memstore.readers.kinds import LANDMARK, kind_of
+from memstore.readers.kinds import kind_of
 
 
 def memory_spec(model: Any, tokenizer: Any) -> MemorySpec:
@@ -19,5 +19,5 @@ def memory_spec(model: Any, tokenizer: Any) -> MemorySpec:
 
 def ask(model: Any, cache: Any, sample: Sample) -> Reply:
     """The answer to ``sample`` after the haystack in ``cache``."""
-    asked = landmark_asking.ask if kind_of(model) is LANDMARK else asking.ask
-    return asked(model, cache, sample)
+    reply: Reply = resolve_name(kind_of(model).question)(model, cache, sample)
+    return reply

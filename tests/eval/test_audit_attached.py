@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory.retrieval import Retrieval
-from memstore.readers.stock.attached import StockReader
 from memstore.readers.stock.audit import audit_attached
+from memstore.readers.stock.reader import StockReader
 from tests.readers.models import attach, tiny, tokens
 
 BLOCK, SINK, WINDOW = 16, 16, 32

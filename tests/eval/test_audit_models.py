@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory.retrieval import Retrieval
 from memstore.models.drt import DRTReader
 from memstore.models.drt.audit import audit_drt
 from memstore.models.landmark import LandmarkReader

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from memstore.errors import InvalidArgument
-from memstore.eval.lookup import KINDS, LookupTokens, kinds_of, last_read, lookup
-from memstore.eval.memorizing import document_losses
+from memstore.eval.lookup import KINDS, kinds_of, last_read, lookup
+from memstore.eval.token_memory import LookupTokens, document_losses
 from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
 from tests.eval.drts import byte_tokenizer

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from memstore.errors import InvalidArgument
-from memstore.eval.memorizing import SIZES, by_memory_size, document_losses, fitting
+from memstore.eval.memorizing import SIZES, by_memory_size, fitting
+from memstore.eval.token_memory import document_losses
 from memstore.models.memorizing import MemorizingCache
 from tests.eval.memorizing import small_memorizing
 

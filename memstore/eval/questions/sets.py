@@ -1,0 +1,74 @@
+"""What a benchmark of questions is: paragraphs, questions, and which paragraphs hold what an answer needs."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from memstore.errors import InvalidArgument
+
+Half = Literal["chosen", "held-out", "all"]
+HALVES: tuple[Half, ...] = ("chosen", "held-out", "all")
+SEPARATOR = "\n\n"
+"""What stands between two paragraphs of a pool."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and what is known of its answer."""
+
+    id: str
+    """As the benchmark names it."""
+    text: str
+    answers: tuple[str, ...]
+    """Any of them is right."""
+    evidence: tuple[int, ...]
+    """Numbers of the paragraphs that an answer needs, all of them."""
+
+    # By a hash, so that the two halves stay the same whatever part of a set is measured, and in whatever order.
+    @property
+    def half(self) -> Half:
+        """``"chosen"``: settings may be chosen on this question; ``"held-out"``: figures are reported of it."""
+        return HALVES[hashlib.sha256(self._hashed.encode()).digest()[0] % 2]
+
+    @property
+    def _hashed(self) -> str:
+        """What decides the half: the same for questions that are about the same thing."""
+        return self.id
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """A benchmark: its paragraphs pooled, in their order, and its questions."""
+
+    name: str
+    source: str
+    """Where it is from, and its licence."""
+    paragraphs: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+    def of(self, half: Half, at_most: int | None = None) -> list[Question]:
+        """The questions of a half in their order, or ``at_most`` so many of them, spread by chance, always the same.
+
+        Raises ``InvalidArgument`` where there is none.
+        """
+        if half not in HALVES:
+            raise InvalidArgument(f"a half is one of {', '.join(HALVES)}, not {half!r}")
+        found = [question for question in self.questions if half in ("all", question.half)]
+        if not found:
+            raise InvalidArgument(f"{self.name} has no questions in the half {half!r}")
+        if at_most is None or at_most >= len(found):
+            return found
+        picked = sorted(random.Random(0).sample(range(len(found)), at_most))
+        return [found[number] for number in picked]
+
+
+def numbered(paragraphs: Sequence[str]) -> dict[str, int]:
+    """The number of each distinct paragraph, in the order of their first appearance."""
+    numbers: dict[str, int] = {}
+    for paragraph in paragraphs:
+        numbers.setdefault(paragraph, len(numbers))
+    return numbers

@@ -1,0 +1,211 @@
+"""``memstore eval squad``, ``hotpotqa`` and ``facts``: is what an answer needs among the blocks that are found?"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memstore.errors import InvalidArgument
+from memstore.readers.kinds import require_transformers
+from memstore.tools.models import SMOLLM2, load_model
+from memstore.tools.options import Device, Dtype, Threads, taking, use_threads
+from memstore.tools.output import Json, Page, Report
+
+if TYPE_CHECKING:
+    from memstore.eval.questions.rankers import Ranker
+    from memstore.eval.questions.sets import QuestionSet
+
+COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
+
+Model = Annotated[
+    str, typer.Option(help="The stock model that reads and searches: smollm2, a Hugging Face directory or hub id.")
+]
+AtMost = Annotated[int | None, typer.Option("--questions", min=1, help="So many of the half, spread by chance.")]
+Half = Annotated[
+    str,
+    typer.Option(
+        help="chosen: the questions that settings were chosen on; held-out: those that figures are reported of; all. "
+        "A hash of its id says which half a question is in."
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(help="Where the paragraphs are read to, once: a path. Without it: a temporary folder."),
+]
+TopKs = Annotated[str, typer.Option("--top-k", help="Blocks that are found, separated by commas.")]
+WordsFactor = Annotated[
+    float,
+    typer.Option("--words", min=0, help="How much words count beside the states: 0 not at all."),
+]
+Baselines = Annotated[
+    bool, typer.Option("--baselines/--no-baselines", help="Also BM25, MiniLM, and both fused by reciprocal ranks.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionSetting:
+    """The options that all sets of questions take, each once."""
+
+    model: Model = SMOLLM2
+    questions: AtMost = None
+    half: Half = "held-out"
+    memory: Memory = None
+    top_k: TopKs = "8"
+    words: WordsFactor = 2.0
+    baselines: Baselines = True
+    dtype: Dtype = "auto"
+    threads: Threads = None
+    device: Device = "cpu"
+    json: Json = False
+
+    def measure(self, task: str, load: Callable[[], Sequence[QuestionSet]]) -> Report:
+        """Read the paragraphs into a memory, and look for the evidence of the questions of each set about them."""
+        few = _numbers(self.top_k)
+        require_transformers()
+        use_threads(self.threads)
+        sets = load()
+        asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # it checks
+        import memstore
+        from memstore.eval.questions.recall import Pool, recall
+        from memstore.progress import progress_bar
+
+        show = not self.json and sys.stderr.isatty()
+        model, tokenizer = load_model(self.model, self.dtype, device=self.device)
+        pool, rows = Pool.of(sets[0].paragraphs, tokenizer), list[dict[str, Any]]()
+        with (
+            _place(self.memory) as place,
+            memstore.attach(
+                model, place, document=task, tokenizer=tokenizer, retrieval=memstore.Retrieval(words=self.words)
+            ) as reader,
+        ):
+            read = reader.read(pool.tokens, progress=show)
+            size = reader.memory.spec.block_size
+            for ranker in self._rankers(reader, pool.texts(size, tokenizer)):
+                for name, questions in asked.items():
+                    with progress_bar(ranker.name, 0, len(questions), show) as advance:
+                        found = recall(ranker, questions, pool, block_size=size, top_k=few, advance=advance)
+                        rows += [{"set": name, **row} for row in found]
+        data = {
+            "task": task,
+            "source": sets[0].source,
+            "model": self.model,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "half": self.half,
+            "words": self.words,
+            "questions": sum(map(len, asked.values())),
+            "paragraphs": len(sets[0].paragraphs),
+            "tokens": len(pool.tokens),
+            "block_size": size,
+            "tokens_per_second": round(read.tokens_per_second) if read.new_tokens else None,
+            "rows": rows,
+        }
+        return Report(data=data, text=lambda page: _show(page, data))
+
+    def _rankers(self, reader: Any, texts: list[str]) -> Iterator[Ranker]:
+        from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, SentenceRanker, WordRanker, minilm
+
+        memory = MemoryRanker(reader)
+        yield memory
+        if self.baselines:
+            words, sentences = WordRanker(texts), SentenceRanker(texts, minilm())
+            yield from (words, sentences, FusedRanker(words, sentences), FusedRanker(memory, words))
+
+
+@taking(QuestionSetting)
+def squad(setting: QuestionSetting) -> Report:
+    """Ask people's questions about 1,204 paragraphs: is the right one found?
+
+    The paragraphs of SQuAD 2.0's development set are read one after the other as one document; a question counts if a
+    block that holds a part of its paragraph is among the few that are found. Beside the memory: BM25 and MiniLM over
+    the same blocks, and rankings fused. The first run fetches the questions (19 MB), and MiniLM (84 MB).
+
+    Example:
+
+        memstore eval squad --memory squad.mem --questions 1000
+
+    In Python: memstore.eval.questions.recall.
+    """
+    from memstore.eval.questions import squad as source
+
+    return setting.measure("squad", lambda: [source.load()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotpotQA(QuestionSetting):
+    """The options of ``memstore eval hotpotqa``."""
+
+    pooled: Annotated[int, typer.Option(min=1, help="The first questions of the set, whose paragraphs are pooled.")] = (
+        500
+    )
+
+
+@taking(HotpotQA)
+def hotpotqa(setting: HotpotQA) -> Report:
+    """Ask questions that need two paragraphs among thousands: are both found?
+
+    The paragraphs of the first 500 questions of HotpotQA's development set, ten each, are read one after the other as
+    one document. Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused. The first run fetches the
+    questions (19 MB), and MiniLM (84 MB).
+
+    Example:
+
+        memstore eval hotpotqa --memory hotpotqa.mem --pooled 100
+
+    In Python: memstore.eval.questions.recall.
+    """
+    from memstore.eval.questions import hotpotqa as source
+
+    return setting.measure("hotpotqa", lambda: [source.load(count=setting.pooled)])
+
+
+@taking(QuestionSetting)
+def facts(setting: QuestionSetting) -> Report:
+    """Hide facts in a manual, and ask for them in their own words, in plain questions, and in other words.
+
+    The 32 facts are memstore's own, the manual is Python's language reference (16,000 tokens). A question in other
+    words shares none with its fact: words cannot find it. Beside the memory: BM25 and MiniLM over the same blocks, and
+    rankings fused. The first run fetches MiniLM (84 MB).
+
+    Example:
+
+        memstore eval facts --half all
+
+    In Python: memstore.eval.questions.recall.
+    """
+    from memstore.eval.questions import facts as source
+
+    return setting.measure("facts", lambda: [source.load(way) for way in source.WAYS])
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise InvalidArgument(f"--top-k {text!r}: write numbers of blocks such as 8 or 4,8,16")
+    return found
+
+
+@contextmanager
+def _place(wanted: str | None) -> Iterator[str]:
+    if wanted is not None:
+        yield wanted
+        return
+    with tempfile.TemporaryDirectory(prefix="memstore-eval-") as scratch:
+        yield str(Path(scratch) / "eval.mem")
+
+
+def _show(page: Page, data: dict[str, Any]) -> None:
+    page.line(
+        f"{data['task']}: {data['questions']:,} questions ({data['half']}) about {data['paragraphs']:,} paragraphs, "
+        f"{data['tokens']:,} tokens in blocks of {data['block_size']}"
+    )
+    page.table([column.replace("_", " ") for column in COLUMNS], [[row[c] for c in COLUMNS] for row in data["rows"]])

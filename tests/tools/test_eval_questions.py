@@ -1,0 +1,75 @@
+"""``memstore eval squad``, ``hotpotqa`` and ``facts``, on sets of a few paragraphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.eval.questions.test_sets import HOTPOT, SQUAD
+from tests.tools.conftest import Cli
+
+
+def lengths(texts: Sequence[str]) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor([len(text) % 8 for text in texts]), 8).float()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"data": [{"paragraphs": SQUAD["data"][0]["paragraphs"] * 1}]}
+    filler = {"context": "Nothing happened that day, nor on the next one. " * 60, "qas": []}
+    long["data"][0]["paragraphs"] = [*long["data"][0]["paragraphs"], filler]
+    monkeypatch.setattr("memstore.eval.questions.squad.load_json", lambda name: long)
+    monkeypatch.setattr("memstore.eval.questions.hotpotqa.load_json", lambda name: HOTPOT * 20)
+    monkeypatch.setattr("memstore.eval.questions.rankers.minilm", lambda: lengths)
+
+
+def test_a_row_for_each_ranker_and_number_of_blocks(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "squad.mem"
+    arguments = ("eval", "squad", "--model", model_folder, "--half", "chosen", "--memory", memory, "--json")
+    done = cli(*arguments, "--top-k", "1,4")
+    assert done.code == 0, done.err
+    assert (done.json["task"], done.json["questions"], done.json["paragraphs"]) == ("squad", 2, 3)
+    rankers = ["memory", "bm25", "minilm", "bm25+minilm", "memory+bm25"]
+    assert [(row["ranker"], row["top_k"]) for row in done.json["rows"]] == [(r, k) for r in rankers for k in (1, 4)]
+    assert all(0 <= row["all"] <= row["any"] <= 1 for row in done.json["rows"])
+    again = cli(*arguments, "--no-baselines")
+    assert (again.code, again.json["tokens_per_second"]) == (0, None)  # the text was read before
+    assert [row["ranker"] for row in again.json["rows"]] == ["memory"]
+
+
+def test_people_get_a_table(cli: Cli, model_folder: Path) -> None:
+    done = cli("eval", "hotpotqa", "--model", model_folder, "--half", "all", "--pooled", 2, "--no-baselines")
+    assert done.code == 0, done.err
+    assert done.out.startswith("hotpotqa: 2 questions (all) about 3 paragraphs")
+
+
+def test_facts_are_asked_in_three_ways(cli: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memstore.eval.questions.facts._reference", lambda: "Nothing happened that day.\n" * 2000)
+    done = cli("eval", "facts", "--model", model_folder, "--half", "held-out", "--json")
+    assert done.code == 0, done.err
+    rows = [(row["set"], row["ranker"]) for row in done.json["rows"][:4]]
+    assert rows == [
+        ("facts-own", "memory"),
+        ("facts-plain", "memory"),
+        ("facts-other", "memory"),
+        ("facts-own", "bm25"),
+    ]
+    by_words = {row["set"]: row["all"] for row in done.json["rows"] if row["ranker"] == "bm25"}
+    assert by_words["facts-own"] == by_words["facts-plain"] == 1 > by_words["facts-other"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (("--top-k", "few"), "write numbers of blocks such as 8 or 4,8,16"),
+        (("--half", "best"), "a half is one of chosen, held-out, all"),
+    ],
+)
+def test_wrong_arguments_are_told(cli: Cli, model_folder: Path, wrong: tuple[str, ...], says: str) -> None:
+    done = cli("eval", "squad", "--model", model_folder, *wrong)
+    assert done.code == 2
+    assert says in done.err
