@@ -31,7 +31,6 @@ from memstore.readers import kinds
 from memstore.readers.kinds import encode
 from memstore.readers.reader import Reader
 from memstore.store.codecs import codec_named
-from memstore.tools.ask import answer
 from memstore.tools.models import Loaded, load_model
 
 RESULTS = Path(__file__).parent / "results" / "codecs.json"
@@ -162,7 +161,7 @@ def ask_needles(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[st
     for codec in options.codecs:
         with attached_to(loaded, codec) as attached:
             attached.read(hay.tokens)
-            answers = [answer(attached, needle.prompt, ANSWER_TOKENS, trace=False)["answer"] for needle in hay.needles]
+            answers = [attached.ask(needle.prompt, raw=True, max_tokens=ANSWER_TOKENS).text for needle in hay.needles]
         right = [needle.found_in(text) for needle, text in zip(hay.needles, answers, strict=True)]
         yield {
             "what": "needles",

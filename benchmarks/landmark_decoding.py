@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memstore import Retrieval
 from memstore.eval.resources import hardware
-from memstore.memory import Retrieval
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, LandmarkReader
 
 RESULTS = Path(__file__).parent / "results" / "landmark-decoding.json"

@@ -25,7 +25,6 @@ import memstore
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import hardware
-from memstore.tools.ask import answer
 from memstore.tools.models import Loaded, load_model
 from memstore.tools.output import Page
 
@@ -137,7 +136,7 @@ def measure(
 def _ask(attached: Any, needle: Needle, block: int) -> tuple[Needle, bool, bool, float]:
     attached.trace.clear()
     begun = time.perf_counter()
-    text = answer(attached, needle.prompt, ANSWER_TOKENS, trace=False)["answer"]
+    text = attached.ask(needle.prompt, raw=True, max_tokens=ANSWER_TOKENS).text
     seconds = time.perf_counter() - begun
     blocks = {b for entry in attached.trace for b in entry.blocks}
     direct = attached.documents[0].n_blocks - attached.window // attached.block_size

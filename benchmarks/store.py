@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,7 @@ QUEUE_DEPTH = 16
 WARM_ROUNDS = 600
 COLD_ROUNDS = 60
 APPENDS = 24
+RAM_DISK = "/dev/shm"  # noqa: S108 - the one folder that Linux keeps in memory
 LAYERS = 30
 FORKS, DOCUMENTS, TINY = 10_000, 100_000, (1, 1, 1)
 """What ``--growth`` makes: documents of one block, whose states are two numbers."""
@@ -93,8 +95,10 @@ def measure(folder: Path, blocks: int) -> Iterator[Row]:
     """The rows."""
     make_blocks(folder, blocks)
     yield from warm(folder, min(blocks, 2048))
+    yield first_reading(folder, blocks)
     yield from cold_in_fresh_process(folder, blocks)
     yield append(folder)
+    yield append_in_memory()
     yield opening(folder)
     yield from fork(folder)
 
@@ -180,6 +184,21 @@ def warm(folder: Path, blocks: int) -> Iterator[Row]:
         us = by_turns(random_lists(blocks), WARM_ROUNDS, WARM_ROUNDS // 4, time.process_time, **sides)
     yield {"what": "warm gather, LMDB", **us, "ratio": round(us["memcpy"] / us["lmdb"], 3), "wanted": 0.5}
     yield {"what": "warm gather, host tier", **us, "ratio": round(us["memcpy"] / us["host"], 3), "wanted": 0.8}
+
+
+def first_reading(folder: Path, blocks: int) -> Row:
+    """Gathering blocks that this process has not verified yet, of pages that are in the page cache."""
+    plain = np.memmap(folder / "plain", np.uint8, "r").reshape(blocks, BLOCK_BYTES)
+    out = np.empty((LIST, BLOCK_BYTES), np.uint8)
+
+    def memcpy(wanted: list[int]) -> None:
+        for row, block in enumerate(wanted):
+            out[row] = plain[block]
+
+    with memstore.open(folder / "blocks", mode="r", host_bytes=0) as memory:
+        rounds = blocks // LIST // 2  # two sides; no block comes twice
+        us = by_turns(random_lists(blocks), rounds, 1, time.process_time, memcpy=memcpy, lmdb=view(memory).gather)
+    return {"what": "first gather, LMDB", **us, "ratio": round(us["memcpy"] / us["lmdb"], 3)}
 
 
 def view(memory: Memory) -> LayerView:
@@ -281,6 +300,26 @@ def append(folder: Path) -> Row:
                 times[name].append(1000 * (time.perf_counter() - begun))
     ms = {name: round(median(each[4:]), 2) for name, each in times.items()}
     return {"what": "append with commit, ms", **ms, "ratio": round(ms["file"] / ms["lmdb"], 3), "wanted": 0.7}
+
+
+def append_in_memory() -> Row:
+    """Committing a block of one layer where the disk costs nothing, and writing its bytes to a file there."""
+    k, v = (torch.randn(1, *SHAPE).bfloat16() for _ in range(2))
+    payload = b"".join(each.view(torch.uint8).numpy().tobytes() for each in (k, v))
+    with (
+        tempfile.TemporaryDirectory(dir=RAM_DISK) as folder,
+        memstore.open(Path(folder) / "appended", spec=spec(1, SHAPE)) as memory,
+        (Path(folder) / "written").open("wb", buffering=0) as file,
+    ):
+        document, tokens = memory.document("text"), torch.zeros(64, dtype=torch.int32)
+
+        def commit(_: list[int]) -> None:
+            with document.append(tokens) as batch:
+                batch.put(0, k=k, v=v)
+
+        sides: dict[str, Side] = {"file": lambda _: file.write(payload), "lmdb": commit}
+        us = by_turns(repeat([]), WARM_ROUNDS, WARM_ROUNDS // 4, time.process_time, **sides)
+    return {"what": "append of one layer on a RAM disk", **us, "ratio": round(us["file"] / us["lmdb"], 3)}
 
 
 def opening(folder: Path) -> Row:

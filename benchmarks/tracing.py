@@ -145,7 +145,7 @@ def timed(case: Case, new: int, *, recorded: bool) -> tuple[float, float]:
 
 def bytes_of(memory: Memory) -> int:
     """Bytes of the last trace."""
-    from memstore.memory.recorder import encode
+    from memstore.memory.trace_file import encode
 
     trace = memory.traces.last()
     assert trace is not None

@@ -24,11 +24,11 @@ from memstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from memstore.attention.retrieval import Retrieval
     from memstore.memory.copy import copy_memory as copy
     from memstore.memory.document import Document
     from memstore.memory.memory import Memory
     from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
-    from memstore.memory.retrieval import Retrieval
     from memstore.memory.spec import Fingerprint, MemorySpec
     from memstore.readers.attach import attach
     from memstore.readers.reader import Reader
@@ -38,7 +38,7 @@ _HOMES = {
     "Fingerprint": ("memstore.memory.spec", "Fingerprint"),
     "Memory": ("memstore.memory.memory", "Memory"),
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
-    "Retrieval": ("memstore.memory.retrieval", "Retrieval"),
+    "Retrieval": ("memstore.attention.retrieval", "Retrieval"),
     "Reader": ("memstore.readers.reader", "Reader"),
     "attach": ("memstore.readers.attach", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),

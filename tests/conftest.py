@@ -7,10 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for where sums must be repeatable
 
+import lmdb
+import pytest
 import torch
 from hypothesis import settings
 
@@ -19,9 +23,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Trusted models of the tests' own: not those of who runs them.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="memstore-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# Nobody cuts the power of a test: what a killed process has written is there without waiting for the disk, which takes
+# longer than all else. Processes that tests start do wait.
+os.fsync = lambda _: None  # type: ignore[assignment]
+lmdb.open = partial(lmdb.open, sync=False)  # type: ignore[assignment]  # all call it
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
 
 # Machines that run tests are shared and slow at times: no deadline for a single example.
 settings.register_profile("memstore", deadline=None, print_blob=True)
 settings.load_profile("memstore")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))

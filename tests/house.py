@@ -22,9 +22,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "memstore"
 REGISTRY = PACKAGE / "readers" / "kinds.py"
 """Where the kind of a model may be asked for."""
-KIND = re.compile(r"model_type|kind_of|isinstance\(.*(DRTForCausalLM|LandmarkForCausalLM|MemorizingForCausalLM)")
-NOT_ASKED = re.compile(r"\s*(model_type\b.*=\s*\"|from |import |#)")
-"""Lines that give a configuration its kind, and imports."""
+KIND = re.compile(
+    r"\bkind(_\w+\(.*\))? (is|is not|in|not in|==) \(?(kinds\.)?(DRT|LANDMARK|MEMORIZING|KNN|STOCK)\b"
+    r"|model_type (==|in|not in) |[^t] isinstance\(.*(DRTForCausalLM|LandmarkForCausalLM|MemorizingForCausalLM)"
+)
+"""A decision by the kind of a model. To ask ``kind_of(model)`` for what the registry knows of the kind is none."""
 LIMITS = {"import circles": 0}
 SEGMENT = 64
 TEXT = "The lighthouse keeper wrote down every ship that passed. " * 20
@@ -83,13 +85,13 @@ def public_classes(sources: dict[Path, str]) -> dict[str, list[str]]:
 
 
 def kinds_asked(sources: dict[Path, str]) -> list[str]:
-    """Lines outside the registry that match ``KIND``, each once; see ``NOT_ASKED``."""
+    """Lines outside the registry that decide something by the kind of a model, each once."""
     return [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path, text in sources.items()
         if path != REGISTRY
         for number, line in enumerate(text.splitlines(), 1)
-        if KIND.search(line) and not NOT_ASKED.match(line)
+        if KIND.search(line)
     ]
 
 

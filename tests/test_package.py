@@ -63,6 +63,6 @@ def test_the_core_names_nothing_of_the_lab(package: str) -> None:
 
 
 def test_a_memory_is_attached_without_the_lab_and_the_command() -> None:
-    statement = "import memstore.readers.stock.attached, memstore.readers.audit, memstore.memory.memory"
+    statement = "import memstore.readers.stock.reader, memstore.readers.audit, memstore.memory.memory"
     lab = {f"memstore.{name}" for name in LAB} | {"typer", "rich", "matplotlib"}
     assert modules_after(statement).isdisjoint(lab)

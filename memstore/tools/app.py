@@ -17,10 +17,12 @@ from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
 from memstore.readers import kinds
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
-from memstore.tools.completion import answer, completion
+from memstore.tools.chat import chat
+from memstore.tools.completion import VARIABLE, answer, completion
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
+from memstore.tools.eval_questions import facts, hotpotqa, squad
 from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.interrupts import pressed
@@ -33,6 +35,7 @@ from memstore.tools.output import Json, Report, verb
 from memstore.tools.plot import plot
 from memstore.tools.read import read
 from memstore.tools.search import search
+from memstore.tools.serve import serve
 from memstore.tools.show import show
 from memstore.tools.trace import trace
 from memstore.tools.train import drt
@@ -103,6 +106,7 @@ app = typer.Typer(
 for function in (
     read,
     ask,
+    chat,
     ls,
     show,
     search,
@@ -125,6 +129,7 @@ for function in (
     compact,
     repair,
     view,
+    serve,
     trust,
     demo,
     completion,
@@ -148,7 +153,11 @@ def _group(name: str, purpose: str, *functions: Callable[..., Report]) -> None:
 
 
 _group("train", "Train a model that retrieves.", drt, landmark, memorizing)
-_group("eval", "Measure a model that retrieves.", passkey, two_hop, multi_needle, perplexity, lookup, generate)
+_group(
+    "eval",
+    "Measure a model that retrieves.",
+    *(passkey, two_hop, multi_needle, squad, hotpotqa, facts, perplexity, lookup, generate),
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -183,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     command: Any = typer.main.get_command(app)
-    if (answered := answer(command)) is not None:
-        return answered
+    if VARIABLE in os.environ:  # a shell asks what could come next
+        return answer(command)
     json = "--json" in arguments
     try:
         if arguments[:1] == ["help"]:

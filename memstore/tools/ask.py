@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,71 +13,165 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.models import Loaded, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, TopK, use_threads
-from memstore.tools.output import Page, Report, cell, index_bar
+from memstore.tools.output import Json, Page, Report, cell, index_bar, printable, waiting
 
 if TYPE_CHECKING:
-    from memstore.memory import Document, Memory
+    from memstore.memory import Memory
+    from memstore.readers.asking import Passage
     from memstore.readers.reader import Reader
 
-SHOWN = 8
-"""Blocks that are told with an answer at most."""
 LEAST = 0.001
-"""Weight under which people are not shown a block."""
+"""Part of attention under which people are not shown a block."""
+SHORT = 160
+"""Characters of a source that are shown unless all are wanted."""
+STDIN = "-"
 
 Question = Annotated[
-    str, typer.Argument(metavar="QUESTION", help="What the model reads after the document.", show_default=False)
+    str, typer.Argument(metavar="QUESTION", help="What is asked; - for standard input.", show_default=False)
+]
+Documents = Annotated[
+    list[str] | None,
+    typer.Option("--document", help="Ask this document; may be given several times. Without it: all but chats."),
 ]
 DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
 Dtype = Annotated[str | None, typer.Option(help="Precision of the model. Without it: the one that read.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Length of the answer at most, in tokens.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Length of the answer at most, in tokens. Without it: 256, or 40 where nothing ends it."),
+]
 Trace = Annotated[bool, typer.Option("--trace", help="Record what is retrieved for each token: see memstore trace.")]
 Model = Annotated[str | None, typer.Option(help="The model that answers. Without it: the one that read.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Let the model go on from these very words, without its chat template.")
+]
+System = Annotated[str | None, typer.Option(help="The system prompt, in place of the usual one.")]
+Tail = Annotated[
+    bool | None,
+    typer.Option(
+        "--tail/--no-tail",
+        help="Whether the document's end is seen without a search. Without it: only where there is no template.",
+    ),
+]
+Sources = Annotated[
+    str | None,
+    typer.Option(metavar="NUMBER", help="Blocks told after the answer: a number, or all. Without it: 2, or 8 in JSON."),
+]
 
 
 def ask(
     memory: MemoryUrl,
     question: Question,
     *,
-    document: DocumentName = None,
+    document: Documents = None,
+    raw: Raw = False,
+    system: System = None,
+    tail: Tail = None,
     top_k: TopK = None,
-    max_tokens: MaxTokens = 40,
+    max_tokens: MaxTokens = None,
+    sources: Sources = None,
     model: Model = None,
     dtype: Dtype = None,
     threads: Threads = None,
     device: Device = "cpu",
     index: Index = "exact",
     trace: Trace = False,
+    json: Json = False,
 ) -> Report:
-    """Let the model that read a memory go on from your question.
+    """Ask the model that read a memory.
 
-    The answer comes first, then the blocks that were retrieved for it. With --trace it is also recorded, beside the
-    memory, which of them each token was written with.
+    The question is put in the model's chat template, and the answer comes as it is written. After it stand the blocks
+    that had most of the model's attention, with their line in the document. A model without a chat template goes on
+    from the question's words; so does every model with --raw. With --trace it is also recorded, beside the memory,
+    which blocks each token was written with.
 
     Example:
 
-        memstore ask notes.mem "The name of the white whale is" --document moby-dick
+        memstore ask notes.mem "What is the white whale called?"
+        memstore ask notes.mem "The name of the white whale is" --raw --document moby-dick
 
-    In Python: memstore.attach, and memstore.readers.reader.Reader.generate.
+    In Python: memstore.readers.reader.Reader.ask, of what memstore.attach gives.
     """
+    shown = _number(sources or ("8" if json else "2"))
+    question = sys.stdin.read() if question == STDIN else question
     if not question.strip():
-        raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
-    use_threads(threads)
-    with memstore.open(memory, mode="r", index=index) as opened, index_bar():
-        name = document_name(opened, document)
-        loaded = load_recorded(opened, model, dtype, device=device)
-        with attached(loaded, opened, document=name, top_k=top_k) as reader:
-            data = {"document": name, "question": question, **answer(reader, question, max_tokens, trace=trace)}
-    return Report(data=data, text=lambda page: _show(page, data, memory))
+        raise InvalidArgument("the question is empty. Give the words that are to be answered.")
+    with waiting("loading the model", show=not json):
+        use_threads(threads)
+        opened = memstore.open(memory, mode="r", index=index)
+    with opened, index_bar():
+        _check_documents(opened, document)
+        with waiting("loading the model", show=not json):
+            loaded = load_recorded(opened, model, dtype, device=device)
+        with several(loaded, opened, document, top_k=top_k) as reader:
+            tell = None if json else _say
+            given = {"system": system} if system is not None else {}
+            most = max_tokens or (256 if not raw and getattr(loaded.tokenizer, "chat_template", None) else 40)
+            answer = reader.ask(question, raw=raw, tail=tail, max_tokens=most, tell=tell, trace=trace, **given)
+            passages = answer.sources(shown)
+            data = {
+                "documents": [each.name for each in reader.documents],
+                "question": question,
+                "answer": answer.text,
+                "ended": answer.ended,
+                "tokens": len(answer.tokens),
+                "seconds": round(answer.seconds, 3),
+                "sources": [asdict(each) for each in passages],
+            }
+            if trace:
+                data["trace"] = answer.trace
+    return Report(data=data, text=lambda page: _show(page, data, passages, memory, whole=sources == "all"))
+
+
+def several(loaded: Loaded, memory: Memory, documents: list[str] | None, **options: Any) -> Reader:
+    """``attached`` to all of ``documents``, which are all that there are but chats where none is named."""
+    return attached(loaded, memory, document=chosen_documents(loaded, memory, documents), **options)
+
+
+def chosen_documents(loaded: Loaded, memory: Memory, documents: list[str] | None) -> list[str] | None:
+    """``documents``, or all that there are but chats where none is named; None for all."""
+    from memstore.readers.conversation import PREFIX
+    from memstore.readers.kinds import kind_of
+
+    if not kind_of(loaded.model).reader_class().several:
+        named = documents or [None]  # type: ignore[list-item]  # the only one
+        documents = [document_name(memory, named[0])] if len(named) == 1 else documents
+    elif not documents:
+        # What was answered in a chat is no source: an answer of yesterday would stand beside the note that has changed.
+        documents = [each.name for each in memory.documents() if not each.name.startswith(PREFIX)] or None
+    return documents
+
+
+def _check_documents(memory: Memory, wanted: list[str] | None) -> None:
+    there = {document.name for document in memory.documents()}
+    if not there:
+        raise NotFound("the memory holds no documents yet. Add one with: memstore read TEXT MEMORY")
+    for name in wanted or []:
+        if name not in there:
+            memory.document(name)  # which says what there is
+
+
+def _number(text: str) -> int:
+    """How many sources are meant by ``text``."""
+    if text == "all":
+        return sys.maxsize
+    if not text.isdecimal():
+        raise InvalidArgument(f"--sources is a number of blocks, or all, not {text!r}")
+    return int(text)
+
+
+def _say(piece: str) -> None:
+    sys.stdout.write(printable(piece))
+    sys.stdout.flush()
 
 
 def attached(
-    loaded: Loaded, memory: Memory | str, *, document: str | list[str], top_k: int | None = None, **options: Any
+    loaded: Loaded, memory: Memory | str, *, document: str | list[str] | None, top_k: int | None = None, **options: Any
 ) -> Reader:
     """``memstore.attach`` for verbs, which know a number of blocks and no other option of retrieval.
 
     Raises ``InvalidArgument`` where that number is not to be chosen.
     """
-    from memstore.readers.kinds import STOCK, kind_of
+    from memstore.readers.kinds import kind_of
     from memstore.readers.options import RETRIEVAL
 
     kind = kind_of(loaded.model)
@@ -86,9 +180,8 @@ def attached(
         raise InvalidArgument(
             f"a {kind.name} retrieves as much as it was trained with ({trained.retrieval_top_k}): leave --top-k out."
         )
-    retrieval = kind.reader_class().usual(loaded.model)
-    if kind is STOCK and isinstance(memory, memstore.Memory) and memory.spec.key_dtype != "bit":
-        retrieval = replace(retrieval, share="group")
+    made = memory.spec if isinstance(memory, memstore.Memory) else None
+    retrieval = kind.reader_class().usual(loaded.model, made)
     if top_k is not None:
         retrieval = replace(retrieval, top_k=top_k)
     return memstore.attach(
@@ -107,46 +200,18 @@ def document_name(memory: Memory, wanted: str | None) -> str:
     return memory.document(wanted).name if wanted is not None else names[0]
 
 
-def answer(reader: Reader, question: str, max_tokens: int, *, trace: bool = True) -> dict[str, Any]:
-    """Go on from ``question``, always with the likeliest token, and tell the blocks that were used, most first.
-
-    With ``trace`` what was retrieved stays in the memory's traces.
-    """
-    import torch
-
-    from memstore.memory import Traces
-
-    memory = reader.memory
-    traces = memory.traces if trace else Traces(None, memory.url)
-    ids = reader.prompt(question)
-    begun = time.perf_counter()
-    with torch.inference_mode(), reader.record(question=question, traces=traces) as recorder:
-        new = reader.generate(ids, max_new_tokens=max_tokens, do_sample=False)[0, ids.shape[1] :].tolist()
-        recorder.close(new)
-    seconds = time.perf_counter() - begun
-    blocks = [
-        {"document": name, "block": block, "weight": weight, "text": _text(reader, memory.document(name), block)}
-        for name, block, weight in traces.get(recorder.number).used()[:SHOWN]
-    ]
-    told: dict[str, Any] = {
-        "answer": reader.tokenizer.decode(new, skip_special_tokens=True),
-        "tokens": len(new),
-        "seconds": round(seconds, 3),
-        "blocks": blocks,
-    }
-    return {**told, "trace": recorder.number} if trace else told
-
-
-def _text(reader: Reader, document: Document, block: int) -> str:
-    return str(reader.tokenizer.decode(document.tokens(block)))
-
-
-def _show(page: Page, data: dict[str, Any], memory: str) -> None:
-    page.line(data["answer"].strip())
-    for used in (each for each in data["blocks"] if each["weight"] >= LEAST):
+def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
+    page.line()  # ends what was told as it came
+    for each in (each for each in passages if whole or each.score >= LEAST):
         page.line()
-        page.line(f"[{used['document']} block {used['block']:,}, weight {used['weight']:.3f}]")
-        page.line(used["text"])
+        page.line(source_line(each))
+        page.line(each.text.rstrip("\n") if whole else page.excerpt(each.text, SHORT))
     if "trace" in data:
         page.line()
         page.line(f"which block each token was written with: memstore trace {quote(memory)} {data['trace']}")
+
+
+def source_line(passage: Passage) -> str:
+    """Where a source stands, and how much of the model's attention it had."""
+    line = "" if passage.line is None else f", line {passage.line:,}"
+    return f"[{passage.document}{line}, block {passage.block:,}: {passage.score:.1%} of attention]"

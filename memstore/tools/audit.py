@@ -10,15 +10,18 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.ask import Dtype, Question, attached, document_name
-from memstore.tools.models import Loaded, load_recorded
+from memstore.tools.ask import Dtype, attached, document_name
+from memstore.tools.models import Loaded, chosen_name, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
-from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.readers.audit import Audit, LayerAudit
+
+Question = Annotated[
+    str, typer.Argument(metavar="QUESTION", help="What the model reads after the document.", show_default=False)
+]
 
 DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
 MaxTokens = Annotated[

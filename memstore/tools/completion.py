@@ -37,12 +37,9 @@ def completion(shell: Shell) -> Report:
     return Report(data={"shell": shell, "script": script}, text=lambda page: page.line(script))
 
 
-def answer(command: Any) -> int | None:
-    """Tell a shell that asks what could come next; the exit code, or None where none asks."""
-    instruction = os.environ.get(VARIABLE)
-    if instruction is None:
-        return None
+def answer(command: Any) -> int:
+    """Tell a shell that asks in ``VARIABLE`` what could come next; the exit code."""
     from typer.completion import completion_init, shell_complete  # type: ignore[attr-defined]  # imported there
 
     completion_init()
-    return shell_complete(command, {}, "memstore", VARIABLE, instruction)
+    return shell_complete(command, {}, "memstore", VARIABLE, os.environ[VARIABLE])

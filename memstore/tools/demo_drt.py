@@ -1,6 +1,6 @@
-"""``memstore demo --model DIR`` for a DRT: it reads a million tokens; a new process finds what is hidden there.
+"""``memstore demo``: a DRT reads a million tokens; a new process finds what is hidden there.
 
-Five volumes of text, each a document of one memory on disk, with one passkey hidden in each. The model is a DRT of 0.3
+Five volumes of text, each a document of one memory on disk, with one passkey hidden in each. The model is a DRT of 0.2
 million parameters that a CPU trained in minutes (``memstore train drt --recipe passkey-cpu``).
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from memstore.children import python_module
 from memstore.errors import InvalidArgument, MemstoreError
-from memstore.readers.kinds import DRT, load_model
-from memstore.tools.models import quiet_transformers
-from memstore.tools.trust import remember
+from memstore.readers.kinds import DRT, load_model, quiet_transformers
+from memstore.tools.models import remember
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
@@ -123,7 +123,7 @@ def _ask_in_new_process(model: Path, folder: Path, samples: dict[str, Sample], t
         name: asdict(sample) | {"hops": [[h.start, h.stop] for h in sample.hops]} for name, sample in samples.items()
     }
     request = {"weights": str(model), "folder": str(folder), "questions": questions, "threads": threads}
-    command = [sys.executable, "-m", "memstore.tools.demo_drt"]
+    command = python_module("memstore.tools.demo_drt")
     done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")

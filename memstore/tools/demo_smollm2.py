@@ -1,4 +1,7 @@
-"""``memstore demo``: a stock model reads four times its training length; a new process answers from the memory."""
+"""``memstore demo --model smollm2``: a stock model reads four times what it was trained for.
+
+A new process answers from the memory.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
+from memstore.children import python_module
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
@@ -134,7 +138,7 @@ def _ask_in_new_process(folder: Path, texts: list[Text], threads: int | None) ->
         [text.name, needle.kind, needle.prompt, needle.answer] for text in texts for needle in text.hay.needles
     ]
     request = {"folder": str(folder), "questions": questions, "threads": threads}
-    command = [sys.executable, "-m", "memstore.tools.demo_smollm2"]
+    command = python_module("memstore.tools.demo_smollm2")
     done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -168,16 +172,14 @@ def answer_questions(folder: str, questions: list[list[str]], threads: int | Non
 def _answer(
     loaded: Loaded, memory: memstore.Memory, document: str, kind: str, prompt: str, expected: str
 ) -> dict[str, Any]:
-    from memstore.tools.ask import answer
-
     retrieval = memstore.Retrieval(top_k=TOP_K)
     with memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval
     ) as attached:
-        told = answer(attached, prompt, ANSWER_TOKENS)
-    text, blocks = told["answer"], told["blocks"]
+        told = attached.ask(prompt, raw=True, max_tokens=ANSWER_TOKENS, trace=True)
+        blocks = told.sources()
+    text = told.text
     found = Needle(kind, "", "", expected).found_in(text)
-    keep = ("block", "text")
     return {
         "document": document,
         "kind": kind,
@@ -185,8 +187,8 @@ def _answer(
         "expected": expected,
         "answer": text.strip(),
         "found": found,
-        "blocks": [{name: block[name] for name in keep} for block in blocks],
-        "trace": told["trace"],
+        "blocks": [{"block": each.block, "text": each.text} for each in blocks],
+        "trace": told.trace,
     }
 
 

@@ -50,7 +50,7 @@ def diff(memory: MemoryUrl, other: Other = None, *, documents: Documents = None)
     In Python: memstore.memory.copy.compare_memories and memstore.memory.copy.compare_documents.
     """
     from memstore.memory.copy import MemoryDifference, compare_documents, compare_memories
-    from memstore.memory.ingest import progress_bar
+    from memstore.progress import progress_bar
 
     if other is None and documents is None:
         raise InvalidArgument("name another memory to compare with, or two documents with --documents X Y.")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.readers.kinds import encode
+from memstore.readers.kinds import encode, quiet_transformers, require_transformers
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
 from memstore.tools.eval_memorizing import MemorySizes, memory_table
-from memstore.tools.models import check_device, quiet_transformers, require_transformers
+from memstore.tools.models import check_device
 from memstore.tools.options import Device, Threads, taking, token_count, use_threads
 from memstore.tools.output import Json, Page, Report
 from memstore.tools.texts import read_documents, read_text
@@ -108,7 +108,7 @@ class Setting:
         from memstore.eval.filler import load_filler
         from memstore.eval.readers import memory_spec
         from memstore.eval.run import check_lengths, evaluate
-        from memstore.memory.ingest import progress_bar
+        from memstore.progress import progress_bar
 
         check_lengths(plan, tokenizer, model.config.tokens_per_block)
         at_most = max(plan.lengths) * 3 // 2 + SLACK
@@ -264,7 +264,7 @@ def _perplexity(
 
     from memstore.eval.perplexity import perplexity as measure
     from memstore.eval.perplexity import places
-    from memstore.memory.ingest import progress_bar
+    from memstore.progress import progress_bar
     from memstore.readers.kinds import PASSKEY
 
     name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
@@ -302,7 +302,7 @@ def generate(
     require_transformers()
     from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
     from memstore.eval.pairs import read_pairs
-    from memstore.memory.ingest import progress_bar
+    from memstore.progress import progress_bar
     from memstore.readers.kinds import PASSKEY
 
     rouge_scorer()  # before hours of generating

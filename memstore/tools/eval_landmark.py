@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.readers.kinds import encode
-from memstore.tools.models import check_device, load_model, quiet_transformers, resolve_model
+from memstore.readers.kinds import encode, quiet_transformers
+from memstore.tools.models import check_device, load_model, resolve_model
 from memstore.tools.options import use_threads
 from memstore.tools.output import Page, Report
 
@@ -108,7 +108,7 @@ def _all_lengths(
     json: bool,
 ) -> list[LengthRow]:
     from memstore.eval.landmark import by_length
-    from memstore.memory.ingest import progress_bar
+    from memstore.progress import progress_bar
 
     models = [*(_baseline(each, folder, model.config, device) for each in baselines), model]
     rows = []

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.readers.kinds import encode
-from memstore.tools.models import check_device, quiet_transformers, require_transformers
+from memstore.readers.kinds import encode, quiet_transformers, require_transformers
+from memstore.tools.models import check_device
 from memstore.tools.options import Device, Threads, token_count, tokens_of, use_threads
 from memstore.tools.output import Json, Page, Report, cell
 from memstore.tools.texts import read_text
@@ -61,7 +61,7 @@ def lookup(
     In Python: memstore.eval.lookup.lookup.
     """
     from memstore.eval.lookup import lookup as look_up
-    from memstore.memory.ingest import progress_bar
+    from memstore.progress import progress_bar
     from memstore.readers.kinds import KNN, MEMORIZING, load_model, model_folder
 
     require_transformers()
@@ -85,7 +85,7 @@ def memory_table(
     import torch
 
     from memstore.eval.memorizing import SIZES, by_memory_size, fitting
-    from memstore.memory.ingest import progress_bar
+    from memstore.progress import progress_bar
     from memstore.readers.kinds import KNN, MEMORIZING, load_model
 
     chosen = None if sizes is None else parse_sizes(sizes)

@@ -40,7 +40,7 @@ def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
         if findings:
             if opens and all(finding["kind"] != "crash" for finding in findings):
                 page.line(f"to see what can be put right: memstore repair {quote(memory)}")
-            elif all(finding["remedy"] != "restore" for finding in findings):
+            elif all(finding["remedy"] != "restore" and " --to NEW" not in finding["message"] for finding in findings):
                 page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
         for name, blocks in dropped.items():
             page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")

@@ -1,17 +1,31 @@
-"""Finding and loading a model by its name: ``smollm2``, a directory, a hub id, or one that comes with the package."""
+"""Finding and loading a model by its name, and which names of models a memory may have loaded.
+
+A model is a directory, a GGUF file, a hub id, ``smollm2``, or one that comes with the package.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
-from memstore.readers.kinds import KNN, PASSKEY, STOCK, Kind, kind_in, model_folder
+from memstore.folders import user_folder
+from memstore.readers import kinds
+from memstore.readers.kinds import (
+    KNN,
+    PASSKEY,
+    STOCK,
+    Kind,
+    kind_in,
+    quiet_transformers,
+    require_transformers,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,33 +49,38 @@ class Loaded(NamedTuple):
 def resolve_model(name: str) -> str:
     """What ``from_pretrained`` takes for ``name``. ``smollm2`` is fetched and converted at its first use."""
     if name == SMOLLM2:
-        from memstore.tools.smollm2 import smollm2_path
+        from memstore.tools.gguf import smollm2_path
 
         return str(smollm2_path())
     path = Path(name).expanduser()
+    if path.is_dir() or path.suffix.lower() == ".gguf":
+        from memstore.tools.gguf import converted, gguf_in
+
+        if (file := gguf_in(path)) is not None:
+            return str(converted(file))
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise InvalidArgument(f"{name} is not a model directory: it has no config.json.")
+            raise InvalidArgument(f"{name} is not a model directory: it has neither config.json nor one GGUF file.")
         return str(path.resolve())
-    if (shipped := shipped_folder(name)) is not None:
+    if not path.exists() and (shipped := shipped_folder(name)) is not None:
         return str(shipped)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
-        raise NotFound(f"no model directory {name}. Name a directory, a hub id such as owner/name, or {SMOLLM2}.")
+        raise NotFound(
+            f"no model directory {name}. Name a directory, a GGUF file, a hub id such as owner/name, or {SMOLLM2}."
+        )
     return name
 
 
 def shipped_folder(name: str) -> Path | None:
     """The folder of the model of this name that comes with the package, or None."""
-    given = Path(PASSKEY if name == DRT else name)
-    folder = model_folder(given)
-    return folder if folder != given.expanduser() else None
+    return kinds.shipped_folder(PASSKEY if name == DRT else name)
 
 
 # A model of the package is recorded by its name, so that a memory that moves to another machine finds it there.
 def lasting_name(name: str) -> str:
-    """What a memory calls its model, so that others find it: a shipped one by name, a directory by its whole path."""
+    """What a memory calls its model, so that others find it: a shipped one by name, others by their whole path."""
     path = Path(name).expanduser()
-    if not path.is_dir():
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
         return name
     path = path.resolve()
     return path.name if shipped_folder(path.name) == path else str(path)
@@ -77,8 +96,6 @@ def kind_named(name: str) -> Kind:
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
     """Load the model called ``name``, of whatever kind, in evaluation mode, with its tokenizer."""
-    from memstore.readers import kinds
-
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
@@ -88,22 +105,98 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
         if dtype not in ("auto", "float32"):
             raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
         with quiet_transformers():
-            return Loaded(*kinds.load_model(Path(source), device))
+            return _named(Loaded(*kinds.load_model(Path(source), device)), name)
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision, trust_remote_code=False)
-    return Loaded(model.eval().to(device), load_tokenizer(name))
+    return _named(Loaded(model.eval().to(device), load_tokenizer(name)), name)
+
+
+def _named(loaded: Loaded, name: str) -> Loaded:
+    """``loaded``, known by the name that finds it again, which ``attach`` writes into the memories that it makes."""
+    for each in loaded:
+        each.name_or_path = lasting_name(name)
+    return loaded
+
+
+_named_here: WeakKeyDictionary[Memory, str] = WeakKeyDictionary()
+
+
+def name_model(memory: Memory, model: str | None) -> None:
+    """Take ``model``, where one is named, for the one that read ``memory``, as long as the memory is open."""
+    if model is not None:
+        _named_here[memory] = remember(model)
 
 
 def recorded_name(memory: Memory) -> str | None:
-    """The name of the model that read the memory, None where the memory does not say."""
-    name = memory.model_info().get("name")
+    """The name of the model that read the memory, None where neither the memory nor the user says it."""
+    name = _named_here.get(memory) or memory.model_info().get("name")
     return name if isinstance(name, str) else None
+
+
+def chosen_name(memory: Memory, model: str | None = None) -> str:
+    """``model``, which is trusted from now on, or the trusted one that read the memory.
+
+    Raises ``InvalidArgument`` where the memory names none, or one that this user has never named.
+    """
+    if model is not None:
+        remember(model)
+        return model
+    name = recorded_name(memory)
+    if name is None:
+        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
+    if (found := trusted(name)) is None:
+        raise InvalidArgument(
+            f"the memory asks for the model {name!r}, which you have not named so far. If you know it: --model NAME "
+            "where there is this option, or memstore trust NAME"
+        )
+    return found
+
+
+def remember(model: str) -> str:
+    """Trust ``model`` from now on; the name that memories give it."""
+    name = lasting_name(model)
+    if "\n" in name:
+        raise InvalidArgument(f"no model is called {name!r}.")
+    if not is_trusted(name):
+        with contextlib.suppress(OSError):  # a home that cannot be written: it is asked for again next time
+            path = _trusted_file()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{name}\n")
+    return name
+
+
+def is_trusted(name: str) -> bool:
+    """Whether a memory that names this model may load it: it is here by our own doing, or the user has named it."""
+    if name == SMOLLM2:
+        from memstore.tools.gguf import is_cached
+
+        if is_cached():
+            return True
+    elif shipped_folder(name) is not None:
+        return True
+    # A relative name means a folder of the working directory where there is one: lasting_name makes it that folder's.
+    try:
+        return lasting_name(name) in _trusted_file().read_text("utf-8").split("\n")
+    except (OSError, ValueError):  # the second: not UTF-8, or a name with a NUL
+        return False
+
+
+def trusted(name: str) -> str | None:
+    """What ``load_model`` takes for a model that a memory names, None where it may not be loaded."""
+    if not is_trusted(name):
+        return None
+    shipped = shipped_folder(name)
+    # Such a name is trusted as that of the package, and a folder "drt" beside a foreign memory would be loaded for it.
+    return name if shipped is None or not Path(name).exists() else str(shipped)
+
+
+def _trusted_file() -> Path:
+    return user_folder("config") / "trusted-models"
 
 
 def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> Loaded:
     """The model that read the memory, in the precision it read with, unless others are named."""
-    from memstore.tools.trust import chosen_name
-
     info = memory.model_info()
     return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)
 
@@ -135,10 +228,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | None]:
     """The tokenizer of the model that read the memory, or None and the reason why there is none."""
-    from memstore.tools.trust import chosen_name
-
     if recorded_name(memory) is None:
-        return None, "the memory does not say which model it belongs to"
+        return None, "the memory does not say which model it belongs to: name it with --model"
     try:
         name = chosen_name(memory)
     except InvalidArgument as error:
@@ -173,31 +264,6 @@ def computes_bfloat16() -> bool:
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def require_transformers() -> ModuleType:
-    """The module transformers, or an error that says how to get it."""
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise NotFound("this needs the package transformers: pip install 'torch-memstore[hf]'") from None
-    return transformers
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers from drawing bars and printing advice inside the block."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextmanager

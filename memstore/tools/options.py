@@ -63,8 +63,14 @@ Dtype = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A Hugging Face directory or hub id; smollm2; or a model that comes with the package: drt, two-hop, "
-        "landmark-passkey. Without it: the one that read the memory before, and smollm2 for a new one."
+        help="A Hugging Face directory or hub id; a GGUF file; smollm2; or a model that comes with the package: drt, "
+        "two-hop, landmark-passkey. Without it: the one that read the memory before, and smollm2 for a new one."
+    ),
+]
+ModelThatRead = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="The model that read the memory, whose tokenizer makes texts. Without it: as recorded."
     ),
 ]
 Index = Annotated[

@@ -159,14 +159,13 @@ def _check_trace(trace: Trace, layer: int | None, head: int | None) -> None:
 
 def _words(opened: Memory, trace: Trace) -> list[str] | None:
     """The text of the token that each step chose; None where the tokenizer cannot be had."""
-    from memstore.tools.models import load_tokenizer, recorded_name
-    from memstore.tools.trust import is_trusted
+    from memstore.tools.models import load_tokenizer, recorded_name, trusted
 
     name = recorded_name(opened) or trace.info.get("model")
-    if not isinstance(name, str) or not is_trusted(name):
+    if not isinstance(name, str) or (found := trusted(name)) is None:
         return None
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(found)
     except MemstoreError:
         return None
     return ["" if token is None else str(tokenizer.decode([token])) for token in trace.tokens()]

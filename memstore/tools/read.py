@@ -1,23 +1,39 @@
-"""``memstore read``: a model reads a text into a memory."""
+"""``memstore read``: a model reads files and folders into a memory, and again what has changed of them."""
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound
-from memstore.readers.kinds import STOCK
+from memstore.errors import InvalidArgument, NotFound, StoreFull
+from memstore.readers.kinds import STOCK, encode
 from memstore.tools.ask import attached
-from memstore.tools.failures import Interrupted
-from memstore.tools.models import SMOLLM2, Loaded, kind_named, load_model, recorded_name
+from memstore.tools.failures import FAILED, Interrupted
+from memstore.tools.files import Found, digest, find
+from memstore.tools.models import (
+    SMOLLM2,
+    Loaded,
+    chosen_name,
+    kind_named,
+    lasting_name,
+    load_model,
+    recorded_name,
+    remember,
+)
 from memstore.tools.options import (
     BlockSize,
     Codec,
     Device,
-    Dtype,
     Index,
     MemoryUrl,
     Model,
@@ -25,27 +41,55 @@ from memstore.tools.options import (
     TopK,
     use_threads,
 )
-from memstore.tools.output import Report
-from memstore.tools.texts import STDIN, read_text
-from memstore.tools.trust import chosen_name, remember
+from memstore.tools.output import Json, Page, Report, counted, waiting
 
 if TYPE_CHECKING:
-    from memstore.memory import MemorySpec
+    from memstore.memory import Memory, MemorySpec
+    from memstore.readers.reader import Reader
 
-Text = Annotated[str, typer.Argument(metavar="TEXT", help="A text file, or - for standard input.", show_default=False)]
+FACT = "file/"
+"""Before a document's name: under what a memory keeps which file a document is."""
+TOLD = 4096
+"""Tokens from which on it is told beforehand what reading them costs."""
+BYTES = {"int8": 1.07, "fp8": 1.07, "int4": 0.63}
+"""Of a number, with its part of the scales, by codec."""
+
+Texts = Annotated[
+    list[str],
+    typer.Argument(metavar="TEXT...", help="Files and folders, or - for standard input.", show_default=False),
+]
 DocumentName = Annotated[
-    str | None, typer.Option(help="Name of the document. Without it: the file's name without its ending.")
+    str | None,
+    typer.Option(help="Name of the document. Without it: the file's name without its ending; in a folder its path."),
 ]
 Encoding = Annotated[str, typer.Option(help="Encoding of the text.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16, float16 or auto: bfloat16 where the hardware computes in it, else float32."),
+]
+Prune = Annotated[bool, typer.Option("--prune", help="Forget the documents of files that are gone from the folders.")]
+
+
+@dataclass
+class Todo:
+    """What is to be done with the files that were found."""
+
+    read: list[tuple[Found, str, str]] = field(default_factory=list)
+    """Each with the name of its document, and its text."""
+    unchanged: int = 0
+    passed_over: int = 0
+    gone: list[str] = field(default_factory=list)
+    bad: list[dict[str, str]] = field(default_factory=list)
 
 
 def read(
-    text: Text,
+    text: Texts,
     memory: MemoryUrl,
     *,
     document: DocumentName = None,
+    prune: Prune = False,
     model: Model = None,
-    dtype: Dtype = "auto",
+    dtype: Dtype = None,
     block_size: BlockSize = None,
     codec: Codec = None,
     top_k: TopK = None,
@@ -53,46 +97,354 @@ def read(
     device: Device = "cpu",
     index: Index = "exact",
     encoding: Encoding = "utf-8",
+    json: Json = False,
 ) -> Report:
-    """Let a model read a text into a memory.
+    """Let a model read texts into a memory.
 
-    The memory is made if it does not exist. What was read is on disk segment by segment: after an interruption
-    the same command goes on where it stopped.
+    The memory is made if it does not exist. Each file is a document: text, Markdown, source files, HTML, EPUB, and PDF
+    with pip install 'torch-memstore[files]'. Of folders everything is read that is text, but what is hidden, a link, or
+    named by a .gitignore or .memstoreignore.
+
+    Run again, it reads what has changed: a file that is as it was costs nothing, and of one that changed the blocks
+    before the change stay. A file that is gone is told, and forgotten with --prune. What was read is on disk segment by
+    segment: after an interruption the same command goes on where it stopped. What it will cost is told before, and
+    what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is 1 then.
 
     Example:
 
         memstore read moby-dick.txt notes.mem --document moby-dick
+        memstore read notes/ small.mem --codec int8
 
-    In Python: memstore.readers.reader.Reader.read, of what memstore.attach gives.
+    In Python: memstore.readers.reader.Reader.read and update, of what memstore.attach gives.
     """
     if document == "":
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
-    content = read_text(text, encoding=encoding)
-    document = document or default_name(text)
-    there, recorded = _existing(memory, model)
-    model = model or recorded or SMOLLM2
-    _check_fit(memory, there, block_size=block_size, codec=codec)
+    if document is not None and (len(text) > 1 or Path(text[0]).is_dir()):
+        raise InvalidArgument("--document names one document: read one file with it, or leave it out.")
+    found = list(find(text))
+    there = _existing(memory, model)
+    if there is not None:
+        _check_fit(memory, there.spec, block_size=block_size, codec=codec)
+        if top_k is not None or dtype not in (None, there.dtype) or not _is_model(model, there):
+            there = replace(there, files={})  # all is compared with what is read otherwise, and refused
+    plan = _plan(found, there, document, encoding=encoding, alone=len(text) == 1 and not Path(text[0]).is_dir())
+    plan.gone = _gone(there, found, [Path(each).resolve() for each in text if Path(each).is_dir()])
+    done: list[dict[str, Any]] = []
+    if there is not None and plan.unchanged == len(found) == 1 and not plan.read:
+        done = [_unchanged(there, found[0], document)]
+    if not (plan.read or plan.unchanged or plan.bad or plan.gone):
+        raise InvalidArgument(f"there is nothing to read in {', '.join(text)}: no file with text was found.")
+    if plan.read:
+        done = _read_all(plan, there, memory, model, dtype, block_size, codec, top_k, threads, device, index, json=json)
+    if plan.gone and prune:
+        with memstore.open(memory) as opened:
+            for name in plan.gone:
+                opened.forget(name)
+    return _report(plan, done, text, pruned=prune)
+
+
+@dataclass(frozen=True)
+class There:
+    """What is told by a memory that exists."""
+
+    spec: MemorySpec
+    model: str | None
+    dtype: str | None
+    documents: dict[str, int]
+    """Each with its tokens."""
+    files: Mapping[str, dict[str, Any]]
+    """What is known of the file of each document."""
+    room: int | None
+    """Bytes that its limit leaves, where it refuses more."""
+
+
+def _existing(url: str, model: str | None) -> There | None:
+    """The memory at ``url``, or None if there is none yet.
+
+    What is no memory is an error, and where no ``model`` was named, a memory of one that is not trusted.
+    """
+    try:
+        with memstore.open(url, mode="r") as memory:
+            named = recorded_name(memory)
+            return _told(memory, chosen_name(memory) if model is None and named is not None else named)
+    except NotFound:
+        return None
+
+
+def _told(memory: Memory, model: str | None) -> There:
+    dtype, stats = memory.model_info().get("dtype"), memory.stats()
+    rules = stats["rules"]
+    most = rules["max_bytes"] if rules["when_full"] == "refuse" else None
+    documents = {document.name: len(document) for document in memory.documents()}
+    facts = {key[len(FACT) :]: fact for key, fact in memory.facts()[0].items() if key.startswith(FACT)}
+    files = {key: fact for key, fact in facts.items() if key in documents and isinstance(fact, dict)}
+    room = None if most is None else max(0, most - stats["used_bytes"])
+    return There(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, room)
+
+
+def read_into(reader: Reader, source: str) -> list[dict[str, Any]]:
+    """Read a file or folder into the memory of a reader that is open; what was done with each file that changed."""
+    plan = _plan(list(find([source])), _told(reader.memory, None), None, encoding="utf-8", alone=True)
+    tokens = [_tokens(reader, content, full=True) for _, _, content in plan.read]
+    _check_room(reader.memory.url, reader, sum(map(len, tokens)), None, tell=True)
+    files = zip(plan.read, tokens, strict=True)
+    return [_read_one(reader, each, name, content, ids, many=True) for (each, name, content), ids in files]
+
+
+def _is_model(model: str | None, there: There) -> bool:
+    return model is None or lasting_name(model) == there.model
+
+
+def _unchanged(there: There, found: Found, document: str | None) -> dict[str, Any]:
+    name = document or next(name for name, fact in there.files.items() if fact.get("path") == str(found.path))
+    tokens = there.documents[name]
+    told = {"document": name, "tokens": tokens, "new_tokens": 0, "reused_tokens": tokens}
+    return {**told, "seconds": 0.0, "tokens_per_second": 0.0}
+
+
+def _plan(found: list[Found], there: There | None, document: str | None, *, encoding: str, alone: bool) -> Todo:
+    """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised."""
+    plan, files = Todo(), {} if there is None else there.files
+    names = {str(fact.get("path")): name for name, fact in files.items()}
+    taken = set(files)
+    for each in found:
+        known = None if each.path is None else names.get(str(each.path))
+        name = document or known or _free(each, taken)
+        taken.add(name)
+        fact = files.get(name, {}) if known == name else {}
+        if _same(each, fact):
+            plan.unchanged += 1
+            continue
+        try:
+            content = each.text(encoding)
+        except (InvalidArgument, NotFound, OSError) as error:
+            if alone:
+                raise
+            if "is empty: there is nothing" not in str(error):
+                plan.bad.append({"path": str(each.path), "error": str(error)})
+                continue
+            content = None
+        if content is None:
+            plan.passed_over += 1
+        elif fact.get("whole") and fact.get("digest") == digest(content):
+            plan.unchanged += 1  # touched, or copied anew
+        else:
+            plan.read.append((each, name, content))
+    return plan
+
+
+def _free(found: Found, taken: set[str]) -> str:
+    """A name for the document that no other file has."""
+    names = [found.name, *([] if found.path is None else [found.path.name, str(found.path)])]
+    return next((name for name in names if name not in taken), names[-1])
+
+
+def _same(found: Found, fact: Mapping[str, Any]) -> bool:
+    """Whether a file is as it was when it was read, by its size and time."""
+    if found.path is None or not fact.get("whole"):
+        return False
+    try:
+        stat = found.path.stat()
+    except OSError:
+        return False
+    return [stat.st_size, stat.st_mtime_ns] == [fact.get("bytes"), fact.get("modified")]
+
+
+def _gone(there: There | None, found: list[Found], folders: list[Path]) -> list[str]:
+    """Documents of files that were below ``folders``, and are not found any more."""
+    paths = {str(each.path) for each in found}
+    return [
+        name
+        for name, fact in ({} if there is None else there.files).items()
+        if isinstance(path := fact.get("path"), str)
+        and path not in paths
+        and any(Path(path).is_relative_to(folder) for folder in folders)
+    ]
+
+
+def _read_all(
+    plan: Todo,
+    there: There | None,
+    memory: str,
+    model: str | None,
+    dtype: str | None,
+    block_size: int | None,
+    codec: str | None,
+    top_k: int | None,
+    threads: int | None,
+    device: str,
+    index: str,
+    *,
+    json: bool,
+) -> list[dict[str, Any]]:
+    model = model or (there.model if there is not None else None) or SMOLLM2
+    spec = None if there is None else there.spec
+    _check_fit(memory, spec, block_size=block_size, codec=codec)
     if there is None and block_size is not None and 64 % block_size and kind_named(model) is STOCK:
         raise InvalidArgument(f"--block-size must divide 64 and 256, the sizes of sink and window, got {block_size}.")
-    use_threads(threads)
-    loaded = load_model(model, dtype, device=device)
+    with waiting(f"loading {model}", show=not json):
+        use_threads(threads)
+        # A memory goes on in the precision that it was begun in, also where another one would be faster.
+        loaded = load_model(model, dtype or (there.dtype if there is not None else None) or "auto", device=device)
     made: dict[str, Any] = {"block_size": block_size, "codec": codec} if there is None else {}
-    with attached(loaded, memory, document=document, top_k=top_k, index=index, **made) as reader:
+    first = plan.read[0][1]
+    with attached(loaded, memory, document=first, top_k=top_k, index=index, **made) as reader:
         reader.memory.put_info("model", model_info(model, loaded))
-        try:
-            result = reader.read(content, progress=True)
-        except KeyboardInterrupt:
-            done = len(reader)
-            raise Interrupted(f"interrupted after {done:,} tokens; run the same command again to go on") from None
-    data = {
+        with waiting("counting tokens", show=not json):
+            tokens = [_tokens(reader, content, full=each.in_folder) for each, _, content in plan.read]
+        new = sum(map(len, tokens)) - sum(
+            _common(reader, name, ids) for (_, name, _), ids in zip(plan.read, tokens, strict=True)
+        )
+        _check_room(memory, reader, new, None if there is None else there.room, tell=not json)
+        done: list[dict[str, Any]] = []
+        for (each, name, content), ids in zip(plan.read, tokens, strict=True):
+            try:
+                done.append(_read_one(reader, each, name, content, ids, many=len(plan.read) > 1))
+            except KeyboardInterrupt:
+                there_now = {document.name: len(document) for document in reader.memory.documents()}
+                of = f" of {name!r}" if len(plan.read) > 1 else ""
+                raise Interrupted(
+                    f"interrupted after {there_now.get(name, 0):,} tokens{of}; run the same command again to go on"
+                ) from None
+            except InvalidArgument as error:
+                if len(plan.read) == 1:
+                    raise
+                plan.bad.append({"path": str(each.path), "error": str(error)})
+    return done
+
+
+def _read_one(reader: Reader, each: Found, name: str, content: str, ids: list[int], *, many: bool) -> dict[str, Any]:
+    fact = reader.memory.get_info(FACT + name)
+    known = isinstance(fact, dict) and each.path is not None and fact.get("path") == str(each.path)
+    if each.path is not None:
+        stat = each.path.stat()
+        fact = {"path": str(each.path), "bytes": stat.st_size, "modified": stat.st_mtime_ns, "digest": digest(content)}
+        if known or reader.memory.document(name).id is None:  # so that an interrupted one is known when it goes on
+            reader.memory.put_info(FACT + name, {**fact, "whole": False})
+    # Only what is known to be this very file is replaced: another text of the same name is refused by read().
+    progress = not many or len(ids) >= TOLD  # a line for each of many short notes says nothing
+    result = (reader.update if known else reader.read)(ids, name, progress=progress)
+    if each.path is not None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        reader.memory.put_info(FACT + name, {**fact, "whole": True, "read": now})
+    told = {"path": str(each.path)} if many and each.path is not None else {}
+    return {
         "document": result.document,
+        **told,
         "tokens": result.tokens,
         "new_tokens": result.new_tokens,
-        "reused_tokens": result.reused_tokens,
+        "reused_tokens": result.tokens - result.new_tokens,
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens_per_second, 1),
     }
-    return Report(data=data, text=lambda page: page.facts(data))
+
+
+def _tokens(reader: Reader, content: str, *, full: bool) -> list[int]:
+    """The tokens of a file."""
+    # A block that is not full cannot be found once another document is gone on with, and many notes are no longer than
+    # that: so a file of a folder fills its last block with newlines.
+    ids = encode(reader.tokenizer, content)
+    if full and reader.kind is STOCK and ids:
+        newline = encode(reader.tokenizer, "\n") or ids
+        ids += [newline[-1]] * (-len(ids) % reader.memory.spec.block_size)
+    return ids
+
+
+def _common(reader: Reader, name: str, ids: Sequence[int]) -> int:
+    """How many tokens of a text its document holds already."""
+    import torch
+
+    held = {document.name: document for document in reader.memory.documents()}.get(name)
+    if held is None or not len(held) or held.blocks.start:
+        return 0
+    stored = held.tokens()
+    length = min(len(stored), len(ids))
+    different = (stored[:length] != torch.tensor(ids[:length])).nonzero()
+    return int(different[0]) if len(different) else length
+
+
+def _check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell: bool) -> None:
+    """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit."""
+    spec = reader.memory.spec
+    sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys((spec.codec, "int8", "int4"))}
+    size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
+    instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
+    if tell and new >= TOLD:
+        minutes = new * _seconds_per_token(reader) / 60
+        about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
+        kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" else ""
+        sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}\n")
+    folder = Path(memory.removeprefix("zarr:")).absolute()
+    if "://" not in memory:
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        room = free if room is None else min(room, free)
+    if room is not None and size > room:
+        raise StoreFull(
+            f"{counted(new, 'token')} need about {_amount(size)}, and {memory} has room for {_amount(room)}: read "
+            f"less, make room, or read into a new memory with --codec ({instead})",
+            memory=memory,
+        )
+
+
+def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
+    """Bytes on disk of one token's states, about."""
+    numbers: int = sum(math.prod(shape) for shape in spec.fields.values()) * spec.layers // spec.block_size
+    return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2)
+
+
+def _seconds_per_token(reader: Reader) -> float:
+    """What a token takes to read, about: its largest weight is multiplied once, and the others cost as much each."""
+    import torch
+
+    weights = [each for name, each in reader.model.named_parameters() if each.dim() == 2 and "embed" not in name]
+    largest = max(weights, key=torch.Tensor.numel)
+    tokens = torch.ones(256, largest.shape[1], dtype=largest.dtype, device=largest.device)
+    spent = []
+    with torch.inference_mode():
+        for _ in range(3):
+            begun = time.perf_counter()
+            tokens @ largest.T
+            spent.append(time.perf_counter() - begun)
+    of_all: float = sum(map(torch.Tensor.numel, weights)) / largest.numel()
+    return min(spent) * of_all / len(tokens) * 1.3  # attention and the writing beside it
+
+
+def _amount(size: int) -> str:
+    """``1.3 GB``."""
+    for unit, least in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= least:
+            return f"{size / least:,.1f} {unit}" if size < 10 * least else f"{size / least:,.0f} {unit}"
+    return f"{size} bytes"
+
+
+def _report(plan: Todo, done: list[dict[str, Any]], texts: list[str], *, pruned: bool) -> Report:
+    if len(texts) == 1 and len(done) == 1 and not Path(texts[0]).is_dir():
+        return Report(data=done[0], text=lambda page: page.facts(done[0]))
+    sums = {key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")}
+    data = {
+        "documents": done,
+        **sums,
+        "seconds": round(sum(each["seconds"] for each in done), 3),
+        "unchanged": plan.unchanged,
+        "passed_over": plan.passed_over,
+        "gone": plan.gone,
+        "pruned": pruned,
+        "bad": plan.bad,
+    }
+
+    def text(page: Page) -> None:
+        columns = ("document", "tokens", "new_tokens", "reused_tokens")
+        if done:
+            page.table(columns, [[each[column] for column in columns] for each in done])
+        page.line(f"{counted(len(done), 'file')} read, {plan.unchanged:,} unchanged, {plan.passed_over:,} passed over")
+        for name in plan.gone:
+            page.line(f"gone: {name}" + (", forgotten" if pruned else " (memstore read --prune forgets it)"))
+        for each in plan.bad:
+            page.line(f"not read: {each['error']}")
+
+    return Report(data=data, text=text, exit_code=FAILED if plan.bad else 0)
 
 
 def _check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, codec: str | None) -> None:
@@ -111,24 +463,6 @@ def _check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, 
         raise InvalidArgument(
             f"the memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory"
         )
-
-
-def _existing(url: str, model: str | None) -> tuple[MemorySpec | None, str | None]:
-    """The spec of the memory at ``url`` and the name of its model, or None if there is none yet.
-
-    What is no memory is an error, and where no ``model`` was named, a memory of one that is not trusted.
-    """
-    try:
-        with memstore.open(url, mode="r") as memory:
-            named = recorded_name(memory)
-            return memory.spec, chosen_name(memory) if model is None and named is not None else named
-    except NotFound:
-        return None, None
-
-
-def default_name(text: str) -> str:
-    """The name of the document that a file becomes."""
-    return "stdin" if text == STDIN else Path(text).stem
 
 
 def model_info(name: str, loaded: Loaded) -> dict[str, str]:

@@ -13,11 +13,10 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
 from memstore.tools.ask import attached
-from memstore.tools.models import load_recorded
+from memstore.tools.models import chosen_name, load_recorded
 from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report, index_bar
 from memstore.tools.show import decode
-from memstore.tools.trust import chosen_name
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ import typer
 
 import memstore
 from memstore.errors import NotFound
-from memstore.tools.models import tokenizer_of
-from memstore.tools.options import MemoryUrl
+from memstore.tools.models import name_model, tokenizer_of
+from memstore.tools.options import MemoryUrl, ModelThatRead
 from memstore.tools.output import Page, Report
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DocumentName = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of t
 Block = Annotated[int, typer.Argument(metavar="BLOCK", help="Number of the block.", show_default=False)]
 
 
-def show(memory: MemoryUrl, document: DocumentName, block: Block) -> Report:
+def show(memory: MemoryUrl, document: DocumentName, block: Block, *, model: ModelThatRead = None) -> Report:
     """Show a block: its text, its tokens, its norms.
 
     The norms are those of the states and landmarks, in every layer.
@@ -36,6 +36,7 @@ def show(memory: MemoryUrl, document: DocumentName, block: Block) -> Report:
     In Python: memstore.Document.tokens, memstore.memory.LayerView.gather and memstore.memory.LayerView.landmarks.
     """
     with memstore.open(memory, mode="r") as opened:
+        name_model(opened, model)
         data = describe(opened, document, block)
 
     def text(page: Page) -> None:

@@ -12,7 +12,8 @@ import typer
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.tools.options import MemoryUrl
+from memstore.tools.models import name_model
+from memstore.tools.options import MemoryUrl, ModelThatRead
 from memstore.tools.output import Page, Report
 from memstore.tools.show import decode
 
@@ -49,6 +50,7 @@ def trace(
     top: Top = 2,
     step: OneStep = None,
     remove: Remove = False,
+    model: ModelThatRead = None,
 ) -> Report:
     """Show which blocks each token of an answer was written with.
 
@@ -67,6 +69,7 @@ def trace(
     if remove and (every or number is None):
         raise InvalidArgument("--remove deletes one trace: name its number. The numbers are told by --list.")
     with memstore.open(memory, mode="r") as opened:
+        name_model(opened, model)
         if every:
             return _listed(opened, memory)
         if number is None:
@@ -209,11 +212,16 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
     if not data["blocks"]:
         page.line(NOTHING)
         return
+    show_steps(page, data, top)
+    if data["text_missing"] is None and any(used["text"] is None for used in data["blocks"]):
+        page.line("(- for a text: this block has left the memory since, or cannot be read)")
+
+
+def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
+    """A table of the ``top`` blocks that each token was written with, as ``describe`` tells them."""
     several = len({used["document"] for used in data["blocks"]}) > 1
     columns = ["step", "token", *(["document"] if several else []), "block", "weight", "text"]
     page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, several=several)])
-    if data["text_missing"] is None and any(used["text"] is None for used in data["blocks"]):
-        page.line("(- for a text: this block has left the memory since, or cannot be read)")
 
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:

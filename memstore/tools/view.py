@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 import memstore
-from memstore.tools.options import MemoryUrl
+from memstore.tools.models import name_model
+from memstore.tools.options import MemoryUrl, ModelThatRead
 from memstore.tools.output import Report
 
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
@@ -27,6 +28,7 @@ def view(
     host: Host = "127.0.0.1",
     no_open: NoOpen = False,
     allow_write: AllowWrite = False,
+    model: ModelThatRead = None,
 ) -> Report:
     """Look into a memory in the browser.
 
@@ -51,5 +53,6 @@ def view(
 
     require_web()
     with memstore.open(memory, mode="r") as opened, TemporaryDirectory(prefix="memstore-view-") as private:
+        name_model(opened, model)
         url = serve(opened, host=host, port=port, allow_write=allow_write, started=started)
     return Report(data={"memory": memory, "url": url.partition("?")[0]}, text=lambda _: None)

@@ -87,7 +87,7 @@ def train_recipe(
     if init is None and recipe.start is not None:
         init = shipped_model(find_recipe(recipe.start).task)
     family = LANDMARK if isinstance(recipe, LandmarkRecipe) else DRT
-    start = starting(family.config.preset("tiny", **recipe.model), init, grow=family is DRT, family=family)
+    start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
     texts = [topics(), sources()]
     settings = {
         "kind": "recipe",

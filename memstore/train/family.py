@@ -38,6 +38,8 @@ class Family:
     """Makes one of a stock Hugging Face model in a folder; None where that cannot be."""
     adapt: Callable[..., Any] | None = None
     """Puts low-rank adapters of a rank into a model; None where all of it is trained always."""
+    grow: Callable[..., Any] | None = None
+    """Makes a model of a larger configuration of one that is there; None where that cannot be."""
 
 
 def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:
@@ -56,7 +58,34 @@ def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM
     return made
 
 
-DRT = Family(kinds.DRT, DRTConfig, DRTForCausalLM, MemoryTrainer, NeedleTrainer)
+COPIED_OUTPUTS = 0.3
+"""What is left of what copied layers add to the stream, so that twice the layers do not add twice as much."""
+
+
+@torch.no_grad()
+def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
+    """A model of ``config`` with the weights of ``source``, whose upper layers are repeated for those it lacks."""
+    model = DRTForCausalLM(config)
+    state, weights = model.state_dict(), source.state_dict()
+    held = [f"model.upper.{g}.{n}." for g, count in enumerate(source.config.upper_layers) for n in range(count)]
+    wanted = [f"model.upper.{g}.{n}." for g, count in enumerate(config.upper_layers) for n in range(count)]
+    for number, prefix in enumerate(wanted):
+        for name in [each for each in state if each.startswith(prefix)]:
+            weight = weights[held[number % len(held)] + name.removeprefix(prefix)]
+            added = number >= len(held) and name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            state[name].copy_(weight * COPIED_OUTPUTS if added else weight)
+    last = len(source.config.upper_layers) - 1
+    for name, weight in state.items():
+        if name.startswith("model.retrievers."):
+            _, _, group, rest = name.split(".", 3)
+            weight.copy_(weights[f"model.retrievers.{min(int(group), last)}.{rest}"])
+        elif not name.startswith("model.upper."):
+            weight.copy_(weights[name])
+    model.load_state_dict(state)
+    return model
+
+
+DRT = Family(kinds.DRT, DRTConfig, DRTForCausalLM, MemoryTrainer, NeedleTrainer, grow=grown)
 LANDMARK = Family(
     kinds.LANDMARK,
     LandmarkConfig,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.models.drt import DRTConfig, DRTForCausalLM
+from memstore.models.drt import DRTConfig
 from memstore.models.landmark.convert import lora_config
 from memstore.readers.kinds import kind_in
 from memstore.train.family import DRT, Family
@@ -84,9 +84,8 @@ class Start:
                 model = self.family.model.from_pretrained(self.init, dtype=torch.float32)
             except (OSError, SafetensorError, ValueError) as error:
                 raise DamagedError(f"the model {self.init} cannot be loaded: {error}") from None
-            if isinstance(model, DRTForCausalLM) and model.config.to_dict() != self.config.to_dict():
-                return grown(model, self.config)
-            return model
+            grows = self.family.grow is not None and model.config.to_dict() != self.config.to_dict()
+            return self.family.grow(model, self.config) if grows and self.family.grow else model
         self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         return self.family.model(self.config)
 
@@ -103,7 +102,7 @@ def starting(
 ) -> Start:
     """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
 
-    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``grown``). ``changes``: what
+    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``Family.grow``). ``changes``: what
     differs in the configuration that the family gives an ``init`` of a stock model. ``lora``: see ``Start``.
     """
     if lora is not None:
@@ -159,33 +158,6 @@ def _outgrowing(source: DRTConfig, config: DRTConfig, init: Folder) -> DRTConfig
     for name in GROWN:
         setattr(changed, name, copy.deepcopy(getattr(config, name)))
     return DRTConfig.from_dict(changed.to_dict())
-
-
-COPIED_OUTPUTS = 0.3
-"""What is left of what copied layers add to the stream, so that twice the layers do not add twice as much."""
-
-
-@torch.no_grad()
-def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
-    """A model of ``config`` with the weights of ``source``, whose upper layers are repeated for those it lacks."""
-    model = DRTForCausalLM(config)
-    state, weights = model.state_dict(), source.state_dict()
-    held = [f"model.upper.{g}.{n}." for g, count in enumerate(source.config.upper_layers) for n in range(count)]
-    wanted = [f"model.upper.{g}.{n}." for g, count in enumerate(config.upper_layers) for n in range(count)]
-    for number, prefix in enumerate(wanted):
-        for name in [each for each in state if each.startswith(prefix)]:
-            weight = weights[held[number % len(held)] + name.removeprefix(prefix)]
-            added = number >= len(held) and name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-            state[name].copy_(weight * COPIED_OUTPUTS if added else weight)
-    last = len(source.config.upper_layers) - 1
-    for name, weight in state.items():
-        if name.startswith("model.retrievers."):
-            _, _, group, rest = name.split(".", 3)
-            weight.copy_(weights[f"model.retrievers.{min(int(group), last)}.{rest}"])
-        elif not name.startswith("model.upper."):
-            weight.copy_(weights[name])
-    model.load_state_dict(state)
-    return model
 
 
 def load_config(folder: Folder, family: Family = DRT) -> Any:

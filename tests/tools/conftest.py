@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import memstore
 from memstore.memory.spec import Fingerprint
 from memstore.tools.app import main
-from memstore.tools.trust import remember
+from memstore.tools.models import remember
+from tests.instruct import instruct_model, instruct_tokenizer
 
 LAYERS, HEADS, SIZE, BLOCK = 2, 2, 8, 4
 
@@ -97,6 +98,13 @@ def memory(tmp_path: Path) -> Path:
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random llama whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    remember(str(folder))  # the user's own
+    return folder
+
+
+def save_tiny_model(folder: Path) -> None:
+    """Put a tiny random llama whose tokens are bytes into a folder."""
     alphabet = sorted(ByteLevel.alphabet())
     bytewise = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -114,5 +122,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    remember(str(folder))  # the user's own
+
+
+@pytest.fixture(scope="session")
+def instruct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a chat template; it says whatever it says."""
+    folder = tmp_path_factory.mktemp("instruct")
+    instruct_tokenizer().save_pretrained(folder)
+    instruct_model().save_pretrained(folder)
+    remember(str(folder))
     return folder

@@ -14,13 +14,14 @@ from memstore.tools.app import app
 
 FILLED = {
     "MEMORY": "{memory}",
+    "MEMORY...": "{memory}",
     "[OTHER]": "{memory}",
     "SOURCE": "{memory}",
     "DOCUMENT": "whale",
     "NAME": "draft",
     "BLOCK": "0",
     "QUESTION": "Call me",
-    "TEXT": "{text}",
+    "TEXT...": "{text}",
     "TARGET": "{tmp}/target.mem",
     "OUT": "{tmp}/out",
     "FOLDER": "{export}",
@@ -40,9 +41,9 @@ MORE = {
 """What a verb needs beside that."""
 INSTEAD = {"import": {"MEMORY": "{tmp}/imported.mem"}}
 """Where a metavar means something else."""
-LONG = ("demo", "train", "eval", "view")
+LONG = ("chat", "demo", "train", "eval", "serve", "view")
 """Verbs that take minutes, or do not end by themselves: of these the help is asked for."""
-MAKES = {"read": "MEMORY", "import": "MEMORY"}
+MAKES = {"chat": "MEMORY", "read": "MEMORY", "import": "MEMORY"}
 """Verbs that make their memory where there is none."""
 
 

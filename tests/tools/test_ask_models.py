@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,16 +54,16 @@ def test_what_was_read_is_shown_and_asked_and_needs_only_the_memory(
 
     before = cli("ls", path, "--json").json
     data = cli("ask", path, "What is new? ", "--max-tokens", 5, "--json").json
-    assert (data["document"], data["tokens"]) == ("log", 5)
-    assert data["blocks"]
-    for used in data["blocks"]:
+    assert (data["documents"], data["tokens"]) == (["log"], 5)
+    assert data["sources"]
+    for used in data["sources"]:
         assert used["text"] == TEXT[used["block"] * size :][:size]
-        assert 0 <= used["weight"] <= 1
-    weights = [used["weight"] for used in data["blocks"]]
+        assert 0 <= used["score"] <= 1
+    weights = [used["score"] for used in data["sources"]]
     assert weights == sorted(weights, reverse=True)
     shown = cli("ask", path, "What is new? ", "--max-tokens", 5)
     assert shown.code == 0, shown.err
-    assert f"[log block {data['blocks'][0]['block']}, weight " in shown.out
+    assert f"block {data['sources'][0]['block']}: " in shown.out
     matches = cli("search", path, "--text", "What is new? ", "--top-k", 2, "--json").json["matches"]
     assert [match["text"] for match in matches] == [TEXT[match["first_token"] :][:size] for match in matches]
     assert matches
@@ -81,7 +82,7 @@ def test_ask_records_what_each_token_was_written_with(
     told = cli("trace", path, data["trace"], "--json").json
     assert told["answer"] == data["answer"]
     assert (told["question"], told["model"], len(told["steps"])) == ("What is new? ", str(folders[kind]), 5)
-    assert [used["block"] for used in told["blocks"]][:3] == [used["block"] for used in data["blocks"]][:3]
+    assert [used["block"] for used in told["blocks"]][:3] == [used["block"] for used in data["sources"]][:3]
     assert f"memstore trace {path} 2" in cli("ask", path, "What? ", "--max-tokens", 2, "--trace").out
 
 
@@ -93,7 +94,7 @@ def test_a_model_that_comes_with_the_package_is_called_by_its_name(cli: Cli, tex
         asked = ("ask", path, "|What is the passkey? The passkey is:", "--max-tokens", 6, "--json")
         data = cli(*asked).json
         assert data["answer"] == "48213|"
-        assert "48213" in data["blocks"][0]["text"]
+        assert "48213" in data["sources"][0]["text"]
     assert lasting_name(str(shipped_model("passkey"))) == "passkey"
     assert lasting_name("drt") == "drt"
     assert resolve_model("drt") == resolve_model("passkey") == str(shipped_model("passkey"))
@@ -113,17 +114,21 @@ def test_tokenizers_load_without_the_model(kind: str, folders: dict[str, Path]) 
     assert kind_of(models.load_model(str(folders[kind])).model).key == f"memstore-{kind}"
 
 
-def test_a_stock_model_with_a_memory_of_its_own_is_not_read_without_it(
+def test_a_stock_model_with_a_knn_layer_reads_and_is_asked_with_it(
     cli: Cli, text: Path, tmp_path: Path, model_folder: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     add_knn_memory(model, layer=0)
     model.save_pretrained(tmp_path / "remembers")
-    done = cli("read", text, tmp_path / "log.mem", "--model", tmp_path / "remembers")
-    assert done.code == 5, done.err
-    assert "a memory of tokens of its own" in done.err
-    assert "load_knn_memory" in done.err
-    assert not (tmp_path / "log.mem").exists()
+    for file in model_folder.glob("token*"):
+        shutil.copy(file, tmp_path / "remembers")
+    memory = tmp_path / "log.mem"
+    done = cli("read", text, memory, "--model", tmp_path / "remembers")
+    assert done.code == 0, done.err
+    done = cli("ask", memory, "what?", "--max-tokens", 2, "--json")
+    assert done.code == 0, done.err
+    refused = cli("audit", memory, "what?")
+    assert "has no audit" in refused.err
 
 
 def test_landmark_models_retrieve_as_many_blocks_as_they_are_told(

@@ -13,7 +13,7 @@ from memstore.models.drt import DRTReader
 from memstore.models.landmark import LandmarkReader
 from memstore.models.memorizing import MemorizingReader
 from memstore.tools.app import main
-from memstore.tools.trust import remember
+from memstore.tools.models import remember
 from tests.eval.drts import byte_tokenizer, save_drt, small_drt
 from tests.eval.landmarks import save_landmark, small_landmark
 from tests.eval.memorizing import save_memorizing, small_memorizing

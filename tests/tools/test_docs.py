@@ -36,3 +36,19 @@ def test_the_stops_of_the_tour_are_functions_that_are_there() -> None:
     assert 8 <= len({stop for stop, _ in stops}) <= 24
     missing = [(stop, source) for stop, source in stops if stop not in symbols(page.parent / source)]
     assert missing == []
+
+
+def test_docstrings_and_comments_name_files_that_are_there() -> None:
+    there = {
+        f"/{file.relative_to(ROOT)}"
+        for folder in ("memstore", "docs", "benchmarks")
+        for file in (ROOT / folder).rglob("*.*")
+    }
+    missing = [
+        (source.name, name)
+        for source in (ROOT / "memstore").rglob("*.py")
+        for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|c|js|md))`|\((docs/[\w/]+\.md)\)", source.read_text("utf-8"))
+        for name in name
+        if name and not any(file.endswith(f"/{name}") for file in there)
+    ]
+    assert missing == []

@@ -75,15 +75,15 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
         assert done.json["question"] == "How many ships? "
         assert done.json["tokens"] == 6
         assert done.json["answer"]
-        assert [used["document"] for used in done.json["blocks"]] == ["log", "log"]
-        for used in done.json["blocks"]:
+        assert [used["document"] for used in done.json["sources"]] == ["log", "log"]
+        for used in done.json["sources"]:
             assert used["text"] == LOG[used["block"] * BLOCK : (used["block"] + 1) * BLOCK]
-        scores = [used["weight"] for used in done.json["blocks"]]
+        scores = [used["score"] for used in done.json["sources"]]
         assert scores == sorted(scores, reverse=True)
     else:
-        assert done.out.count("[log block ") == 2
-        shown = done.out.partition("weight ")[2].partition("]\n")[2].partition("\n\n[")[0]
-        assert shown.strip() in LOG
+        assert done.out.count("[log, line ") == 2
+        shown = done.out.partition(" of attention]\n")[2].partition("\n\n[")[0]
+        assert shown.strip() in " ".join(LOG.split())
 
     done = run("ls", notes)
     if json:
@@ -151,7 +151,7 @@ def test_a_text_of_one_token_is_a_memory_like_any_other(cli: Cli, tmp_path: Path
     text, notes = tmp_path / "one.txt", tmp_path / "m"
     text.write_text("a")
     assert good(cli("read", text, notes, "--model", model_folder, *EXACT, "--json")).json["tokens"] == 1
-    assert good(cli("ask", notes, "b", "--max-tokens", 3, "--json")).json["blocks"] == []
+    assert good(cli("ask", notes, "b", "--max-tokens", 3, "--json")).json["sources"] == []
     assert good(cli("ls", notes, "--json")).json["documents"] == [
         {"document": "one", "tokens": 1, "blocks": 1, "searchable": 0, **UNKEPT}
     ]

@@ -24,7 +24,7 @@ from memstore.errors import (
     StoreFull,
     UnsupportedModel,
 )
-from memstore.memory.ingest import progress_bar
+from memstore.progress import progress_bar
 from memstore.tools.failures import Interrupted, exit_code
 from tests.tools.conftest import Cli
 
@@ -76,7 +76,7 @@ def test_every_error_has_its_exit_code(error: type[MemstoreError], code: int) ->
         (["show", "{memory}", "whale", "first"], 2, "BLOCK"),
         (["ask", "{memory}", "Why?", "--top-k", "0"], 2, "--top-k"),
         (["ask", "{memory}", " "], 2, "the question is empty"),
-        (["ask", "{memory}", "Why?"], 2, "several documents; choose one with --document: whale, ship"),
+        (["audit", "{memory}", "Why?"], 2, "several documents; choose one with --document: whale, ship"),
         (["ask", "{memory}", "Why?", "--document", "whale"], 2, "Name it with --model"),
         (["ask", "{memory}", "Why?", "--document", "whale", "--model", "./no"], 3, "no model directory ./no"),
         (["ask", "{memory}", "\udcff"], 2, "not valid UTF-8"),
@@ -93,8 +93,7 @@ def test_every_error_has_its_exit_code(error: type[MemstoreError], code: int) ->
         (["read", "{text}", "{memory}", "--dtype", "int4"], 2, "no dtype is called 'int4'"),
         (["read", "{binary}", "{memory}"], 2, "--encoding"),
         (["read", "{empty}", "{memory}"], 2, "is empty"),
-        (["read", "{folder}", "{memory}"], 2, "is a folder"),
-        (["read", ".", "{memory}"], 2, "is a folder"),
+        (["read", "{folder}", "{memory}"], 2, "there is nothing to read in"),
         (["ls", ""], 2, "the path of the memory is empty"),
         (["read", "{text}", ""], 2, "the path of the memory is empty"),
         (["read", "{missing}", "{memory}"], 3, "no file"),
@@ -164,7 +163,7 @@ def test_names_cannot_give_orders_to_the_terminal(cli: Cli, memory: Path, tmp_pa
         assert "\x1b" not in done.out + done.err
         assert len(done.err.splitlines()) == 1, done
         assert "mistake" not in done.err
-    assert "ship, 'two\\nlines\\x1b[31m'" in cli("ask", evil, "Why?").err
+    assert "ship, 'two\\nlines\\x1b[31m'" in cli("audit", evil, "Why?").err
 
 
 def test_checks_that_may_take_long_show_that_they_go_on(

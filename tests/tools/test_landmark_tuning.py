@@ -34,7 +34,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def tiny_smollm2(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.tools.smollm2.smollm2_path", lambda: model_folder)
+    monkeypatch.setattr("memstore.tools.gguf.smollm2_path", lambda: model_folder)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_a_missing_directory_is_not_found(name: str) -> None:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"no config\.json"):
+    with pytest.raises(InvalidArgument, match=r"neither config\.json"):
         resolve_model(str(tmp_path))
 
 

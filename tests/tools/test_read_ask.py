@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import memstore
+from memstore.tools.models import load_model
+from tests.instruct import instruct_tokenizer
 from tests.tools.conftest import Cli
 
 TEXT = "".join(f"Line {i} of the log tells of nothing new. " for i in range(40))
@@ -58,13 +61,62 @@ def test_a_second_text_becomes_a_second_document(cli: Cli, notes: Path, text: Pa
 
 def test_ask_needs_only_the_memory_and_shows_what_it_used(cli: Cli, notes: Path) -> None:
     data = cli("ask", notes, "What is new? ", "--top-k", 3, "--max-tokens", 5, "--json").json
-    assert data["document"] == "log"
+    assert data["documents"] == ["log"]
     assert data["tokens"] == 5
-    assert data["blocks"]
-    assert all(used["text"] in TEXT for used in data["blocks"])
+    assert data["sources"]
+    assert all(used["text"] in TEXT for used in data["sources"])
     done = cli("ask", notes, "What is new? ", "--top-k", 3, "--max-tokens", 5)
     assert done.code == 0, done.err
-    assert data["blocks"][0]["text"].strip() in done.out
+    assert data["sources"][0]["text"].strip() in done.out
+
+
+def test_ask_sees_all_documents_or_those_that_are_named(
+    cli: Cli, notes: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("read", text, notes, "--document", "copy", "--dtype", "float32").code == 0
+    assert cli("ask", notes, "What?", "--max-tokens", 2, "--json").json["documents"] == ["log", "copy"]
+    named = cli("ask", notes, "What?", "--document", "copy", "--document", "log", "--max-tokens", 2, "--json").json
+    assert named["documents"] == ["copy", "log"]
+    missing = cli("ask", notes, "What?", "--document", "nobody")
+    assert (missing.code, "it has 'log', 'copy'" in missing.err) == (3, True), missing.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is new?"))
+    assert cli("ask", notes, "-", "--max-tokens", 2, "--json").json["question"] == "What is new?"
+
+
+def test_a_question_goes_into_the_chat_template_unless_it_is_raw(
+    cli: Cli, text: Path, tmp_path: Path, instruct_folder: Path
+) -> None:
+    path = tmp_path / "m"
+    assert cli("read", text, path, "--model", instruct_folder, "--block-size", 16).code == 0
+    shown = cli("ask", path, "What is new?", "--system", "Be brief.", "--max-tokens", 3, "--trace")
+    assert shown.code == 0, shown.err
+    assert len([line for line in shown.out.splitlines() if line.startswith("[log, line ")]) == 2
+    everything = cli("ask", path, "What is new?", "--sources", "all", "--max-tokens", 3)
+    assert len([line for line in everything.out.splitlines() if line.startswith("[log, line ")]) == 8
+    assert cli("ask", path, "What is new?", "--raw", "--max-tokens", 3, "--trace").code == 0
+    with memstore.open(path, mode="r") as memory:
+        prompts = [instruct_tokenizer().decode(trace.info["prompt"]) for trace in memory.traces.list()]
+    assert prompts == ["<|system|>Be brief.<|end|>\n<|user|>What is new?<|end|>\n<|assistant|>", "What is new?"]
+    assert cli("ask", path, "What?", "--sources", "few").code == 2
+
+
+def test_a_memory_made_in_python_is_asked_and_shown_in_the_shell(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
+    loaded = load_model(str(model_folder), "float32")
+    with memstore.attach(loaded.model, tmp_path / "m", tokenizer=loaded.tokenizer) as reader:
+        reader.read(TEXT, document="log")
+    assert cli("ask", tmp_path / "m", "What?", "--max-tokens", 2).code == 0
+    assert cli("show", tmp_path / "m", "log", 0, "--json").json["text"] == TEXT[:64]
+
+
+def test_show_and_trace_take_the_model_of_a_memory_that_does_not_say_it(
+    cli: Cli, notes: Path, model_folder: Path
+) -> None:
+    assert cli("ask", notes, "What?", "--max-tokens", 2, "--trace").code == 0
+    with memstore.open(notes) as memory:
+        memory.put_info("model", {})
+    assert "name it with --model" in cli("show", notes, "log", 0).out
+    assert cli("show", notes, "log", 0, "--model", model_folder, "--json").json["text"] == TEXT[:16]
+    assert cli("trace", notes, "--model", model_folder, "--json").json["blocks"][0]["text"] in TEXT
 
 
 def test_ask_changes_nothing(cli: Cli, notes: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ import pytest
 
 import memstore
 from memstore.errors import UnsupportedModel
-from memstore.tools import smollm2, trust
+from memstore.tools import gguf, models
 from memstore.tools.models import load_model, load_tokenizer
-from memstore.tools.smollm2 import MARKER
+from memstore.wheels import MARKER
 from tests.tools.conftest import Cli
 
 EVIL = """
@@ -30,7 +31,7 @@ class Words(PreTrainedTokenizerFast): pass
 
 @pytest.fixture(autouse=True)
 def nothing_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "_trusted_file", lambda: tmp_path / "home" / "trusted-models")
+    monkeypatch.setattr(models, "_trusted_file", lambda: tmp_path / "home" / "trusted-models")
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_model_that_only_the_memory_names_is_not_loaded(
     cli: Cli, memory: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memstore.tools.models.resolve_model", lambda _: pytest.fail("it was looked for"))
-    monkeypatch.setattr(smollm2, "is_cached", lambda: False)
+    monkeypatch.setattr(gguf, "is_cached", lambda: False)
     named(memory, name)
     shown = cli("show", memory, "whale", 0)
     assert shown.code == 0
@@ -90,23 +91,35 @@ def test_a_model_that_reads_is_named_by_that(cli: Cli, tmp_path: Path, model_fol
 def test_models_of_the_package_and_those_fetched_before_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smollm2, "cache_folder", lambda: tmp_path)
-    assert trust.is_trusted("drt")
-    assert trust.is_trusted("landmark-passkey")
-    assert not trust.is_trusted("smollm2")
+    monkeypatch.setattr(gguf, "cache_folder", lambda: tmp_path)
+    assert models.is_trusted("drt")
+    assert models.is_trusted("landmark-passkey")
+    assert not models.is_trusted("smollm2")
     (tmp_path / "smollm2").mkdir()
-    (tmp_path / "smollm2" / MARKER).write_text(json.dumps(asdict(smollm2.WHEEL)))
-    assert trust.is_trusted("smollm2")
+    (tmp_path / "smollm2" / MARKER).write_text(json.dumps(asdict(gguf.WHEEL)))
+    assert models.is_trusted("smollm2")
 
 
-@pytest.mark.parametrize("name", ["passkey", "smollm/model"])
 def test_a_folder_at_hand_does_not_take_the_place_of_a_trusted_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trust.remember(name)
-    (tmp_path / name).mkdir(parents=True)
+    models.remember("smollm/model")
+    (tmp_path / "smollm/model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert not trust.is_trusted(name)
+    assert not models.is_trusted("smollm/model")
+
+
+@pytest.mark.parametrize("name", ["drt", "passkey"])
+def test_a_folder_at_hand_does_not_take_the_place_of_a_model_of_the_package(
+    name: str, memory: Path, evil: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = models.resolve_model(name)
+    named(memory, name)
+    monkeypatch.chdir(evil.rename(evil.with_name(name)).parent)
+    assert models.resolve_model(name) == str(Path(name).resolve())  # where the user names it
+    with memstore.open(memory, mode="r") as opened:
+        assert models.resolve_model(models.chosen_name(opened)) == shipped
+    assert models.lasting_name(shipped) == "passkey"
 
 
 def test_code_of_a_model_is_never_run(cli: Cli, memory: Path, evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +130,17 @@ def test_code_of_a_model_is_never_run(cli: Cli, memory: Path, evil: Path, monkey
     named(memory, evil)
     done = cli("ask", memory, "Why?", "--document", "ship", "--model", evil)
     assert (done.code, done.err.count("\n")) == (5, 1), done.err
+
+
+def test_every_loading_says_that_code_of_the_model_is_not_run() -> None:
+    """Without a word transformers asks at the terminal, where a "y" that was meant for something else would do."""
+    silent = []
+    for file in Path(memstore.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                loader = ast.unparse(call.func.value)
+                told = "trust_remote_code" in ast.unparse(call) or "**options" in ast.unparse(call)
+                loads = call.func.attr in ("from_pretrained", "from_config")
+                if loads and not told and ("Auto" in loader or loader in ("loader", "tokenizers")):
+                    silent.append(f"{file.name}:{call.lineno}")
+    assert silent == []

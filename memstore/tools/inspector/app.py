@@ -110,7 +110,7 @@ class Inspector:
         from starlette.concurrency import run_in_threadpool
 
         try:
-            asked = json.loads(await _body(request))
+            asked = json.loads(await body_of(request))
             if not isinstance(asked, dict):
                 raise ValueError
         except (ValueError, RecursionError):  # the second: brackets in brackets
@@ -127,12 +127,12 @@ class Inspector:
         return await run_in_threadpool(change)
 
 
-async def _body(request: Request) -> bytes:
-    """What was sent. Raises ``ValueError`` for more than anybody needs to say."""
+async def body_of(request: Request, most: int = MOST_BYTES) -> bytes:
+    """What was sent. Raises ``ValueError`` for more than ``most`` bytes."""
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > MOST_BYTES:
+        if len(body) > most:
             raise ValueError
     return body
 
@@ -211,13 +211,16 @@ def _json(answer: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _failed(error: MemstoreError) -> Response:
+    return _json({"error": type(error).__name__, "message": str(error)}, status_of(error))
+
+
+def status_of(error: Exception) -> int:
+    """The status of HTTP that says what kind of error it is."""
     match error:
         case NotFound() | NotAMemory():
-            status = 404
+            return 404
         case InvalidArgument():
-            status = 400
+            return 400
         case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | UnsupportedModel():
-            status = 409
-        case _:
-            status = 500
-    return _json({"error": type(error).__name__, "message": str(error)}, status)
+            return 409
+    return 500

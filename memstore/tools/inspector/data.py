@@ -1,4 +1,8 @@
-"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once."""
+"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once.
+
+Requests name documents by number: numbers are never used twice, so a document that was forgotten and made again is not
+taken for the old one, and numbers need no escaping.
+"""
 
 from __future__ import annotations
 

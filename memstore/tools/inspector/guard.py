@@ -52,7 +52,7 @@ class Guard:
         self._token = token
         self._files_token = secrets.token_urlsafe(24)
         self._write_token = write_token
-        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._hosts = names_of(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -61,9 +61,9 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
         in_link = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        known = _same(in_link or headers.get(READ_HEADER, ""), self._token)
+        known = same(in_link or headers.get(READ_HEADER, ""), self._token)
         if scope["path"] == "/" or scope["path"].startswith("/static/"):
-            known |= _same(_cookie(headers, cookie_name), self._files_token)
+            known |= same(_cookie(headers, cookie_name), self._files_token)
         refusal = self._refusal(scope["method"], headers, known=known)
         added = dict(HEADERS)
         if in_link and refusal is None:
@@ -76,7 +76,7 @@ class Guard:
     def _refusal(self, method: str, headers: dict[str, str], *, known: bool) -> str | None:
         """Why a request is refused; None where it is not."""
         host = headers.get("host", "")
-        if not self._known(host):
+        if not is_known(host, self._hosts):
             return "this server does not answer to that host name."
         if not known:
             return "the token is missing or wrong. Open the link that memstore view has printed."
@@ -84,25 +84,33 @@ class Guard:
             return None
         if self._write_token is None:
             return "nothing can be changed here: start memstore view with --allow-write."
-        if not _same(headers.get(WRITE_HEADER, ""), self._write_token):
+        if not same(headers.get(WRITE_HEADER, ""), self._write_token):
             return f"a change needs the header {WRITE_HEADER}."
         if headers.get("origin", f"http://{host}") != f"http://{host}":
             return "a change must come from this page."
         return None
 
-    def _known(self, host: str) -> bool:
-        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-        name = name.strip("[]").lower()
-        if name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)  # nobody can make an address point elsewhere
-        except ValueError:
-            return False
+
+def names_of(hosts: Iterable[str]) -> frozenset[str]:
+    """What this machine may be called in a request, beside its addresses."""
+    return frozenset({"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)})
+
+
+def is_known(host: str, names: frozenset[str]) -> bool:
+    """Whether the header ``Host`` is an address or one of ``names``."""
+    name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+    name = name.strip("[]").lower()
+    if name in names:
         return True
+    try:
+        ipaddress.ip_address(name)  # nobody can make an address point elsewhere
+    except ValueError:
+        return False
+    return True
 
 
-def _same(given: str, expected: str) -> bool:
+def same(given: str, expected: str) -> bool:
+    """Whether two secrets are the same, in a time that does not tell how much of them is."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 

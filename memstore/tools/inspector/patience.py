@@ -14,13 +14,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PATIENCE = 10.0
 """Seconds until a request that has begun, or a connection that was opened, must have come as a whole."""
-MOST = 100
-"""Connections. When there are more, the one that has been waited for longest goes."""
 
 
 class Patience(H11Protocol):
     """HTTP as uvicorn speaks it, for one connection, but neither waiting for ever nor for everybody."""
 
+    most = 100
+    """Connections. When there are more, the one that has been waited for longest goes."""
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -28,7 +28,7 @@ class Patience(H11Protocol):
         super().connection_made(transport)
         self._wait()
         waiting = [each for each in self.connections if isinstance(each, Patience) and each.is_waiting]
-        if len(self.connections) > MOST:
+        if len(self.connections) > self.most:
             min(waiting, key=lambda each: each._since).transport.abort()
 
     def data_received(self, data: bytes) -> None:

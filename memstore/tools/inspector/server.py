@@ -19,9 +19,9 @@ from memstore.errors import InvalidArgument, MemstoreError, NotFound
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.types import ASGIApp
 
     from memstore.memory import Memory
-    from memstore.tools.inspector.app import Inspector
 
 LOOPBACK = "127.0.0.1"
 REDIRECT = """<!doctype html>
@@ -52,30 +52,33 @@ def serve(
     with listen(host, port) as listening:
         inspector = Inspector(memory, allow_write=allow_write, hosts=(host,))
         bound = listening.getsockname()[1]
-        url = f"http://{_in_url(host)}:{bound}/?token={inspector.token}"
+        url = f"http://{in_url(host)}:{bound}/?token={inspector.token}"
         inspector.warm()
         started(url)
-        with suppress(KeyboardInterrupt):  # uvicorn ends in good order first
-            server_of(inspector).run([listening])
+        with suppress(KeyboardInterrupt):  # how a page is put away: not a failure, so exit status 0
+            server_of(inspector.app).run([listening])
     return url
 
 
-def server_of(inspector: Inspector) -> uvicorn.Server:
-    """The server of a page: it speaks HTTP alone, believes no proxy, and logs nothing but errors."""
+def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1) -> uvicorn.Server:
+    """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
+
+    ``most`` connections; what runs when it is to end has ``grace`` seconds.
+    """
     import uvicorn
 
     from memstore.tools.inspector.patience import Patience
 
     config = uvicorn.Config(
-        inspector.app,
-        http=Patience,
+        app,
+        http=type("Patience", (Patience,), {"most": most}),
         log_level="error",
         access_log=False,
         server_header=False,
         lifespan="off",
         ws="none",
         proxy_headers=False,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=grace,
     )
     return uvicorn.Server(config)
 
@@ -136,7 +139,8 @@ def open_browser(url: str, folder: Path) -> None:
     webbrowser.open(page.as_uri())
 
 
-def _in_url(host: str) -> str:
+def in_url(host: str) -> str:
+    """``host`` as a url has it."""
     if ":" in host:
         return f"[{host}]"
     return LOOPBACK if host == "0.0.0.0" else host  # noqa: S104 - not bound to here

@@ -19,7 +19,7 @@ from memstore.tools.inspector.words import Words, readable
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.memory.recorder import Look
+    from memstore.memory.trace_file import Look
 
 MOST_STEPS = 256
 """Steps of one answer."""

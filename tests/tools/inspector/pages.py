@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import memstore
-from memstore.memory.recorder import Look
 from memstore.memory.spec import Fingerprint
+from memstore.memory.trace_file import Look
 from memstore.tools.inspector.app import Inspector
 from memstore.tools.inspector.server import listen, server_of
 
@@ -91,7 +91,7 @@ def served(memory: memstore.Memory, *, allow_write: bool = False) -> Iterator[st
     """Serve the page of a memory from a thread; the link to it."""
     inspector = Inspector(memory, allow_write=allow_write)
     with listen("127.0.0.1", 0) as listening:
-        server = server_of(inspector)
+        server = server_of(inspector.app)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -156,7 +156,7 @@ def test_many_slow_requests_keep_nobody_out_and_end(opened: memstore.Memory, mon
     with served(opened) as link, ExitStack() as stack:
         host, port = link.removeprefix("http://").split("/")[0].split(":")
         slow = []
-        for _ in range(3 * patience.MOST):
+        for _ in range(3 * patience.Patience.most):
             connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             connection.sendall(b"GET / HTTP/1.1\r\nHost: 127")
             slow.append(connection)

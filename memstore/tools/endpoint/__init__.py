@@ -1,0 +1,1 @@
+"""Memories behind an OpenAI-compatible endpoint: ``memstore serve``."""

