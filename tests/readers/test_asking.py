@@ -95,13 +95,21 @@ def test_a_question_looks_for_the_end_of_the_document_like_for_the_rest(tmp_path
         assert last not in {block for _, block, _ in reader.ask("What?", raw=True, max_tokens=2).used}
 
 
+def test_a_note_of_one_block_is_a_source_also_where_it_is_the_last(tmp_path: Path) -> None:
+    attached = memstore.attach(instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), **SIZES)
+    with attached as reader:
+        for name, note in {"cellar": "The key is under a pot.", "attic": "The lamp is by a door."}.items():
+            reader.read(note, document=name)
+        assert {source.document for source in reader.ask("Where?", max_tokens=2).sources()} == {"cellar", "attic"}
+
+
 def test_the_words_of_a_question_choose_and_not_the_template_around_them(reader: Reader) -> None:
     def chosen(system: str | None) -> set[int]:
         return {block for _, block, _ in reader.ask("What is new in line 7?", system=system, max_tokens=2).used}
 
     reader.tokenizer.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|>And here is what it says:")
     assert chosen(None) == chosen("Answer in the words of the text that you have read, and no others.")
-    assert chosen(None) >= {match.block for match in reader.search("What is new in line 7?", top_k=8)} - {0}  # the sink
+    assert chosen(None) >= {match.block for match in reader.search("What is new in line 7?", top_k=8)}
 
 
 def test_raw_words_are_gone_on_from(reader: Reader) -> None:

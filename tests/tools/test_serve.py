@@ -22,7 +22,7 @@ import pytest
 import memstore
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
-from memstore.tools.endpoint.worker import Asked, Result, Worker
+from memstore.tools.endpoint.worker import QueuedQuestion, Result, Worker
 from memstore.tools.inspector.server import listen, server_of
 from memstore.tools.serve import open_served
 from tests.tools.conftest import Cli
@@ -229,7 +229,7 @@ def test_a_token_is_asked_for_where_there_is_one(shelf: Path) -> None:
 def test_too_many_requests_are_told_to_come_again(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(_: Worker, __: Asked) -> Result:
+    def slow(_: Worker, __: QueuedQuestion) -> Result:
         begun.set()
         assert go.wait(60)
         return Result("Yes", ended=True, prompt_tokens=1, tokens=1, sources=[])
@@ -253,7 +253,7 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
 ) -> None:
     begun, ended, answer, made = threading.Event(), threading.Event(), Worker._answer, []
 
-    def noted(worker: Worker, job: Asked) -> Result:
+    def noted(worker: Worker, job: QueuedQuestion) -> Result:
         begun.set()
         made.append(answer(worker, job))
         ended.set()

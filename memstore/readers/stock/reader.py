@@ -186,7 +186,7 @@ class StockReader(Reader):
             raise InvalidArgument(
                 f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
             )
-        window = self.window if self._tail else 0  # then it is looked for like the rest, all but an incomplete block
+        window = self.window if self._tail else None
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
         states = DocumentStates(own, self.block_size)
         return Call(self.selection, seen, states.read, observers=self.observers, trace=self.trace)

@@ -121,12 +121,13 @@ NOTHING = Visible(range(0), Candidates(()), range(0))
 # Of several documents the last one is continued: its sink and window are seen. Of the others complete blocks are
 # searched, so up to `block_size - 1` tokens at their end cannot be found.
 def visible(
-    sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int
+    sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int | None
 ) -> Visible:
     """What a call sees that continues the last of ``sources`` after ``tokens`` tokens.
 
     ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment
-    while reading, so that the same tokens are seen however a segment is cut into calls.
+    while reading, so that the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is
+    continued, so the last document is searched like the others.
     Blocks of the other documents are candidates as far as they are complete.
     """
     others = tuple(
@@ -134,6 +135,13 @@ def visible(
     )
     own = sources[-1]
     first = own.document.blocks.start * block_size
+    if window is None:  # its sink is attended to as well, but does not say where an answer is from
+        complete = own.document.complete_blocks
+        blocks = tuple((own, part) for part in own.document.present(complete))
+        end = min(first + sink, tokens)
+        return Visible(
+            range(first, end), Candidates((*others, *blocks)), range(max(end, complete.stop * block_size), tokens)
+        )
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
         return Visible(range(first, first), Candidates(others), range(first, tokens))

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from memstore.tools.endpoint.request import Ask, Refused
-from memstore.tools.endpoint.worker import Asked, Result, Served, Worker
+from memstore.tools.endpoint.worker import QueuedQuestion, Result, Served, Worker
 from memstore.tools.inspector.app import body_of, status_of
 from memstore.tools.inspector.guard import is_known, names_of, same
 
@@ -100,7 +100,7 @@ class Endpoint:
             with suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(events.put_nowait, what)
 
-        job = Asked(self._named(ask.model), ask, tell)
+        job = QueuedQuestion(self._named(ask.model), ask, tell)
         if not self._worker.submit(job):
             raise Refused("too many requests wait already: try again later", status=429, code="queue_full")
         leaving = asyncio.create_task(_leaving(request, job, events))
@@ -123,7 +123,7 @@ class Endpoint:
                 job.left.set()
 
 
-async def _leaving(request: Request, job: Asked, events: asyncio.Queue[Told]) -> None:
+async def _leaving(request: Request, job: QueuedQuestion, events: asyncio.Queue[Told]) -> None:
     """Break off a job whose client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -132,7 +132,7 @@ async def _leaving(request: Request, job: Asked, events: asyncio.Queue[Told]) ->
 
 
 async def _streamed(
-    form: _Form, job: Asked, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
+    form: _Form, job: QueuedQuestion, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
 ) -> AsyncIterator[str]:
     """Server-sent events, from ``told`` on."""
     try:

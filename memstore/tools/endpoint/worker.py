@@ -53,7 +53,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Asked:
+class QueuedQuestion:
     """A request that waits, or is being answered."""
 
     served: Served
@@ -65,12 +65,12 @@ class Asked:
 
 
 class Worker:
-    """A thread that answers questions (``Asked``), of which ``most`` may wait."""
+    """A thread that answers questions (``QueuedQuestion``), of which ``most`` may wait."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: deque[Asked] = deque()
-        self._current: Asked | None = None
+        self._waiting: deque[QueuedQuestion] = deque()
+        self._current: QueuedQuestion | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._attached: Reader | None = None
@@ -82,7 +82,7 @@ class Worker:
         """Requests that wait."""
         return len(self._waiting)
 
-    def submit(self, job: Asked) -> bool:
+    def submit(self, job: QueuedQuestion) -> bool:
         """Let a job wait for its turn; False where too many do."""
         with self._changed:
             # Those that nobody waits for any more keep nobody out.
@@ -115,7 +115,7 @@ class Worker:
             job.tell(done)
         self._attach(None)
 
-    def _next(self) -> Asked | None:
+    def _next(self) -> QueuedQuestion | None:
         with self._changed:
             self._current = None
             while not self._closed:
@@ -136,7 +136,7 @@ class Worker:
             if reader is not None:
                 self._attached = reader.open()
 
-    def _answer(self, job: Asked) -> Result:
+    def _answer(self, job: QueuedQuestion) -> Result:
         ask, reader = job.ask, job.served.reader
         self._attach(reader)
         # Another process may have read more, or forgotten something, since the last request.
