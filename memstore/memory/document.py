@@ -118,7 +118,7 @@ class Document:
 
     @property
     def complete_blocks(self) -> range:
-        """Live blocks that are full: those that can be found."""
+        """Live blocks that are full."""
         return self._handle.current().complete(self._shared.spec.block_size)
 
     @property

@@ -157,7 +157,7 @@ class ReaderTests(ABC):
                 reader.generate(question[0], **options)
             assert len(reader) == self.length, "what is asked is not stored"
 
-    def test_a_search_tells_complete_blocks_best_first(self) -> None:
+    def test_a_search_tells_blocks_best_first(self) -> None:
         model = self.model()
         with self.attach(model, "ram:") as reader:
             question = self.text(model, 1)[:9]
@@ -166,7 +166,7 @@ class ReaderTests(ABC):
             found = reader.search(question, 3)
             assert len(found) == 3
             assert sorted(found, key=lambda match: -match.score) == found
-            assert {match.block for match in found} <= set(reader.document.complete_blocks)
+            assert {match.block for match in found} <= set(reader.document.blocks)
             with pytest.raises(InvalidArgument, match="at least one token"):
                 reader.search([])
 

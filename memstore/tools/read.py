@@ -185,7 +185,7 @@ def _told(memory: Memory, model: str | None) -> There:
 def read_into(reader: Reader, source: str) -> list[dict[str, Any]]:
     """Read a file or folder into the memory of a reader that is open; what was done with each file that changed."""
     plan = _plan(list(find([source])), _told(reader.memory, None), None, encoding="utf-8", alone=True)
-    tokens = [_tokens(reader, content, full=True) for _, _, content in plan.read]
+    tokens = [encode(reader.tokenizer, content) for _, _, content in plan.read]
     _check_room(reader.memory.url, reader, sum(map(len, tokens)), None, tell=True)
     files = zip(plan.read, tokens, strict=True)
     return [_read_one(reader, each, name, content, ids, many=True) for (each, name, content), ids in files]
@@ -291,7 +291,7 @@ def _read_all(
     with attached(loaded, memory, document=first, top_k=top_k, index=index, **made) as reader:
         reader.memory.put_info("model", model_info(model, loaded))
         with waiting("counting tokens", show=not json):
-            tokens = [_tokens(reader, content, full=each.in_folder) for each, _, content in plan.read]
+            tokens = [encode(reader.tokenizer, content) for _, _, content in plan.read]
         new = sum(map(len, tokens)) - sum(
             _common(reader, name, ids) for (_, name, _), ids in zip(plan.read, tokens, strict=True)
         )
@@ -337,17 +337,6 @@ def _read_one(reader: Reader, each: Found, name: str, content: str, ids: list[in
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens_per_second, 1),
     }
-
-
-def _tokens(reader: Reader, content: str, *, full: bool) -> list[int]:
-    """The tokens of a file."""
-    # A block that is not full cannot be found once another document is gone on with, and many notes are no longer than
-    # that: so a file of a folder fills its last block with newlines.
-    ids = encode(reader.tokenizer, content)
-    if full and reader.kind is STOCK and ids:
-        newline = encode(reader.tokenizer, "\n") or ids
-        ids += [newline[-1]] * (-len(ids) % reader.memory.spec.block_size)
-    return ids
 
 
 def _common(reader: Reader, name: str, ids: Sequence[int]) -> int:

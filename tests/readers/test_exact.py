@@ -66,6 +66,19 @@ def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrai
     torch.testing.assert_close(logits_with_memory(model, ids[:213], ids[213:]), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("share", ["none", "model"])
+def test_a_block_that_is_not_full_is_retrieved_as_far_as_it_goes(name: str, share: Any) -> None:
+    model, ids, retrieval = tiny(name), tokens(150), Retrieval(top_k=64, positions="true", share=share)
+    with attach(model, "ram:", document="text", retrieval=retrieval, **(SIZES | {"sink": 0})) as attached:
+        attached.read(ids[:133])
+        with attached.seeing(tail=False), torch.no_grad():
+            prompt = model(ids[None, 133:149], use_cache=True)
+            step = model(ids[None, 149:], past_key_values=prompt.past_key_values, use_cache=True)
+    got = torch.cat((prompt.logits[0], step.logits[0]))
+    torch.testing.assert_close(got, full_logits(model, ids)[133:], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", WAYS)
 def test_generation_is_that_of_the_whole_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ids = tokens(150)

@@ -14,6 +14,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
 from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.visible import everything
 from memstore.readers.stock.words import DocumentWords
 from tests.eval.drts import byte_tokenizer
 from tests.readers.models import attach, tiny, tokens
@@ -39,7 +40,7 @@ def scores(attached: StockReader, query: Tensor) -> dict[int, float]:
 
 def bm25(attached: StockReader, query: Tensor, words: DocumentWords | None = None) -> Tensor:
     found = words or DocumentWords(None)
-    return found.score(attached._everything(), query)
+    return found.score(everything(attached._sources()), query)
 
 
 def test_a_rare_word_lifts_its_block() -> None:
@@ -76,19 +77,19 @@ def test_words_are_exact_after_appends_cuts_forks_and_forgetting() -> None:
             assert torch.equal(found, bm25(attached, query))
 
         attached.read(tokens(100), document="a")
-        check(12)
+        check(13)
         attached.append(tokens(61, seed=1), document="a")
-        check(20)
+        check(21)
         memory = attached.memory
         memory.document("a").truncate(10)
         attached.append(tokens(50, seed=2), document="a")
-        check(16)
+        check(17)
         memory.document("a").fork("b", 7)
-        check(23)
+        check(24)
         memory.forget("a")
         check(7)
         attached.read(tokens(100, seed=4), document="a")
-        check(19)
+        check(20)
 
 
 def test_words_of_a_tokenizer_are_those_of_its_text() -> None:
@@ -97,7 +98,7 @@ def test_words_of_a_tokenizer_are_those_of_its_text() -> None:
     with attach(model, "ram:", tokenizer=tokenizer, **SIZES) as attached:
         attached.read(TEXT * 4, document="whale")
         document, query = attached.document, torch.tensor(tokenizer("MONEY years?").input_ids)
-        found = DocumentWords(tokenizer).score(attached._everything(), query)
+        found = DocumentWords(tokenizer).score(everything(attached._sources()), query)
         texts = [tokenizer.decode(document.tokens(block)) for block in document.complete_blocks]
     for score, text in zip(found.tolist(), texts, strict=True):
         assert (score > 0) == bool({"money", "years"} & set(words_of(str(text))))

@@ -41,7 +41,7 @@ def test_a_chat_reads_shows_its_sources_and_forgets(talk: Callable[..., Outcome]
     read = f"/read {tmp_path / 'note.md'}"
     told = talk("/sources", read, "Where is the key?", "/sources", "/why", "/nonsense").out
     assert "nothing was answered yet" in told
-    assert "read note: 960 new tokens" in told
+    assert "read note: 920 new tokens" in told
     assert "[note, line 1, block " in told
     assert "step  token" in told
     assert "/forget NAME   forget a document" in told

@@ -206,6 +206,9 @@ def _block_scores(call: Call, seen: list[_LastToken], advance: Callable[[int], N
         scores = _scores(queries, keys, options)
         if plan.sliding is not None:
             scores = scores.masked_fill(now[:, None] - places >= plan.sliding, -torch.inf)
+        empty = candidates.empty(torch.arange(piece.start, piece.stop), call.selection.block_size)
+        if empty is not None:
+            scores = scores.masked_fill(empty.flatten().to(scores.device), -torch.inf)
         by_slot = scores.unflatten(-1, (len(piece), -1)).logsumexp(-1).unflatten(1, (len(seen), -1))
         # In the first slot alone, lists captured up to three times as much as in the mean of all slots.
         found.append((by_slot.logsumexp(2) - math.log(by_slot.shape[2])).cpu())
@@ -252,7 +255,7 @@ def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
 
 
 def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToken) -> float | None:
-    """Mean over the documents of the recall of the index that chose for ``layer``."""
+    """Mean over the documents of the recall of the index that chose for ``layer``; it has full blocks."""
     top_k = seen.numbers.shape[-1]
     recalls = []
     for source, blocks in call.candidates.parts:
@@ -263,6 +266,7 @@ def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToke
             if index_layer not in call.codes:
                 return None  # nobody had to choose
             queries = call.codes[index_layer][0, -ASKED:, source.memory][None]
-        recalls.append(index_recall(source.document.layer(index_layer), queries, top_k, [blocks]))
+        full = range(blocks.start, min(blocks.stop, source.document.complete_blocks.stop))
+        recalls.append(index_recall(source.document.layer(index_layer), queries, top_k, [full]))
     known = [each for each in recalls if each is not None]
     return sum(known) / len(known) if known else None

@@ -346,23 +346,39 @@ class Call:
     def mask(self, states: LayerStates, dtype: torch.dtype) -> Tensor | None:
         """Additive mask ``[B or 1, heads or 1, T, M]`` for the last ``M`` keys of a layer; None where all are visible.
 
-        The memory is visible to every token, unless a sliding window ends within it.
+        The memory is visible to every token, unless a sliding window ends within it or a block is not full.
         """
-        sliding = states.plan.sliding
-        if self.tokens == 1 and self.padding is None and sliding is None:
+        sliding, empty = states.plan.sliding, self._empty(states)
+        if self.tokens == 1 and self.padding is None and sliding is None and empty is None:
             return None
-        key = ("mask", None if sliding is None else (sliding, id(states.prefix_positions)))
+        key = ("mask", sliding, None if sliding is None and empty is None else id(states.prefix_positions), id(empty))
         if key not in self._step_memo:
             visible = self._visible_local()
+            if sliding is not None or empty is not None:
+                visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True)
             if sliding is not None:
-                visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True) & self._within(
-                    states, sliding
-                )
+                visible = visible & self._within(states, sliding)
+            if empty is not None:
+                visible = visible & ~torch.nn.functional.pad(empty, (0, visible.shape[-1] - empty.shape[-1]))
             self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
                 ~visible, float("-inf")
             )
         mask: Tensor = self._step_memo[key]
         return mask
+
+    def _empty(self, states: LayerStates) -> Tensor | None:
+        """``[B or 1, lists, 1, n]``: where the first ``n`` keys of a layer have no token, or None."""
+        if states.fetched is None or not self.candidates.incomplete:
+            return None
+        chosen, start = states.fetched.chosen, states.fetched.start
+        key = ("empty", id(chosen), start)
+        if key not in self._memo:
+            empty = self.candidates.empty(chosen.numbers, self.selection.block_size)
+            if empty is not None:
+                empty = torch.nn.functional.pad(empty.flatten(-2)[:, :, None], (start, 0)).to(self.device)
+            self._memo[key] = (chosen, empty)
+        empty_keys: Tensor | None = self._memo[key][1]
+        return empty_keys
 
     def _visible_local(self) -> Tensor:
         """``[B or 1, 1, T, local]``: causal, without padding (a token always sees itself, so that no row is empty)."""

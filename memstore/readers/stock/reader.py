@@ -29,7 +29,7 @@ from memstore.readers.stock.draft import TraceEntry
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
-from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, visible
+from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, everything, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -301,7 +301,7 @@ class StockReader(Reader):
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
         layer = check_layer(self.memory, layer)
-        candidates = self._everything()
+        candidates = everything(self._sources())
         if not len(candidates):
             return []
         scores = self._prompt_scores(tokens, layer, candidates)
@@ -311,16 +311,6 @@ class StockReader(Reader):
             parts.append((source.document, here, scores[start : start + len(blocks)]))
             start += len(blocks)
         return best(parts, top_k)
-
-    def _everything(self) -> Candidates:
-        """All complete blocks: also those that a prompt would see without a search, at the document's two ends."""
-        return Candidates(
-            tuple(
-                (source, part)
-                for source in self._sources()
-                for part in source.document.present(source.document.complete_blocks)
-            )
-        )
 
     def _prompt_scores(self, tokens: Tensor, layer: int, candidates: Candidates) -> Tensor:
         """Scores ``[N]`` that the query ``tokens [T]`` gives to ``candidates`` in ``layer``."""

@@ -153,11 +153,11 @@ class Selection:
     def _pruned(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor] | None:
         """As ``choose`` of ``routed``, by an index that need not score every block; None where that cannot be.
 
-        Such an index knows one run of blocks and one group of query tokens.
+        Such an index knows one run of full blocks and one group of query tokens.
         """
         parts = [(source, blocks) for source, blocks in candidates.parts if blocks]
         asking = self._asking(codes)
-        if len(parts) != 1 or len(asking) > self.retrieval.span:
+        if len(parts) != 1 or candidates.incomplete or len(asking) > self.retrieval.span:
             return None
         ((document, memory), blocks), top_k = parts[0], self.slots(candidates)
         if not document.memory.index_capabilities.routes:

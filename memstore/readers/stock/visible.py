@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +32,26 @@ class Candidates:
 
     def __len__(self) -> int:
         return sum(len(blocks) for _, blocks in self.parts)
+
+    @cached_property
+    def incomplete(self) -> dict[int, int]:
+        """How many tokens the candidates have that are not full: the last blocks of documents."""
+        found, number = {}, -1
+        for (document, _), blocks in self.parts:
+            number += len(blocks)
+            full = document.complete_blocks.stop
+            if blocks.stop > full:
+                found[number] = len(document) - full * document.memory.spec.block_size
+        return found
+
+    def empty(self, numbers: Tensor, block_size: int) -> Tensor | None:
+        """``[..., S]``: True where the candidates ``numbers [...]`` have no token; None where they are full."""
+        if not self.incomplete:
+            return None
+        tokens = torch.full((len(self),), block_size)
+        tokens[list(self.incomplete)] = torch.tensor(list(self.incomplete.values()))
+        empty = torch.arange(block_size) >= tokens[numbers].unsqueeze(-1)
+        return empty if bool(empty.any()) else None
 
     @property
     def memories(self) -> int:
@@ -74,11 +95,18 @@ class Candidates:
 
         ``queries[m] [H, T, D]`` are those for the landmarks of memory ``m``: each memory has a router of its own.
         """
-        scores = [
-            source.document.layer(layer).score(queries[source.memory], allowed=blocks)[0]
-            for source, blocks in self.parts
-            if blocks
-        ]
+        scores, number = [], -1
+        for (document, memory), blocks in self.parts:
+            if not blocks:
+                continue
+            number += len(blocks)
+            tokens = self.incomplete.get(number)
+            view, full = document.layer(layer), blocks if tokens is None else blocks[:-1]
+            if full:
+                scores.append(view.score(queries[memory], allowed=full)[0])
+            if tokens is not None:
+                size = document.memory.spec.block_size
+                scores.append(_score_incomplete(view.landmarks(blocks[-1:])[0], tokens, size, queries[memory]))
         return torch.cat(scores, dim=-1)
 
     def located(self, numbers: Tensor) -> list[tuple[Document, list[int]]]:
@@ -90,6 +118,20 @@ class Candidates:
                 found.append((source.document, (mine - start + blocks.start).tolist()))
             start += len(blocks)
         return found
+
+
+def _score_incomplete(landmarks: Tensor, tokens: int, block_size: int, queries: Tensor) -> Tensor:
+    """Best inner product ``[H, T, 1]`` of ``queries [H, T, D]`` with ``landmarks [G, P, D]`` of ``tokens`` tokens.
+
+    A landmark is the mean of a part of its block, taken over the places without tokens too, which are zeros.
+    """
+    size = block_size // landmarks.shape[1]
+    filled = (tokens - size * torch.arange(landmarks.shape[1])).clamp(0, size)
+    there = filled > 0
+    means = landmarks[:, there] * (size / filled[there]).unsqueeze(-1)
+    heads = means.to(queries.device).repeat_interleave(len(queries) // len(means), 0)
+    scores: Tensor = queries.float() @ heads.transpose(-1, -2)
+    return scores.amax(-1, keepdim=True)
 
 
 def gather(located: Sequence[tuple[Document, list[int]]], layer: int, device: torch.device) -> States:
@@ -118,8 +160,13 @@ class Visible:
 NOTHING = Visible(range(0), Candidates(()), range(0))
 
 
-# Of several documents the last one is continued: its sink and window are seen. Of the others complete blocks are
-# searched, so up to `block_size - 1` tokens at their end cannot be found.
+def everything(sources: Sequence[AttachedDocument]) -> Candidates:
+    """All blocks of ``sources``."""
+    return Candidates(
+        tuple((source, part) for source in sources for part in source.document.present(source.document.blocks))
+    )
+
+
 def visible(
     sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int | None
 ) -> Visible:
@@ -128,26 +175,18 @@ def visible(
     ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment
     while reading, so that the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is
     continued, so the last document is searched like the others.
-    Blocks of the other documents are candidates as far as they are complete.
     """
-    others = tuple(
-        (source, part) for source in sources[:-1] for part in source.document.present(source.document.complete_blocks)
-    )
+    others = everything(sources[:-1])
     own = sources[-1]
     first = own.document.blocks.start * block_size
     if window is None:  # its sink is attended to as well, but does not say where an answer is from
-        complete = own.document.complete_blocks
-        blocks = tuple((own, part) for part in own.document.present(complete))
-        end = min(first + sink, tokens)
-        return Visible(
-            range(first, end), Candidates((*others, *blocks)), range(max(end, complete.stop * block_size), tokens)
-        )
+        return Visible(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
-        return Visible(range(first, first), Candidates(others), range(first, tokens))
+        return Visible(range(first, first), others, range(first, tokens))
     between = range((first + sink) // block_size, window_start // block_size)
     parts = tuple((own, part) for part in own.document.present(between) or [between[:0]])
-    return Visible(range(first, first + sink), Candidates((*others, *parts)), range(window_start, tokens))
+    return Visible(range(first, first + sink), Candidates((*others.parts, *parts)), range(window_start, tokens))
 
 
 class DocumentStates:

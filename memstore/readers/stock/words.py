@@ -54,16 +54,21 @@ class DocumentWords:
         return torch.tensor([self._numbers.get(word, UNKNOWN) for word in words], dtype=torch.int64)
 
     def _index(self, candidates: Candidates) -> WordIndex:
-        key = tuple((source.memory, *_state(source.document), blocks) for source, blocks in candidates.parts)
+        parts = tuple((source.memory, *_state(source.document), blocks) for source, blocks in candidates.parts)
+        key = (*parts, *candidates.incomplete.items())
         if key not in self._indexes:
             while len(self._indexes) >= KEPT:
                 del self._indexes[next(iter(self._indexes))]
             words, of, first = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
             for source, blocks in candidates.parts:
-                run, places = self._run(source.memory, source.document, blocks)
-                words.append(run)
-                of.append(places - blocks.start + first)
                 first += len(blocks)
+                full = blocks[:-1] if first - 1 in candidates.incomplete else blocks
+                runs = [self._run(source.memory, source.document, full)]
+                if full != blocks:  # it will change
+                    runs.append(self._read(source.document, blocks[-1:]))
+                for run, places in runs:
+                    words.append(run)
+                    of.append(places - blocks.stop + first)
             self._indexes[key] = WordIndex(torch.cat(words), torch.cat(of), len(candidates))
         return self._indexes[key]
 
@@ -86,12 +91,13 @@ class DocumentWords:
     def _read(self, document: Document, blocks: range) -> tuple[Tensor, Tensor]:
         size = document.memory.spec.block_size
         if self._tokenizer is None:
-            return document.tokens(blocks).long(), torch.arange(blocks.start, blocks.stop).repeat_interleave(size)
+            tokens = document.tokens(blocks)
+            return tokens, torch.arange(blocks.start, blocks.stop).repeat_interleave(size)[: len(tokens)]
         found: list[int] = []
         counts: list[int] = []
         for start in range(blocks.start, blocks.stop, AT_ONCE):
             some = range(start, min(start + AT_ONCE, blocks.stop))
-            for text in self._tokenizer.batch_decode(document.tokens(some).view(-1, size)):
+            for text in self._tokenizer.batch_decode(document.tokens(some).split(size)):
                 words = words_of(text)
                 found += [self._numbers.setdefault(word, len(self._numbers)) for word in words]
                 counts.append(len(words))
