@@ -28,6 +28,7 @@ from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE
 from memstore.tools.interrupts import pressed
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, unpin
 from memstore.tools.look import index, ls, stats
+from memstore.tools.mcp import mcp
 from memstore.tools.mend import repair, verify, with_way_out
 from memstore.tools.models import DRT, kind_named
 from memstore.tools.options import Dtype, Threads, use_threads
@@ -130,6 +131,7 @@ for function in (
     repair,
     view,
     serve,
+    mcp,
     trust,
     demo,
     completion,

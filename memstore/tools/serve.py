@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.ask import several
-from memstore.tools.models import Loaded, chosen_name, load_model
 from memstore.tools.options import Device, Index, Threads, TopK, lasting, use_threads
 from memstore.tools.output import Report, waiting
 from memstore.tools.texts import read_text
 
 if TYPE_CHECKING:
-    from memstore.tools.endpoint.worker import Served
+    from starlette.types import ASGIApp
 
 Memories = Annotated[list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories.", show_default=False)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
@@ -33,6 +29,8 @@ Model = Annotated[
 ]
 LEAST = 16
 """Characters of a token."""
+CONNECTIONS = 256
+"""At a time; more than requests may wait, so that those that are turned away are told so."""
 
 
 def serve(
@@ -59,15 +57,13 @@ def serve(
 
     In Python: memstore.tools.serve.run.
     """
-    from memstore.tools.inspector.server import is_loopback, require_web
+    from memstore.tools.inspector.server import require_web
 
     require_web()
-    token = None if token_file is None else _token(token_file)
-    if token is None and not is_loopback(host):
-        raise InvalidArgument(
-            f"others can reach {host}: write a token into a file, and name the file with --token-file. Requests must "
-            "bear it."
-        )
+    from memstore.tools.endpoint.app import Endpoint
+    from memstore.tools.endpoint.shelf import Shelf, name_of
+
+    token = token_for(host, token_file)
     urls = [lasting(each) for each in memories]
     names = [name_of(each) for each in urls]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -76,78 +72,59 @@ def serve(
     with ExitStack() as stack:
         with waiting("loading the models", show=True):
             use_threads(threads)
-            served = open_served(stack, urls, model=model, top_k=top_k, device=device, index=index)
+            shelf = Shelf(stack, model, top_k, device, index)
+            endpoint = Endpoint([shelf.open(each) for each in urls], token=token, hosts=(host,))
+            stack.callback(endpoint.close)
         url = run(
-            served,
+            endpoint.app,
             host=host,
             port=port,
-            token=token,
+            path="/v1",
             started=lambda url: typer.echo(f"{url} serves {shown}\nCtrl-C ends it.", err=True),
         )
     return Report(data={"url": url, "memories": names}, text=lambda _: None)
 
 
 def run(
-    served: Sequence[Served],
+    app: ASGIApp,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    token: str | None = None,
+    path: str = "",
     started: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Serve until Ctrl-C or SIGTERM; the url that it had. ``started`` is given the url once it can be asked."""
-    from memstore.tools.endpoint.app import WAITING, Endpoint
+    """Serve until Ctrl-C or SIGTERM; the url of ``path``, which ``started`` is given once it can be asked.
+
+    ``port`` 0 is a free one. Raises ``InvalidArgument`` for a host or port that cannot be had.
+    """
     from memstore.tools.inspector.server import in_url, listen, server_of
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     with listen(host, port) as listening:
-        endpoint = Endpoint(served, token=token, hosts=(host,))
-        url = f"http://{in_url(host)}:{listening.getsockname()[1]}/v1"
+        url = f"http://{in_url(host)}:{listening.getsockname()[1]}{path}"
         # The server finishes what it answers and then raises the signal again, for which it asks the handler before.
         before = signal.signal(signal.SIGTERM, end)
         try:
             with suppress(KeyboardInterrupt):  # how a server is put away: not a failure, so exit status 0
                 started(url)
-                # More connections than may wait, so that those that are turned away are told so.
-                server_of(endpoint.app, most=2 * WAITING, grace=5).run([listening])
+                server_of(app, most=CONNECTIONS, grace=5, lifespan=True).run([listening])
         finally:
             signal.signal(signal.SIGTERM, before)
-            endpoint.close()
     return url
 
 
-def open_served(
-    stack: ExitStack,
-    urls: Sequence[str],
-    *,
-    model: str | None = None,
-    top_k: int | None = None,
-    device: str = "cpu",
-    index: str = "exact",
-) -> list[Served]:
-    """Each memory with its model, open for reading until ``stack`` is closed; memories of one model share it."""
-    from memstore.tools.endpoint.worker import Served
+def token_for(host: str, file: str | None) -> str | None:
+    """The token in ``file``, in one line. Raises ``InvalidArgument`` where there is none and others reach ``host``."""
+    from memstore.tools.inspector.server import is_loopback
 
-    loaded: dict[tuple[str, str], Loaded] = {}
-    served = []
-    for url in urls:
-        memory = stack.enter_context(memstore.open(url, mode="r", index=index))
-        name, dtype = chosen_name(memory, model), str(memory.model_info().get("dtype", "auto"))
-        if (name, dtype) not in loaded:
-            loaded[name, dtype] = load_model(name, dtype, device=device)
-        found = loaded[name, dtype]
-        reader = several(found, memory, None, top_k=top_k)
-        with reader:  # a memory of another model is refused now, and not by every answer
-            pass
-        served.append(Served(name_of(url), Path(name).name.removesuffix(".gguf"), found, memory, reader))
-    return served
-
-
-def name_of(url: str) -> str:
-    """What a memory is called in requests: the last part of its path, without ``.mem``."""
-    return Path(url.rpartition(":")[2]).resolve().name.removesuffix(".mem")
+    if file is None and not is_loopback(host):
+        raise InvalidArgument(
+            f"others can reach {host}: write a token into a file, and name the file with --token-file. Requests must "
+            "bear it."
+        )
+    return None if file is None else _token(file)
 
 
 def _token(file: str) -> str:

@@ -41,9 +41,9 @@ MORE = {
 """What a verb needs beside that."""
 INSTEAD = {"import": {"MEMORY": "{tmp}/imported.mem"}}
 """Where a metavar means something else."""
-LONG = ("chat", "demo", "train", "eval", "serve", "view")
+LONG = ("chat", "demo", "train", "eval", "mcp", "serve", "view")
 """Verbs that take minutes, or do not end by themselves: of these the help is asked for."""
-MAKES = {"chat": "MEMORY", "read": "MEMORY", "import": "MEMORY"}
+MAKES = {"chat": "MEMORY", "mcp": "MEMORY", "read": "MEMORY", "import": "MEMORY"}
 """Verbs that make their memory where there is none."""
 
 

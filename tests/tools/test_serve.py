@@ -22,9 +22,9 @@ import pytest
 import memstore
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
-from memstore.tools.endpoint.worker import QueuedQuestion, Result, Worker
+from memstore.tools.endpoint.shelf import Shelf
+from memstore.tools.endpoint.worker import QueuedJob, Result, Worker
 from memstore.tools.inspector.server import listen, server_of
-from memstore.tools.serve import open_served
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
 
@@ -47,7 +47,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, instruct_folder: Path) -> Pa
 def serving(*memories: Path, **options: Any) -> Iterator[int]:
     """A server of memories in a thread of its own; its port."""
     with ExitStack() as stack, listen("127.0.0.1", 0) as listening:
-        endpoint = Endpoint(open_served(stack, [str(each) for each in memories]), **options)
+        endpoint = Endpoint([Shelf(stack).open(str(each)) for each in memories], **options)
         server = server_of(endpoint.app, most=300)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -229,12 +229,12 @@ def test_a_token_is_asked_for_where_there_is_one(shelf: Path) -> None:
 def test_too_many_requests_are_told_to_come_again(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(_: Worker, __: QueuedQuestion) -> Result:
+    def slow(_: Worker, __: QueuedJob) -> Result:
         begun.set()
         assert go.wait(60)
         return Result("Yes", ended=True, prompt_tokens=1, tokens=1, sources=[])
 
-    monkeypatch.setattr(Worker, "_answer", slow)
+    monkeypatch.setattr(Worker, "_do", slow)
     with serving(shelf / "ferry.mem", waiting=1) as port, ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ask, port, "/v1/chat/completions", chat("ferry"))]
         assert begun.wait(60)
@@ -251,15 +251,15 @@ def test_too_many_requests_are_told_to_come_again(shelf: Path, monkeypatch: pyte
 def test_an_answer_that_nobody_waits_for_is_broken_off(
     shelf: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    begun, ended, answer, made = threading.Event(), threading.Event(), Worker._answer, []
+    begun, ended, answer, made = threading.Event(), threading.Event(), Worker._do, []
 
-    def noted(worker: Worker, job: QueuedQuestion) -> Result:
+    def noted(worker: Worker, job: QueuedJob) -> object:
         begun.set()
         made.append(answer(worker, job))
         ended.set()
         return made[-1]
 
-    monkeypatch.setattr(Worker, "_answer", noted)
+    monkeypatch.setattr(Worker, "_do", noted)
     with serving(shelf / "ferry.mem") as port:
         client = HTTPConnection("127.0.0.1", port, timeout=60)
         body = json.dumps(chat("ferry", max_tokens=1500, stream=stream, logprobs=False))
@@ -267,6 +267,7 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
         assert begun.wait(60)
         client.close()
         assert ended.wait(60)
+    assert isinstance(made[0], Result)
     assert made[0].tokens < 1000
 
 

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -17,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from memstore.tools.endpoint.request import Ask, Refused
-from memstore.tools.endpoint.worker import QueuedQuestion, Result, Served, Worker
+from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, answer
 from memstore.tools.inspector.app import body_of, status_of
 from memstore.tools.inspector.guard import is_known, names_of, same
 
@@ -100,9 +101,8 @@ class Endpoint:
             with suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(events.put_nowait, what)
 
-        job = QueuedQuestion(self._named(ask.model), ask, tell)
-        if not self._worker.submit(job):
-            raise Refused("too many requests wait already: try again later", status=429, code="queue_full")
+        job = QueuedJob(self._named(ask.model), partial(answer, ask), tell)
+        self._worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
         try:
@@ -123,7 +123,7 @@ class Endpoint:
                 job.left.set()
 
 
-async def _leaving(request: Request, job: QueuedQuestion, events: asyncio.Queue[Told]) -> None:
+async def _leaving(request: Request, job: QueuedJob, events: asyncio.Queue[Told]) -> None:
     """Break off a job whose client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -132,7 +132,7 @@ async def _leaving(request: Request, job: QueuedQuestion, events: asyncio.Queue[
 
 
 async def _streamed(
-    form: _Form, job: QueuedQuestion, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
+    form: _Form, job: QueuedJob, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
 ) -> AsyncIterator[str]:
     """Server-sent events, from ``told`` on."""
     try:
@@ -251,6 +251,8 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

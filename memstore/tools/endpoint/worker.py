@@ -1,16 +1,19 @@
 """The one thread that answers, in the order in which requests came.
 
 A model computes one answer at a time, and one memory is attached to it at a time. So each answer has seen its own
-memory and no other, however many are served by the same model.
+memory and no other, however many are served by the same model. Memories are open for reading; one is opened for writing
+while something is written into it and no longer, so that other processes can write in between.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from memstore.tools.models import Loaded
 
 SOURCES = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Served:
     loaded: Loaded
     memory: Memory
     reader: Reader
+    writer: Reader
+    """The same memory for writing; opened while something is written."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +58,40 @@ class Result:
     sources: list[dict[str, Any]]
 
 
+Work = Callable[["Reader", "QueuedJob"], object]
+"""What is done in the worker's thread with a reader that is open."""
+
+
 @dataclass(frozen=True)
-class QueuedQuestion:
-    """A request that waits, or is being answered."""
+class QueuedJob:
+    """A request that waits, or is being done."""
 
     served: Served
-    ask: Ask
-    tell: Callable[[str | Result | Exception], object]
-    """Told pieces of the answer, and at last all of it or why there is none. Called in the worker's thread."""
+    work: Work
+    tell: Callable[[Any], object]
+    """Told what ``work`` returns, or the error that it ended with, after whatever ``work`` told itself."""
+    writes: bool = False
+    """Whether ``work`` is given the reader that can write."""
     left: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody waits for the answer any more."""
+    """Set when nobody waits for it any more."""
+
+    @property
+    def stopping(self) -> list[Callable[..., torch.Tensor]]:
+        """For ``stopping_criteria`` of ``model.generate``: breaks it off when nobody waits any more."""
+
+        def has_left(ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
+            return torch.full((len(ids),), self.left.is_set(), dtype=torch.bool, device=ids.device)
+
+        return [has_left]
 
 
 class Worker:
-    """A thread that answers questions (``QueuedQuestion``), of which ``most`` may wait."""
+    """A thread that does jobs, of which ``most`` may wait."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: deque[QueuedQuestion] = deque()
-        self._current: QueuedQuestion | None = None
+        self._waiting: deque[QueuedJob] = deque()
+        self._current: QueuedJob | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._attached: Reader | None = None
@@ -82,16 +103,38 @@ class Worker:
         """Requests that wait."""
         return len(self._waiting)
 
-    def submit(self, job: QueuedQuestion) -> bool:
-        """Let a job wait for its turn; False where too many do."""
+    def submit(self, job: QueuedJob) -> None:
+        """Let a job wait for its turn. Raises ``Refused`` where too many do."""
         with self._changed:
             # Those that nobody waits for any more keep nobody out.
             self._waiting = deque(each for each in self._waiting if not each.left.is_set())
             if self._closed or len(self._waiting) >= self._most:
-                return False
+                raise Refused("too many requests wait already: try again later", status=429, code="queue_full")
             self._waiting.append(job)
             self._changed.notify()
-        return True
+
+    async def done(self, served: Served, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
+        """What ``work`` returns, once its turn has come. Raises ``Refused``, and what ``work`` raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def tell(what: object) -> None:
+            if not future.done():
+                future.set_result(what)
+
+        def told(what: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended with the server
+                loop.call_soon_threadsafe(tell, what)
+
+        job = QueuedJob(served, work, told, writes)
+        self.submit(job)
+        try:
+            result = await future
+        finally:
+            job.left.set()
+        if isinstance(result, Exception):
+            raise result
+        return result  # type: ignore[no-any-return]  # what work returns
 
     def close(self) -> None:
         """Break off what is being answered, drop the rest, and leave the models as they were."""
@@ -105,7 +148,7 @@ class Worker:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                done: Result | Exception = self._answer(job)
+                done = self._do(job)
             except (MemstoreError, Refused) as error:
                 done = error
                 self._attach(None)
@@ -115,7 +158,7 @@ class Worker:
             job.tell(done)
         self._attach(None)
 
-    def _next(self) -> QueuedQuestion | None:
+    def _next(self) -> QueuedJob | None:
         with self._changed:
             self._current = None
             while not self._closed:
@@ -136,31 +179,36 @@ class Worker:
             if reader is not None:
                 self._attached = reader.open()
 
-    def _answer(self, job: QueuedQuestion) -> Result:
-        ask, reader = job.ask, job.served.reader
-        self._attach(reader)
-        # Another process may have read more, or forgotten something, since the last request.
-        reader.names = chosen_documents(job.served.loaded, job.served.memory, None)
-        frame = None if ask.raw else Template.of(reader.tokenizer, ask.system) or Template.plain(ask.system)
-        prompt = reader.prompt(ask.question) if frame is None else _prompt(reader, frame, ask)
-        length, limit = prompt.shape[1], getattr(reader.model.config, "max_position_embeddings", None)
-        if limit is not None and length + ask.max_tokens > limit:
-            raise Refused(
-                f"the model takes {limit:,} tokens, got {length:,} and {ask.max_tokens:,} to be generated",
-                code="context_length_exceeded",
-            )
-        if ask.seed is not None:
-            torch.manual_seed(ask.seed)
+    def _do(self, job: QueuedJob) -> object:
+        self._attach(job.served.writer if job.writes else job.served.reader)
+        assert self._attached is not None
+        try:
+            return job.work(self._attached, job)
+        finally:
+            if job.writes:
+                self._attach(None)
 
-        def has_left(ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
-            return torch.full((len(ids),), job.left.is_set(), dtype=torch.bool, device=ids.device)
 
-        options = {**ask.options, "stopping_criteria": [has_left]}
-        teller = Teller(reader, frame, job.tell)
-        with reader.seeing(tail=ask.raw):
-            answer = answered(reader, ask.question, prompt, teller, max_tokens=ask.max_tokens, trace=False, **options)
-        sources = [] if job.left.is_set() else [asdict(each) for each in answer.sources(SOURCES)]
-        return Result(answer.text, answer.ended, length, len(answer.tokens), sources)
+def answer(ask: Ask, reader: Reader, job: QueuedJob) -> Result:
+    """The answer to ``ask``; the job is told its pieces as they come."""
+    # Another process may have read more, or forgotten something, since the last request.
+    reader.names = chosen_documents(job.served.loaded, job.served.memory, None)
+    frame = None if ask.raw else Template.of(reader.tokenizer, ask.system) or Template.plain(ask.system)
+    prompt = reader.prompt(ask.question) if frame is None else _prompt(reader, frame, ask)
+    length, limit = prompt.shape[1], getattr(reader.model.config, "max_position_embeddings", None)
+    if limit is not None and length + ask.max_tokens > limit:
+        raise Refused(
+            f"the model takes {limit:,} tokens, got {length:,} and {ask.max_tokens:,} to be generated",
+            code="context_length_exceeded",
+        )
+    if ask.seed is not None:
+        torch.manual_seed(ask.seed)
+    options = {**ask.options, "stopping_criteria": job.stopping}
+    teller = Teller(reader, frame, job.tell)
+    with reader.seeing(tail=ask.raw):
+        answer = answered(reader, ask.question, prompt, teller, max_tokens=ask.max_tokens, trace=False, **options)
+    sources = [] if job.left.is_set() else [asdict(each) for each in answer.sources(SOURCES)]
+    return Result(answer.text, answer.ended, length, len(answer.tokens), sources)
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> torch.Tensor:

@@ -60,10 +60,11 @@ def serve(
     return url
 
 
-def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1) -> uvicorn.Server:
+def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1, lifespan: bool = False) -> uvicorn.Server:
     """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
 
-    ``most`` connections; what runs when it is to end has ``grace`` seconds.
+    ``most`` connections; what runs when it is to end has ``grace`` seconds. With ``lifespan`` the app is told when
+    it begins and ends.
     """
     import uvicorn
 
@@ -75,7 +76,7 @@ def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1) -> uvicorn.Serve
         log_level="error",
         access_log=False,
         server_header=False,
-        lifespan="off",
+        lifespan="on" if lifespan else "off",
         ws="none",
         proxy_headers=False,
         timeout_graceful_shutdown=grace,

@@ -1,0 +1,216 @@
+"""A memory as a server of the Model Context Protocol: ``memstore mcp``.
+
+Tools and documents are those of the official package ``mcp``; what they do is done by the one thread that answers
+(``Worker``), so that an agent's requests wait for each other as a chat's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote, unquote
+
+from mcp.server.lowlevel.helper_types import ReadResourceContents
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError
+from mcp.types import Resource, ToolAnnotations
+from pydantic import Field
+from starlette.types import ASGIApp
+
+from memstore._version import __version__
+from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.memory import Document
+from memstore.readers.asking import Passage, passage
+from memstore.readers.conversation import PREFIX
+from memstore.readers.reader import Reader
+from memstore.tools.ask import chosen_documents
+from memstore.tools.endpoint.app import WAITING, Gate
+from memstore.tools.endpoint.request import MOST_TOKENS, Refused
+from memstore.tools.endpoint.worker import QueuedJob, Served, Worker
+from memstore.tools.read import FACT
+
+SCHEME = "memstore://"
+NOTES = "remembered"
+"""The document that is written to where none is named."""
+MOST_PASSAGES = 50
+T = TypeVar("T")
+Text = Annotated[str, Field(min_length=1, max_length=1 << 20)]
+Documents = Annotated[
+    list[str] | None, Field(description="Look only into these documents. Without it: into all but chats.")
+]
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What was stored."""
+
+    document: str
+    new_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer, and the passages that it was written with."""
+
+    answer: str
+    sources: list[Passage]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A document."""
+
+    document: str
+    tokens: int
+    uri: str
+
+
+class Agents(MCPServer[Any]):
+    """A memory for agents; ``close`` it before the memory."""
+
+    def __init__(self, served: Served, *, write: bool) -> None:
+        """``write``: whether there are tools that change the memory."""
+        super().__init__(
+            "memstore",
+            version=__version__,
+            instructions=f"A memory called {served.name}, which outlives this conversation: look into it with recall "
+            "or ask before you say that you do not know"
+            + (", and keep with remember what is worth it." * write or "."),
+            log_level="ERROR",
+        )
+        self._served, self._worker = served, Worker(WAITING)
+        reads, adds = ToolAnnotations(read_only_hint=True), ToolAnnotations(destructive_hint=False)
+        drops = ToolAnnotations(destructive_hint=True, idempotent_hint=True)
+        self._add("recall", self.recall, reads)
+        self._add("ask", self.ask, reads)
+        self._add("list", self.list_documents, reads)
+        if write:
+            self._add("remember", self.remember, adds)
+            self._add("forget", self.forget, drops)
+
+    def _add(self, name: str, tool: Callable[..., object], hints: ToolAnnotations) -> None:
+        self.add_tool(tool, name, annotations=hints.model_copy(update={"open_world_hint": False}))
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._worker.close()
+
+    def over_http(self, host: str, token: str | None) -> ASGIApp:
+        """The server at the path ``/mcp``; see ``Gate``."""
+        return Gate(
+            self.streamable_http_app(host=host, json_response=True, stateless_http=True), token=token, hosts=(host,)
+        )
+
+    # Tools: their words are told to models
+
+    async def recall(
+        self,
+        query: Text,
+        most: Annotated[int, Field(ge=1, le=MOST_PASSAGES, description="Passages at most.")] = 5,
+        documents: Documents = None,
+    ) -> list[Passage]:
+        """Find the passages of the memory that a question or a few words call up, best first, with their scores."""
+
+        def work(reader: Reader, _: QueuedJob) -> list[Passage]:
+            self._look_into(reader, documents)
+            by_name = self._documents()
+            return [
+                passage(reader, by_name[each.document], each.block, each.score)
+                for each in (reader.search(query, most) if by_name else [])
+            ]
+
+        return await self._done(work)
+
+    async def ask(
+        self,
+        question: Text,
+        documents: Documents = None,
+        max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS, description="Length of the answer at most.")] = 256,
+    ) -> Answered:
+        """Let the model that read the memory answer a question from it, and tell the passages that it used."""
+
+        def work(reader: Reader, job: QueuedJob) -> Answered:
+            self._look_into(reader, documents)
+            if not self._documents():
+                raise NotFound("the memory holds no documents yet: there is nothing to answer from")
+            answer = reader.ask(question, max_tokens=max_tokens, stopping_criteria=job.stopping)
+            return Answered(answer.text, answer.sources())
+
+        return await self._done(work)
+
+    async def list_documents(self) -> list[Listed]:
+        """List the documents of the memory."""
+        return await self._done(lambda _, __: [self._listed(each) for each in self._documents().values()])
+
+    async def remember(
+        self,
+        text: Annotated[Text, Field(description="What is to be remembered, in whole sentences.")],
+        document: Annotated[
+            Text, Field(description="The document at whose end it is written; a new name begins one.")
+        ] = NOTES,
+    ) -> Remembered:
+        """Store a text in the memory, where it can be found from now on, by other conversations too."""
+
+        def work(reader: Reader, _: QueuedJob) -> Remembered:
+            _check_place(reader, document)
+            result = reader.append(text.strip() + "\n", document)
+            return Remembered(document, result.new_tokens, result.tokens)
+
+        return await self._done(work, writes=True)
+
+    async def forget(self, document: Text) -> str:
+        """Remove a document from the memory, for good."""
+
+        def work(reader: Reader, _: QueuedJob) -> str:
+            reader.memory.forget(reader.memory.document(document).name)
+            return f"forgot {document}"
+
+        return await self._done(work, writes=True)
+
+    # Documents as resources
+
+    async def list_resources(self) -> list[Resource]:
+        """Every document."""
+        listed = await self.list_documents()
+        return [Resource(uri=each.uri, name=each.document, mime_type="text/plain") for each in listed]
+
+    async def read_resource(self, uri: object, context: object = None) -> Sequence[ReadResourceContents]:  # noqa: ARG002 - of MCPServer
+        """The text of a document."""
+        name = unquote(str(uri).removeprefix(f"{SCHEME}{quote(self._served.name)}/"))
+
+        def work(reader: Reader, _: QueuedJob) -> str:
+            document = self._served.memory.document(name)
+            return str(reader.tokenizer.decode(document.tokens(), skip_special_tokens=True))
+
+        return [ReadResourceContents(content=await self._done(work), mime_type="text/plain")]
+
+    def _listed(self, document: Document) -> Listed:
+        return Listed(document.name, len(document), f"{SCHEME}{quote(self._served.name)}/{quote(document.name)}")
+
+    def _documents(self) -> dict[str, Document]:
+        return {each.name: each for each in self._served.memory.documents()}
+
+    def _look_into(self, reader: Reader, documents: list[str] | None) -> None:
+        for name in documents or []:
+            self._served.memory.document(name)  # which says what there is
+        reader.names = chosen_documents(self._served.loaded, self._served.memory, documents)
+
+    async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
+        try:
+            return await self._worker.done(self._served, work, writes=writes)
+        except (MemstoreError, Refused) as error:
+            # Of tools and of documents: what goes wrong with either may be told by this class.
+            kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError
+            raise kind(str(error)) from error
+
+
+def _check_place(reader: Reader, document: str) -> None:
+    """Raise ``InvalidArgument`` for documents that are not to be written to."""
+    if document.startswith(PREFIX):
+        raise InvalidArgument(f"{document!r} is the name of a chat: choose another")
+    if isinstance(fact := reader.memory.get_info(FACT + document), dict):
+        raise InvalidArgument(
+            f"{document!r} is the file {fact.get('path')}, which is read again when it changes: choose another name"
+        )

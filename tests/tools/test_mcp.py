@@ -1,0 +1,126 @@
+"""`memstore mcp`: asked by the official client, over standard input and output and over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+
+from memstore.tools.app import main
+from tests.tools.conftest import Cli
+
+READING = {"recall", "ask", "list"}
+WRITING = {"remember", "forget"}
+TOKEN = "a-token-that-is-long-enough"  # noqa: S105 - guards nothing
+
+
+@pytest.fixture
+def notes(tmp_path: Path, instruct_folder: Path) -> Path:
+    (tmp_path / "ferry.txt").write_text("The last ferry leaves at 19:40. " * 8)
+    options = ["--model", str(instruct_folder), "--dtype", "float32", "--block-size", "16"]
+    assert main(["read", str(tmp_path / "ferry.txt"), str(tmp_path / "notes.mem"), *options]) == 0
+    return tmp_path / "notes.mem"
+
+
+async def call(client: Client, tool: str, **arguments: Any) -> Any:
+    done = await client.call_tool(tool, arguments)
+    assert not done.is_error, done.content
+    assert done.structured_content is not None
+    return done.structured_content.get("result", done.structured_content)
+
+
+@pytest.mark.timeout(600)
+def test_an_agent_remembers_recalls_asks_and_forgets(notes: Path) -> None:
+    command = StdioServerParameters(
+        command=sys.executable, args=["-m", "memstore", "mcp", str(notes)], env=dict(os.environ)
+    )
+
+    async def talk() -> None:
+        async with Client(stdio_client(command)) as client:
+            tools = {each.name: each for each in (await client.list_tools()).tools}
+            assert tools.keys() == READING | WRITING
+            assert {name for name, each in tools.items() if each.annotations.read_only_hint} == READING  # type: ignore[union-attr]
+            assert tools["forget"].annotations.destructive_hint  # type: ignore[union-attr]
+            stored = await call(client, "remember", text="The key of the cottage hangs in the woodshed.")
+            assert stored == {"document": "remembered", "new_tokens": 46, "tokens": 46}
+            assert (await call(client, "remember", text="Dogs travel free."))["tokens"] == 64
+            found = await call(client, "recall", query="Dogs travel free.", most=3)
+            assert ("remembered", 3) in {(each["document"], each["block"]) for each in found}
+            assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
+            answer = await call(client, "ask", question="Where?", documents=["remembered"], max_tokens=2)
+            assert {each["document"] for each in answer["sources"]} == {"remembered"}
+            uri = {each.name: each.uri for each in (await client.list_resources()).resources}["remembered"]
+            (content,) = (await client.read_resource(uri)).contents
+            assert "woodshed.\n" in content.text  # type: ignore[union-attr]
+            with pytest.raises(MCPError, match="no document 'whale'"):
+                await client.read_resource(uri.replace("remembered", "whale"))
+            refused = await client.call_tool("remember", {"text": "More.", "document": "ferry"})
+            assert refused.is_error
+            assert "is the file" in refused.content[0].text  # type: ignore[union-attr]
+            await call(client, "forget", document="remembered")
+            assert [each["document"] for each in await call(client, "list")] == ["ferry"]
+            refused = await client.call_tool("forget", {"document": "remembered"})
+            assert "no document 'remembered'" in refused.content[0].text  # type: ignore[union-attr]
+
+    anyio.run(talk)
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_ends_it_while_it_waits_for_input(notes: Path) -> None:
+    command = [sys.executable, "-m", "memstore", "mcp", str(notes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "answers agents" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+        assert process.stderr.read() == ""
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[str]:
+    """The command in a process of its own; its url."""
+    command = [sys.executable, "-m", "memstore", "mcp", *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield process.stderr.readline().split()[0]
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+@pytest.mark.timeout(600)
+def test_over_http_a_read_only_memory_has_no_tool_that_writes(notes: Path, cli: Cli, instruct_folder: Path) -> None:
+    (notes.parent / "token").write_text(f"{TOKEN}\n")
+
+    async def talk(url: str) -> None:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        async with (
+            httpx2.AsyncClient(headers=headers) as http,
+            Client(streamable_http_client(url, http_client=http)) as client,
+        ):
+            assert {each.name for each in (await client.list_tools()).tools} == READING
+            assert (await client.call_tool("remember", {"text": "More."})).is_error
+            other = notes.parent / "cottage.txt"
+            other.write_text("The key hangs in the woodshed. " * 8)
+            assert main(["read", str(other), str(notes), "--model", str(instruct_folder)]) == 0  # nobody holds its lock
+            found = await call(client, "recall", query="Where is the key?", documents=["cottage"])
+            assert {each["document"] for each in found} == {"cottage"}
+
+    with serving(notes, "--read-only", "--port", 0, "--token-file", notes.parent / "token") as url:
+        assert httpx2.post(url, json={}).status_code == 401
+        anyio.run(talk, url)
+    assert cli("mcp", notes.parent / "nothing.mem", "--read-only").code == 3
+    assert cli("mcp", notes, "--host", "0.0.0.0", "--port", 0).code == 2  # noqa: S104 - refused
