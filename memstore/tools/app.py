@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,16 +193,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+@cache
+def command() -> Any:
+    """All verbs as Click knows them. Typer takes longer to make it than most of them to run."""
+    return typer.main.get_command(app)
+
+
 def _run(arguments: Sequence[str]) -> int:
-    command: Any = typer.main.get_command(app)
     if VARIABLE in os.environ:  # a shell asks what could come next
-        return answer(command)
+        return answer(command())
     json = "--json" in arguments
     try:
         if arguments[:1] == ["help"]:
             arguments = [*arguments[1:], "--help"]
         _check_text(arguments)
-        code: int = command.main(arguments, prog_name="memstore", standalone_mode=False) or 0
+        code: int = command().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interrupted):
             return report_failure(with_way_out(error, arguments), json=json)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import typer
-
-from memstore.tools.app import app
+from memstore.tools.app import command
 
 FILLED = {
     "MEMORY": "{memory}",
@@ -49,7 +47,6 @@ MAKES = {"chat": "MEMORY", "mcp": "MEMORY", "read": "MEMORY", "import": "MEMORY"
 
 def commands() -> dict[str, Any]:
     """Every verb by its words."""
-    root: Any = typer.main.get_command(app)
 
     def walk(group: Any, before: str) -> Iterator[tuple[str, Any]]:
         for name, command in group.commands.items():
@@ -58,7 +55,7 @@ def commands() -> dict[str, Any]:
             else:
                 yield f"{before}{name}", command
 
-    return dict(walk(root, ""))
+    return dict(walk(command(), ""))
 
 
 COMMANDS = commands()

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import memstore
-from memstore.tools.app import app
+from memstore.tools.app import command
 from memstore.tools.failures import EXIT_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -44,10 +42,9 @@ def pages() -> dict[str, str]:
 
 def cli() -> str:
     """The page of the command line."""
-    group: Any = typer.main.get_command(app)
     parts = [CLI, f"{EXIT_CODES}\n"]
-    for name, command in _commands(group):
-        parts += _section(name, command)
+    for name, verb in _commands(command()):
+        parts += _section(name, verb)
     return "\n".join(parts)
 
 
