@@ -18,6 +18,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from memstore.memory import Finding, verify
+from memstore.memory.urls import open_unchecked
+
 # Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Trusted models of the tests' own: not those of who runs them.
@@ -28,7 +31,8 @@ atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True
 os.fsync = lambda _: None  # type: ignore[assignment]
 lmdb.open = partial(lmdb.open, sync=False)  # type: ignore[assignment]  # all call it
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+# Fills what torch.empty returns with NaN. torch.use_deterministic_algorithms would import compilers for seconds.
+torch.set_deterministic_debug_mode("error")
 
 # Machines that run tests are shared and slow at times: no deadline for a single example.
 settings.register_profile("memstore", deadline=None, print_blob=True)
@@ -41,3 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify`` works in this process: a child, which takes seconds, finds the same, as test_damage.py shows."""
+    monkeypatch.setattr(verify, "in_child", check_here)
+
+
+def check_here(url: str) -> list[Finding]:
+    store = open_unchecked(url)
+    try:
+        return [*verify.check(store), *verify.damaged_indexes(url)]
+    finally:
+        store.close()

@@ -76,13 +76,15 @@ def test_another_version_replaces_the_cached_one(tmp_path: Path) -> None:
 
 def test_two_processes_at_once_make_it_once(tmp_path: Path) -> None:
     code = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from memstore.wheels import Source, cached
+Path(f"here-{os.getpid()}").touch()
 def make(folder, source):
     with open("made", "a") as log:
         log.write("x")
-    time.sleep(0.3)
+    while len(list(Path().glob("here-*"))) < 2:
+        time.sleep(0.01)
     (folder / "config.json").write_text("")
 cached(Path("model"), Source(package="tiny", version="1", sha256="0" * 64, megabytes=1), make)
 """

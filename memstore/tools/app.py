@@ -194,20 +194,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @cache
-def command() -> Any:
+def command_line() -> Any:
     """All verbs as Click knows them. Typer takes longer to make it than most of them to run."""
     return typer.main.get_command(app)
 
 
 def _run(arguments: Sequence[str]) -> int:
     if VARIABLE in os.environ:  # a shell asks what could come next
-        return answer(command())
+        return answer(command_line())
     json = "--json" in arguments
     try:
         if arguments[:1] == ["help"]:
             arguments = [*arguments[1:], "--help"]
         _check_text(arguments)
-        code: int = command().main(arguments, prog_name="memstore", standalone_mode=False) or 0
+        code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interrupted):
             return report_failure(with_way_out(error, arguments), json=json)

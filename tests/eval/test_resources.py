@@ -6,6 +6,7 @@ import json
 import mmap
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,15 @@ import pytest
 from memstore.eval.resources import PeakMemory, disk_bytes, hardware, memory_in_use
 
 MB = 1 << 20
+PATIENCE = 60  # seconds
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
+
+
+def until(seen: Callable[[], bool]) -> None:
+    """Return when the thread that watches has seen something."""
+    end = time.monotonic() + PATIENCE
+    while not seen() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 @linux
@@ -22,7 +31,7 @@ def test_the_peak_sees_what_was_allocated_and_freed_again() -> None:
     anonymous, resident = memory_in_use()
     with PeakMemory() as peak:
         held = np.ones(200 * MB, np.uint8)
-        time.sleep(0.1)  # five samples
+        until(lambda: peak.anonymous_bytes - anonymous > 190 * MB)
         del held
     assert 190 * MB < peak.anonymous_bytes - anonymous < 300 * MB
     assert 190 * MB < peak.rss_bytes - resident < 300 * MB
@@ -36,7 +45,7 @@ def test_pages_of_a_mapped_file_are_not_anonymous(tmp_path: Path) -> None:
     anonymous, resident = memory_in_use()
     with path.open("rb") as file, PeakMemory() as peak, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert sum(mapped[i] for i in range(0, len(mapped), 4096)) > 0
-        time.sleep(0.1)
+        until(lambda: peak.rss_bytes - resident > 60 * MB)
     assert peak.rss_bytes - resident > 60 * MB
     assert peak.anonymous_bytes - anonymous < 32 * MB
 

@@ -48,7 +48,7 @@ def interrupt(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
         with suppress(PermissionError):  # it has done so itself by then
             os.setpgid(child.pid, child.pid)
         for wait in [rng.random() * longest, rng.random() * 0.05][: 1 + (rng.random() < 0.3)]:
-            time.sleep(wait)
+            time.sleep(wait)  # the moment of Ctrl-C is what is tried
             os.killpg(child.pid, signal.SIGINT)
         ending = child.wait()
         words = "".join(line for line in errors.read_text().splitlines(True) if not EXPECTED.match(line))

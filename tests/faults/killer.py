@@ -40,7 +40,7 @@ class Killer:
         match way:
             case "time":
                 child = fork(lambda say: body(say, None))
-                time.sleep(place)
+                time.sleep(place)  # the moment is what is tried
                 ending = child.kill()
             case "bytecode":
                 ending = run(lambda say: body(say, int(place) + 1))

@@ -47,15 +47,15 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "kill-writers": Fault(kill_writers, 8, 30, 600),
+    "kill-writers": Fault(kill_writers, 4, 30, 600),
     "kill-readings": Fault(kill_readings, 4, 20, 400),
     "interrupts": Fault(interrupt, 2, 20, 400),
-    "full-disk": Fault(fill_disks, 3, 6, 60),
-    "read-only": Fault(forbid_writing, 3, 3, 60),
-    "bit-flips": Fault(flip_bits, 24, 150, 10_000),
-    "rolled-back": Fault(roll_back, 20, 100, 10_000),
-    "truncations": Fault(truncate_files, 10, 20, 1_000),
-    "readers": Fault(read_beside_a_writer, 25, 100, 3_000),
+    "full-disk": Fault(fill_disks, 2, 6, 60),
+    "read-only": Fault(forbid_writing, 2, 3, 60),
+    "bit-flips": Fault(flip_bits, 10, 150, 10_000),
+    "rolled-back": Fault(roll_back, 8, 100, 10_000),
+    "truncations": Fault(truncate_files, 5, 20, 1_000),
+    "readers": Fault(read_beside_a_writer, 10, 100, 3_000),
 }
 
 

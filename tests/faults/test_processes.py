@@ -14,7 +14,7 @@ def compute(say):
         pass
 
 def wait(say):
-    time.sleep(1.5)
+    time.sleep(1.5)  # longer than the patience, which is what is tested
     say("done")
 
 ending = fork({"compute": compute, "wait": wait}[sys.argv[1]], patience=1).wait()

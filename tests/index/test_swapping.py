@@ -26,7 +26,10 @@ from tests.pairs import each
 from tests.readers.models import attach, generate, tiny, tokens
 
 pytest.importorskip("faiss", reason="FAISS is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Milvus's own, and of what it needs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Milvus's own, and of what it needs
+    pytest.mark.usefixtures("checked_here"),
+]
 
 TEXT = tokens(400)
 FIRST = 280
@@ -124,11 +127,10 @@ CERTAIN = [
 ]
 """Indexes that find the best blocks, or are told to look everywhere."""
 SWAPS = [
-    *((with_drt, index) for index in CERTAIN),
-    *((with_landmarks, index) for index in CERTAIN[::2]),
-    *((with_tokens, index) for index in CERTAIN[1::2]),
-    *((family, index) for family in SCORING for index in ("clusters:1", "faiss:IVF8,Flat;nprobe=8")),
+    *zip(SEARCHING * 2, CERTAIN, strict=True),
+    *zip(SCORING, ("clusters:1", "faiss:IVF8,Flat;nprobe=8", "clusters:1"), strict=True),
 ]
+"""Every index under some model, and under every model at least one."""
 Family = Callable[[Path, str], Any]
 
 

@@ -163,7 +163,7 @@ def main() -> None:
     from memstore.kernels.grouped_cross_attention import grouped_cross_attention, triton
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
+    torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN
     assert _tiles.interpreted()
     found: dict[str, Any] = {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(

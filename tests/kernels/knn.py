@@ -187,7 +187,7 @@ def interpreted() -> dict[str, Any]:
     from memstore.kernels.knn_attention import triton
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
+    torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN
     assert _tiles.interpreted()
     found: dict[str, Any] = {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(public("triton"), inputs(CASES[name], dtype))

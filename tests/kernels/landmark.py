@@ -216,7 +216,7 @@ def main() -> None:
     from memstore.kernels.landmark_attention import landmark_attention
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
+    torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN
     assert _tiles.interpreted()
     found = {
         f"{name} ({str(dtype).removeprefix('torch.')})": errors(

@@ -13,6 +13,7 @@ import pytest
 
 from memstore import folders
 from memstore.kernels import native
+from tests.faults.processes import Say, run
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER or sys.platform != "linux", reason="needs Linux and a C compiler")
@@ -64,16 +65,14 @@ def test_a_cache_folder_can_serve_different_machines(source: Path, monkeypatch: 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_library_is_never_loaded(source: Path, damage: str) -> None:
-    program = (
-        "import sys; from pathlib import Path; from memstore.kernels import native;"
-        "print(native.library(Path(sys.argv[1]), ['-DANSWER=7']).memstore_answer())"
-    )
-    command = [sys.executable, "-c", program, str(source)]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "7\n"
+    def answer(say: Say) -> None:
+        say(str(native.library(source, ["-DANSWER=7"]).memstore_answer()))
+
+    assert run(answer).lines == ["7"]
     (path,) = kept(source)
     content = path.read_bytes()
     path.write_bytes(content[:4096] if damage == "cut" else content[:-9] + b"x" + content[-8:])
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "7\n"
+    assert run(answer).lines == ["7"]
     assert path.read_bytes() == content
 
 

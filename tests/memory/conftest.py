@@ -8,25 +8,10 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.memory import Finding, Memory, verify
-from memstore.memory.urls import open_unchecked
+from memstore.memory import Memory
 from tests.memory.helpers import D, G, S, make_spec
 
 MakeMemory = Callable[..., Memory]
-
-
-@pytest.fixture
-def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``verify`` works in this process: a child, which takes seconds, finds the same, as test_damage.py shows."""
-    monkeypatch.setattr(verify, "in_child", check_here)
-
-
-def check_here(url: str) -> list[Finding]:
-    store = open_unchecked(url)
-    try:
-        return [*verify.check(store), *verify.damaged_indexes(url)]
-    finally:
-        store.close()
 
 
 @pytest.fixture(params=["ram", "lmdb", "zarr"])

@@ -329,7 +329,7 @@ def test_a_copy_that_is_killed_is_sound_and_goes_on(tmp_path: Path, monkeypatch:
             assert child.stdout is not None
             assert child.stdout.readline() == "go\n"
             if _wait_until(target, held, child):
-                time.sleep(rng.random() / 20)
+                time.sleep(rng.random() / 20)  # the moment of the kill is what is tried
             child.send_signal(signal.SIGKILL)
         with memstore.open(source, mode="r") as whole, memstore.open(target, mode="r") as memory:
             assert verify.check(memory._shared.store) == []

@@ -442,7 +442,7 @@ def kill_once(verb: str, source: Path, target: Path, delay: float) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        time.sleep(delay)
+        time.sleep(delay)  # the moment of the kill is what is tried
         child.kill()
 
 

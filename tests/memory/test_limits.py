@@ -376,7 +376,7 @@ with memstore.open(sys.argv[1]) as memory:
         child = subprocess.Popen([sys.executable, "-c", prelude + code, str(path)], stdout=subprocess.PIPE)
         assert child.stdout
         child.stdout.readline()
-        with pytest.raises(subprocess.TimeoutExpired):
+        with pytest.raises(subprocess.TimeoutExpired):  # the moment of the kill is what is tried
             child.wait(0.2 + 0.3 * turn)
         os.kill(child.pid, 9)
         child.communicate()

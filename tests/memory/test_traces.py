@@ -462,6 +462,14 @@ def _limit_pages(writer: Recorder) -> None:
     connection.execute("PRAGMA max_page_count = 60")
 
 
+def swelling(megabytes: int) -> bytes:
+    """What unpacks to so many megabytes of zeros, put together from one of them: to pack them all takes seconds."""
+    packer = zlib.compressobj(9)
+    first, more = (packer.compress(bytes(10**6)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    end = struct.pack(">HI", 0x0300, megabytes * 10**6 % 65521 << 16 | 1)  # an empty last block, and the sum of zeros
+    return first + (megabytes - 1) * more + end
+
+
 HOSTILE = {
     "a view": "DROP TABLE traces; CREATE VIEW traces AS WITH RECURSIVE n(number) AS (SELECT 1 UNION ALL SELECT number "
     "FROM n) SELECT number, '{}' AS info, 0 AS ended, 0 AS bytes FROM n",
@@ -472,7 +480,7 @@ HOSTILE = {
     "a list": "INSERT INTO traces VALUES (9, '[]', 1, 0)",
     "bytes": "INSERT INTO traces VALUES (9, x'ff', 1, 0)",
     "a long text": "INSERT INTO traces VALUES (9, hex(zeroblob(40000000)), 1, 0)",
-    "a step that swells": f"UPDATE steps SET looks = x'{zlib.compress(bytes(600_000_000), 9).hex()}'",  # noqa: S608 - on purpose
+    "a step that swells": f"UPDATE steps SET looks = x'{swelling(600).hex()}'",  # noqa: S608 - on purpose
 }
 
 
@@ -484,14 +492,14 @@ def test_traces_of_somebody_else_neither_run_nor_hang(tmp_path: Path, what: str)
             recorder.token(1)
         with closing(sqlite3.connect(tmp_path / "m" / "traces.sqlite")) as connection:
             connection.executescript(HOSTILE[what])
-        begun = time.monotonic()
+        begun = time.process_time()
         with pytest.raises(MemstoreError) as caught:
             [trace.steps() for trace in memory.traces.list()]
         if what in ("a view", "a trigger", "another table"):
             with pytest.raises(MemstoreError):
                 memory.traces.record().close([])
         assert "\n" not in str(caught.value)
-        assert time.monotonic() - begun < 5
+        assert time.process_time() - begun < 5
 
 
 def test_a_journal_beside_the_traces_is_never_opened(tmp_path: Path) -> None:

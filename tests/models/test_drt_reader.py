@@ -197,7 +197,7 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
     longest = 0.1  # seconds; longer where nothing was committed, so that slow machines are met at work too
     for _ in range(KILLS):
         child = start(server, "read", folder)
-        time.sleep(rng.uniform(0.0, longest))
+        time.sleep(rng.uniform(0.0, longest))  # the moment of the kill is what is tried
         os.kill(child, signal.SIGKILL)
         wait(server)
         held.append(tokens_left(folder))

@@ -14,6 +14,8 @@ from memstore.readers.stock.reader import StockReader
 from tests.readers.models import attach as attached_to
 from tests.readers.models import tiny, tokens
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 LENGTH, SEGMENT = 200, 32
 LOSSY = ["int8", "fp8", "int4"]
 ERRORS = {"int8": 0.01, "fp8": 0.06, "int4": 0.15}

@@ -79,7 +79,7 @@ def kill_while_reading(reader: subprocess.Popen[str], folder: Path, length: int,
     assert reader.stdout is not None
     print(folder, length, file=reader.stdin, flush=True)
     process = int(reader.stdout.readline())
-    time.sleep(delay)
+    time.sleep(delay)  # the moment of the kill is what is tried
     os.kill(process, signal.SIGKILL)
     assert reader.stdout.readline() == "ended\n"
 

@@ -138,7 +138,7 @@ def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     for _ in range(20):
         with start(WRITE, path, number) as writer:
             acknowledged = max(number, int(ask(writer)))
-            time.sleep(moments.random() * 0.02)
+            time.sleep(moments.random() * 0.02)  # the moment of the kill is what is tried
             writer.send_signal(signal.SIGKILL)
             assert writer.stdout is not None
             whole_lines = writer.stdout.read().split("\n")[:-1]
@@ -153,7 +153,7 @@ def test_a_killed_creation_leaves_all_or_nothing(tmp_path: Path) -> None:
         path = tmp_path / str(attempt)
         with start(CREATE, path) as creator:
             assert ask(creator) == "ready"
-            time.sleep(moments.random() * 0.008)
+            time.sleep(moments.random() * 0.008)  # the moment of the kill is what is tried
             creator.send_signal(signal.SIGKILL)
         try:
             store = LmdbStore.open(path)

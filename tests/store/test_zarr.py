@@ -287,7 +287,7 @@ def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             acknowledged = max(number, int(writer.stdout.readline()))
-            time.sleep(moments.random() * 0.1)
+            time.sleep(moments.random() * 0.1)  # the moment of the kill is what is tried
             writer.send_signal(signal.SIGKILL)
             whole_lines = writer.stdout.read().split("\n")[:-1]
         acknowledged = int(whole_lines[-1]) if whole_lines else acknowledged

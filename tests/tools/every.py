@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memstore.tools.app import command
+from memstore.tools.app import command_line
 
 FILLED = {
     "MEMORY": "{memory}",
@@ -55,7 +55,7 @@ def commands() -> dict[str, Any]:
             else:
                 yield f"{before}{name}", command
 
-    return dict(walk(command(), ""))
+    return dict(walk(command_line(), ""))
 
 
 COMMANDS = commands()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import memstore
-from memstore.tools.app import command
+from memstore.tools.app import command_line
 from memstore.tools.failures import EXIT_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,7 +43,7 @@ def pages() -> dict[str, str]:
 def cli() -> str:
     """The page of the command line."""
     parts = [CLI, f"{EXIT_CODES}\n"]
-    for name, verb in _commands(command()):
+    for name, verb in _commands(command_line()):
         parts += _section(name, verb)
     return "\n".join(parts)
 

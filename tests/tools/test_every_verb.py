@@ -387,13 +387,14 @@ interrupts.FRAGILE = ("fragile",)
 interrupts.listen()
 try:
     import fragile
-    time.sleep(10)
+    time.sleep(10)  # until the Ctrl-C that was put off comes
 except KeyboardInterrupt:
     print("whole" if sys.modules["fragile"].whole else "half", interrupts.pressed())
 """
 
 
 def test_ctrl_c_waits_for_what_must_not_be_half_loaded(tmp_path: Path) -> None:
+    # It loads for longer than Ctrl-C is put off at a time.
     slow = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
     (tmp_path / "fragile.py").write_text(slow)
     path = os.pathsep.join([str(tmp_path), str(Path(memstore.__file__).parents[1])])

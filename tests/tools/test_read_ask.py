@@ -17,6 +17,8 @@ from tests.instruct import instruct_tokenizer
 from tests.tools.conftest import Cli
 
 TEXT = "".join(f"Line {i} of the log tells of nothing new. " for i in range(40))
+MANY = 25
+"""So often, it takes some seconds to read."""
 PATIENCE = 180  # seconds, on a machine that does other things too
 
 
@@ -151,7 +153,7 @@ def test_a_memory_in_use_is_refused(cli: Cli, notes: Path, text: Path, model_fol
 
 def test_an_interrupted_read_says_how_to_go_on(tmp_path: Path, model_folder: Path, cli: Cli) -> None:
     long_text = tmp_path / "long.txt"
-    long_text.write_text(TEXT * 60)
+    long_text.write_text(TEXT * MANY)
     path = tmp_path / "long.mem"
     arguments = ["read", long_text, path, "--model", model_folder, "--dtype", "float32"]
     command = [sys.executable, "-m", "memstore.tools.app", *map(str, arguments)]
@@ -167,7 +169,7 @@ def test_an_interrupted_read_says_how_to_go_on(tmp_path: Path, model_folder: Pat
     assert f"interrupted after {document['tokens']:,} tokens" in err
     done = cli(*arguments, "--json").json
     assert done["reused_tokens"] == document["tokens"]
-    assert done["tokens"] == len(TEXT) * 60
+    assert done["tokens"] == len(TEXT) * MANY
 
 
 def wait_for_tokens(path: Path | str) -> None:

@@ -160,7 +160,10 @@ def test_of_choices_made_quickly_the_last_one_counts(page: Seen) -> None:
         """const get = window.fetch; let asked = 0;
         window.fetch = async (...given) => {
           const answer = await get(...given);
-          if (/steps/.test(given[0])) await new Promise((later) => setTimeout(later, asked++ ? 0 : 500));
+          if (/steps/.test(given[0]) && !asked++) {
+            await new Promise((later) => setTimeout(later, 500));
+            setTimeout(() => { window.firstHasCome = true; }, 100);
+          }
           return answer;
         };
         document.querySelector('#answer .token:nth-child(5)').click();
@@ -171,7 +174,7 @@ def test_of_choices_made_quickly_the_last_one_counts(page: Seen) -> None:
         }"""
     )
     page.wait_for("#used li:nth-child(1)", "book · 104")
-    time.sleep(0.7)  # until the first answer, of all layers, has come
+    page.until("window.firstHasCome")  # the answer of all layers
     assert "book · 104" in page.text("#used li:nth-child(1)")
 
 
