@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memstore.memory import Document, Fingerprint, MemorySpec
+from tests import forks
 
 S, G, D, P, KEY_DIM = 4, 2, 3, 2, 8
 LAYERS = 3
@@ -94,8 +93,5 @@ def check_content(document: Document, tokens: Tensor) -> None:
 
 
 def run_python(code: str, *arguments: str) -> str:
-    """Run ``code`` in another process and return what it printed."""
-    prelude = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n"
-    done = subprocess.run([sys.executable, "-c", prelude + code, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What ``code`` prints in another process, which has the names of this module."""
+    return forks.run_code("import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + code, *arguments)

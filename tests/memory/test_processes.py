@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
 import memstore
+from memstore.errors import NotFound
 from memstore.store import Key, Record, Table
+from tests import forks
 from tests.memory.helpers import KEY_DIM, G, S, append, check_content, make_spec, random_tokens, run_python
 
 DIGEST = """
@@ -48,48 +52,45 @@ def _names(tmp_path: Path) -> dict[str, object]:
     return {**vars(helpers), "memstore": memstore, "sys": FakeSys}
 
 
-READER = """
-memory = memstore.open(sys.argv[1], mode="r")
-document, ones = memory.document("a"), torch.ones(G, 1, KEY_DIM)
-def say():
-    try:
-        found = sorted(document.layer(0).search(ones, 20).blocks[0, 0].tolist())
-        print(len(document), [block for block in found if block >= 0], len(memory.documents()), flush=True)
-    except memstore.NotFound as error:
-        print("NotFound", flush=True)
-say()
-for line in sys.stdin:
-    say()
-"""
+def look_when_asked(path: str, asked: Connection) -> None:
+    """Say what a reader sees, at once and whenever it is asked, until it is asked no more."""
+    memory = memstore.open(path, mode="r")
+    document, ones = memory.document("a"), torch.ones(G, 1, KEY_DIM)
+    with contextlib.suppress(EOFError):
+        while True:
+            try:
+                found = document.layer(0).search(ones, 20).blocks[0, 0].tolist()
+                asked.send((len(document), sorted(block for block in found if block >= 0), len(memory.documents())))
+            except NotFound:
+                asked.send("NotFound")
+            asked.recv()
 
 
 def test_a_reader_elsewhere_sees_commits_truncations_and_forgetting(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
         document = memory.document("a")
         append(document, random_tokens(2 * S))
-        code = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + READER
-        command = [sys.executable, "-c", code, str(tmp_path / "m")]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-            assert reader.stdin is not None
-            assert reader.stdout is not None
+        ours, theirs = multiprocessing.Pipe()
+        reader = forks.start(look_when_asked, str(tmp_path / "m"), theirs)
+        theirs.close()
 
-            def look() -> str:
-                reader.stdin.write("look\n")  # type: ignore[union-attr]
-                reader.stdin.flush()  # type: ignore[union-attr]
-                return reader.stdout.readline().strip()  # type: ignore[union-attr]
+        def look() -> object:
+            ours.send("look")
+            return ours.recv()
 
-            assert reader.stdout.readline().strip() == "8 [0, 1] 1"
-            append(document, random_tokens(5))
-            assert look() == "13 [0, 1, 2] 1"
-            document.truncate(1)
-            append(document, random_tokens(S))
-            assert look() == "8 [0, 1] 1"
-            append(memory.document("b"), random_tokens(S))
-            assert look() == "8 [0, 1] 2"
-            memory.forget("a")
-            assert look() == "NotFound"
-            reader.stdin.close()
-            assert reader.wait(30) == 0
+        assert ours.recv() == (8, [0, 1], 1)
+        append(document, random_tokens(5))
+        assert look() == (13, [0, 1, 2], 1)
+        document.truncate(1)
+        append(document, random_tokens(S))
+        assert look() == (8, [0, 1], 1)
+        append(memory.document("b"), random_tokens(S))
+        assert look() == (8, [0, 1], 2)
+        memory.forget("a")
+        assert look() == "NotFound"
+        ours.close()
+        reader.join()
+        assert reader.exitcode == 0
 
 
 def test_a_truncation_elsewhere_is_noticed_even_when_the_length_is_the_same(tmp_path: Path) -> None:
@@ -137,23 +138,19 @@ def test_an_answer_of_several_reads_is_of_one_moment(
             assert torch.equal(found, writer.document("a").layer(0).landmarks(range(3)))
 
 
-KILLED = """
-import os, signal
-memory = memstore.open(sys.argv[1])
-document = memory.document("a")
-append(document, random_tokens(7, 1))
-batch = document.append(random_tokens(9, 2))
-batch.__enter__()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def die_in_the_second_append(path: str) -> None:
+    document = memstore.open(path).document("a")
+    append(document, random_tokens(7, 1))
+    document.append(random_tokens(9, 2)).__enter__()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_writer_leaves_its_last_commit_whole(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
         append(memory.document("a"), random_tokens(10))
-    code = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + KILLED
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = forks.start(die_in_the_second_append, str(tmp_path / "m"))
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     with memstore.open(tmp_path / "m") as memory:
         tokens = torch.cat([random_tokens(10), random_tokens(7, 1)])
         check_content(memory.document("a"), tokens)

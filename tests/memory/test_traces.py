@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sqlite3
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotFound
 from memstore.memory import Look, Memory, Recorder, Trace, recorder, trace_file
 from memstore.memory.trace_file import NAME
+from memstore.memory.urls import Mode
+from tests import forks
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
 
 FACTS: dict[str, Any] = {"mechanism": "attach", "question": "where?", "documents": ["whale"], "layers": [1], "heads": 4}
@@ -248,19 +251,19 @@ def test_the_file_stays_within_its_bound(path: Path, monkeypatch: pytest.MonkeyP
 # Others who read, and endings
 
 
-WRITE_AND_HOLD = """
-from memstore.memory import recorder
-from tests.memory.test_traces import FACTS, make_look
-recorder.INTERVAL = 0.0
-memory = memstore.open(sys.argv[1], mode=sys.argv[2])
-writer = memory.traces.record(**FACTS)
-for step in range(4):
-    writer.begin()
-    writer.look(make_look(step))
-    writer.token(100 + step)
-print("ready", flush=True)
-sys.stdin.read()
-"""
+def write_and_hold(path: str, mode: Mode, says: Connection) -> None:
+    """Record four steps, three of them written, say so, and wait."""
+    recorder.INTERVAL = 0.0
+    memory = memstore.open(path, mode=mode)
+    writer = memory.traces.record(**FACTS)
+    for step in range(4):
+        writer.begin()
+        writer.look(make_look(step))
+        writer.token(100 + step)
+    says.send("ready")
+    signal.pause()
+
+
 READ = """
 with memstore.open(sys.argv[1], mode="r") as memory:
     trace = memory.traces.last()
@@ -269,23 +272,18 @@ with memstore.open(sys.argv[1], mode="r") as memory:
 
 
 @pytest.fixture
-def writing(path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """A function that starts a process which has recorded four steps, three of them written, and then waits."""
-    prelude = "import sys, memstore\n"
-    started: list[subprocess.Popen[str]] = []
+def writing(path: Path) -> Iterator[Callable[[Mode], BaseProcess]]:
+    """A function that starts a process which writes and holds."""
+    started: list[BaseProcess] = []
 
-    def start(mode: str) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-c", prelude + WRITE_AND_HOLD, str(path), mode]
-        child = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(child)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        return child
+    def start(mode: Mode) -> BaseProcess:
+        started.append(forks.begun(write_and_hold, str(path), mode))
+        return started[-1]
 
     yield start
-    for child in started:
-        child.kill()
-        child.communicate()
+    for process in started:
+        process.kill()
+        process.join()
 
 
 def test_another_process_reads_while_one_writes(path: Path, writing: Any) -> None:
@@ -296,7 +294,7 @@ def test_another_process_reads_while_one_writes(path: Path, writing: Any) -> Non
 def test_a_trace_that_was_killed_is_readable_and_not_ended(path: Path, writing: Any) -> None:
     child = writing("a")
     child.kill()
-    child.wait()
+    child.join()
     with memstore.open(path) as memory:
         assert memory.verify() == []
         (trace,) = memory.traces.list()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +17,8 @@ import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.models.drt import DRTForCausalLM, DRTReader
 from memstore.models.drt.reader import memory_spec
-from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer
+from tests import forks
+from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer, read_until_killed, save_answer
 from tests.models.child import model as model_of_child
 from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 
@@ -155,51 +152,28 @@ def test_blocks_are_stored_as_they_were_used(state_dtype: str, tmp_path: Path) -
         assert torch.equal(landmarks, landmarks.to(states.dtype).float())
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    command = (sys.executable, "-m", "tests.models.child")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-
-
-def start(server: subprocess.Popen[str], *words: str | Path) -> int:
-    """Let a process begin; its number."""
-    assert server.stdin is not None
-    assert server.stdout is not None
-    print(*words, file=server.stdin, flush=True)
-    return int(server.stdout.readline())
-
-
-def wait(server: subprocess.Popen[str]) -> None:
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ended\n"
-
-
 @pytest.mark.slow
-def test_another_process_answers_bit_for_bit(tmp_path: Path, server: subprocess.Popen[str]) -> None:
+def test_another_process_answers_bit_for_bit(tmp_path: Path) -> None:
     with DRTReader(model_of_child(), tmp_path / "m") as reader:
         reader.read(tokens(1_000)[0])
-    start(server, "answer", tmp_path / "m", tmp_path / "there.pt")
-    wait(server)
+    forks.run(save_answer, str(tmp_path / "m"), str(tmp_path / "there.pt"))
     here, there = answer(tmp_path / "m"), torch.load(tmp_path / "there.pt", weights_only=True)
     for name, tensor in here.items():
         assert torch.equal(tensor, there[name]), name
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
-    tmp_path: Path, server: subprocess.Popen[str]
-) -> None:
+def test_killed_at_random_moments_reading_resumes_to_the_same_memory(tmp_path: Path) -> None:
     """SIGKILL again and again, each some milliseconds into reading; the last reader finishes."""
     with DRTReader(model_of_child(), tmp_path / "undisturbed", segment_blocks=SEGMENT_BLOCKS) as reader:
         reader.read(tokens(LENGTH)[0])
     rng, folder, held = random.Random(0), tmp_path / "m", [0]
     longest = 0.1  # seconds; longer where nothing was committed, so that slow machines are met at work too
     for _ in range(KILLS):
-        child = start(server, "read", folder)
+        process = forks.begun(read_until_killed, str(folder))
         time.sleep(rng.uniform(0.0, longest))  # the moment of the kill is what is tried
-        os.kill(child, signal.SIGKILL)
-        wait(server)
+        process.kill()
+        process.join()
         held.append(tokens_left(folder))
         longest *= 1.5 if held[-1] == held[-2] else 0.6
     assert held == sorted(held), "what was committed must stay"

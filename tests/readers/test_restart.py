@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +12,11 @@ import torch
 
 import memstore
 from memstore.memory import verify
-from tests.readers.child import RETRIEVAL, SIZES, answer
+from tests import forks
+from tests.readers.child import RETRIEVAL, SIZES, answer, logits, read_until_killed
 from tests.readers.models import tiny, tokens
 
 LENGTH = 3_000
-
-
-CHILD = (sys.executable, "-m", "tests.readers.child")
 
 
 def read_here(folder: Path, length: int = LENGTH) -> None:
@@ -44,27 +37,19 @@ def test_another_process_answers_bit_for_bit(tmp_path: Path) -> None:
     read_here(tmp_path / "m")
     with memstore.open(tmp_path / "m", mode="r") as memory:
         here = answer(memory)
-    subprocess.run([*CHILD, "logits", tmp_path / "m", tmp_path / "there.pt"], check=True)
+    forks.run(logits, str(tmp_path / "m"), str(tmp_path / "there.pt"))
     assert here["lists"], "the question must have been routed"
     assert_same(here, torch.load(tmp_path / "there.pt", weights_only=True))
 
 
-@pytest.fixture
-def reader() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([*CHILD, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-
-
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
-    tmp_path: Path, reader: subprocess.Popen[str], kills: int
-) -> None:
+def test_killed_at_random_moments_reading_resumes_to_the_same_memory(tmp_path: Path, kills: int) -> None:
     """SIGKILL again and again, each some milliseconds into reading; the last reader finishes."""
     read_here(tmp_path / "undisturbed")
     rng, folder, held = random.Random(0), tmp_path / "m", [0]
     longest = 0.3  # seconds; longer where nothing was committed, so that slow machines are met at work too
     for _ in range(kills):
-        kill_while_reading(reader, folder, LENGTH, delay=rng.uniform(0.0, longest))
+        kill_while_reading(folder, LENGTH, delay=rng.uniform(0.0, longest))
         held.append(check_what_is_left(folder))
         longest *= 2 if held[-1] == held[-2] else 0.5
     assert held == sorted(held), "what was committed must stay"
@@ -74,14 +59,11 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(
         assert_same(answer(a), answer(b))
 
 
-def kill_while_reading(reader: subprocess.Popen[str], folder: Path, length: int, *, delay: float) -> None:
-    assert reader.stdin is not None
-    assert reader.stdout is not None
-    print(folder, length, file=reader.stdin, flush=True)
-    process = int(reader.stdout.readline())
+def kill_while_reading(folder: Path, length: int, *, delay: float) -> None:
+    process = forks.begun(read_until_killed, str(folder), length)
     time.sleep(delay)  # the moment of the kill is what is tried
-    os.kill(process, signal.SIGKILL)
-    assert reader.stdout.readline() == "ended\n"
+    process.kill()
+    process.join()
 
 
 def check_what_is_left(folder: Path) -> int:

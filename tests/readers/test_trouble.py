@@ -265,18 +265,11 @@ def test_a_full_disk_loses_nothing_and_reading_goes_on_once_there_is_room(tmp_pa
 
 # Ctrl-C
 
-READ = """
-from tests.readers.child import read
-from tests.readers.models import tiny
-
-read(tiny("llama"), sys.argv[1], int(sys.argv[2]))
-"""
-
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_memory_that_is_read_on(tmp_path: Path) -> None:
     folder = tmp_path / "m"
-    with child(READ, folder, LONG) as reader:
+    with child("from tests.readers.child import read\nread(sys.argv[1], int(sys.argv[2]))", folder, LONG) as reader:
         wait_for_tokens(folder, 300)
         os.kill(reader.pid, signal.SIGINT)
         _, err = reader.communicate(timeout=60)
