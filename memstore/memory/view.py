@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import index
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +21,20 @@ from memstore.memory.tensors import decode_block_rows, read_last_block
 from memstore.store.cache import BlockRefs, StaleBlocks
 
 T = TypeVar("T")
+
+_left_out: ContextVar[dict[tuple[str, int], str] | None] = ContextVar("left_out", default=None)
+
+
+# A context variable, because blocks are left out deep inside of a model's attention.
+@contextmanager
+def noting_left_out() -> Iterator[dict[tuple[str, int], str]]:
+    """Blocks that this thread has to leave out inside, as (document, block), and why."""
+    noted: dict[tuple[str, int], str] = {}
+    token = _left_out.set(noted)
+    try:
+        yield noted
+    finally:
+        _left_out.reset(token)
 
 
 class Hits(NamedTuple):
@@ -143,6 +158,8 @@ class LayerView:
                 good.append(block)
             except DamagedError as error:
                 self._shared.blocks.leave_out(self._refs([block], self._handle.current()), error)
+                if (noted := _left_out.get()) is not None:
+                    noted[self._name, block] = str(error)
         return good
 
     def landmarks(self, blocks: range) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Traces
+from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
 from memstore.readers.options import OPTIONS
 
@@ -95,6 +96,9 @@ class Answer:
     """Its number among the traces of the memory, where it was recorded."""
     used: list[tuple[str, int, float]]
     """All blocks that were retrieved for it as (document, block, part of attention), most attention first."""
+    missing: dict[tuple[str, int], str]
+    """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
+    ``Retrieval(on_error="miss")``."""
     reader: Asker
 
     def __str__(self) -> str:
@@ -273,7 +277,11 @@ def answered(
             options |= {"stop_strings": [teller.frame.stop], "tokenizer": reader.tokenizer}
     traces = memory.traces if trace else Traces(None, memory.url)
     begun = time.perf_counter()
-    with torch.inference_mode(), reader.record(question=question, traces=traces) as recorder:
+    with (
+        torch.inference_mode(),
+        noting_left_out() as missing,
+        reader.record(question=question, traces=traces) as recorder,
+    ):
         made = reader.generate(prompt, max_new_tokens=max_tokens, streamer=teller, **options)[0, prompt.shape[1] :]
         recorder.close(made.tolist())
     return Answer(
@@ -284,5 +292,6 @@ def answered(
         seconds=time.perf_counter() - begun,
         trace=recorder.number if trace else None,
         used=traces.get(recorder.number).used(),
+        missing=missing,
         reader=reader,
     )

@@ -121,7 +121,8 @@ class Conversation:
     def _seen(self, *, goes_on: bool) -> Iterator[None]:
         """The session goes on as the last of the documents; before it begins, nothing does."""
         reader, before = self.reader, self.reader.names
-        others = before or [document.name for memory in reader.memories for document in memory.documents()]
+        everything = (document.name for memory in reader.memories for document in memory.documents())
+        others = everything if before is None else before
         reader.names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
         try:
             with reader.seeing(tail=goes_on):

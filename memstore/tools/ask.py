@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, replace
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +25,7 @@ LEAST = 0.001
 SHORT = 160
 """Characters of a source that are shown unless all are wanted."""
 STDIN = "-"
+OnError = Literal["raise", "miss"]
 
 Question = Annotated[
     str, typer.Argument(metavar="QUESTION", help="What is asked; - for standard input.", show_default=False)
@@ -124,15 +125,15 @@ def ask(
 
 def several(loaded: Loaded, memory: Memory, documents: list[str] | None, **options: Any) -> Reader:
     """``attached`` to all of ``documents``, which are all that there are but chats where none is named."""
-    return attached(loaded, memory, document=chosen_documents(loaded, memory, documents), **options)
+    return attached(loaded, memory, document=chosen_documents(loaded.model, memory, documents), **options)
 
 
-def chosen_documents(loaded: Loaded, memory: Memory, documents: list[str] | None) -> list[str] | None:
+def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) -> list[str] | None:
     """``documents``, or all that there are but chats where none is named; None for all."""
     from memstore.readers.conversation import PREFIX
     from memstore.readers.kinds import kind_of
 
-    if not kind_of(loaded.model).reader_class().several:
+    if not kind_of(model).reader_class().several:
         named = documents or [None]  # type: ignore[list-item]  # the only one
         documents = [document_name(memory, named[0])] if len(named) == 1 else documents
     elif not documents:
@@ -165,11 +166,17 @@ def _say(piece: str) -> None:
 
 
 def attached(
-    loaded: Loaded, memory: Memory | str, *, document: str | list[str] | None, top_k: int | None = None, **options: Any
+    loaded: Loaded,
+    memory: Memory | str,
+    *,
+    document: str | list[str] | None,
+    top_k: int | None = None,
+    on_error: OnError = "raise",
+    **options: Any,
 ) -> Reader:
-    """``memstore.attach`` for verbs, which know a number of blocks and no other option of retrieval.
+    """``memstore.attach`` for verbs, which know two options of retrieval.
 
-    Raises ``InvalidArgument`` where that number is not to be chosen.
+    Raises ``InvalidArgument`` where they are not to be chosen.
     """
     from memstore.readers.kinds import kind_of
     from memstore.readers.options import RETRIEVAL
@@ -184,6 +191,8 @@ def attached(
     retrieval = kind.reader_class().usual(loaded.model, made)
     if top_k is not None:
         retrieval = replace(retrieval, top_k=top_k)
+    if on_error != retrieval.on_error:
+        retrieval = replace(retrieval, on_error=on_error)
     return memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval, **options
     )

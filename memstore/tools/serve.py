@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,6 +28,24 @@ TokenFile = Annotated[
 Model = Annotated[
     str | None, typer.Option(help="The model that answers. Without it: for each memory the one that read.")
 ]
+Sessions = Annotated[
+    int, typer.Option(min=0, help="Conversations that requests may keep in each memory. Without it: none.")
+]
+NewIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--new-in",
+        metavar="FOLDER",
+        help="A folder: a memory of another name is opened there, or made, when asked for.",
+    ),
+]
+Most = Annotated[int, typer.Option(min=1, help="Memories that may be made in that folder at most.")]
+OnDamage = Annotated[
+    Literal["raise", "miss"],
+    typer.Option(
+        help="What a block does that cannot be read: raise fails the request; miss leaves it out, named in `missing`."
+    ),
+]
 LEAST = 16
 """Characters of a token."""
 CONNECTIONS = 256
@@ -39,6 +58,10 @@ def serve(
     port: Port = 8000,
     host: Host = "127.0.0.1",
     token_file: TokenFile = None,
+    sessions: Sessions = 0,
+    folder: NewIn = None,
+    most: Most = 100,
+    on_error: OnDamage = "raise",
     model: Model = None,
     top_k: TopK = None,
     threads: Threads = None,
@@ -48,8 +71,12 @@ def serve(
     """Answer from memories as an OpenAI-compatible server.
 
     Clients of OpenAI's API name a memory as their model: notes for notes.mem. Each answer has sources, the blocks that
-    it was written with. Memories are only read; what other processes read into them is seen at once. One answer is
-    computed at a time, the other requests wait. It ends with Ctrl-C. Needs pip install 'torch-memstore[web]'.
+    it was written with. What other processes read into a memory is seen at once. One answer is computed at a time, the
+    other requests wait. GET /health and /metrics (Prometheus) tell how it is. It ends with Ctrl-C. Needs
+    pip install 'torch-memstore[web]'.
+
+    Memories are only read, unless you say otherwise: with --sessions a request can name a conversation, metadata
+    {"session": "ada"}, which the memory keeps as it is said; with --new-in it can ask for a memory that is not there.
 
     Example:
 
@@ -72,16 +99,20 @@ def serve(
     with ExitStack() as stack:
         with waiting("loading the models", show=True):
             use_threads(threads)
-            shelf = Shelf(stack, model, top_k, device, index)
-            endpoint = Endpoint([shelf.open(each) for each in urls], token=token, hosts=(host,))
-            stack.callback(endpoint.close)
-        url = run(
-            endpoint.app,
-            host=host,
-            port=port,
-            path="/v1",
-            started=lambda url: typer.echo(f"{url} serves {shown}\nCtrl-C ends it.", err=True),
-        )
+            shelf = Shelf(stack, model, top_k, device, index, on_error, folder, most)
+            for each in urls:
+                shelf.open(each)
+            endpoint = Endpoint(shelf, token=token, hosts=(host,), sessions=sessions)
+        try:
+            url = run(
+                endpoint.app,
+                host=host,
+                port=port,
+                path="/v1",
+                started=lambda url: typer.echo(f"{url} serves {shown}\nCtrl-C ends it.", err=True),
+            )
+        finally:
+            endpoint.close()
     return Report(data={"url": url, "memories": names}, text=lambda _: None)
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 
 import memstore
+from memstore.eval.resources import memory_in_use
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
 from memstore.tools.endpoint.shelf import Shelf
@@ -44,10 +47,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, instruct_folder: Path) -> Pa
 
 
 @contextmanager
-def serving(*memories: Path, **options: Any) -> Iterator[int]:
-    """A server of memories in a thread of its own; its port."""
+def serving(*memories: Path, on: dict[str, Any] | None = None, **options: Any) -> Iterator[int]:
+    """A server of memories in a thread of its own; its port. ``on``: of the shelf that they are on."""
     with ExitStack() as stack, listen("127.0.0.1", 0) as listening:
-        endpoint = Endpoint([Shelf(stack).open(str(each)) for each in memories], **options)
+        shelf = Shelf(stack, **on or {})
+        for each in memories:
+            shelf.open(str(each))
+        endpoint = Endpoint(shelf, **options)
         server = server_of(endpoint.app, most=300)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -232,7 +238,7 @@ def test_too_many_requests_are_told_to_come_again(shelf: Path, monkeypatch: pyte
     def slow(_: Worker, __: QueuedJob) -> Result:
         begun.set()
         assert go.wait(60)
-        return Result("Yes", ended=True, prompt_tokens=1, tokens=1, sources=[])
+        return Result("Yes", ended=True, prompt_tokens=1, tokens=1, seconds=0.0, sources=[])
 
     monkeypatch.setattr(Worker, "_do", slow)
     with serving(shelf / "ferry.mem", waiting=1) as port, ThreadPoolExecutor(2) as pool:
@@ -275,13 +281,110 @@ def test_a_damaged_block_is_an_error_with_the_words_of_the_memory(shelf: Path, t
     damaged = tmp_path / "damaged.mem"
     shutil.copytree(shelf / "ferry.mem", damaged)
     with memstore.open(damaged, mode="r") as memory:
-        states = memory.document("ferry").layer(1).gather([3])["k"].numpy().tobytes()
+        states = memory.document("ferry").layer(1).gather([8])["k"].numpy().tobytes()
     flip(damaged / "data.mdb", states)
-    with serving(damaged, shelf / "ferry.mem") as port:
+    with serving(damaged, shelf / "ferry.mem", on={"top_k": 16}) as port:
         status, answer, _ = ask(port, "/v1/chat/completions", chat("damaged", stream=True))
         assert (status, answer["error"]["type"]) == (500, "server_error")
-        assert "layer 1, block 3 is damaged" in answer["error"]["message"]
+        assert "layer 1, block 8 is damaged" in answer["error"]["message"]
         assert ask(port, "/v1/chat/completions", chat("ferry"))[0] == 200  # the others go on
+    with serving(damaged, on={"top_k": 16, "on_error": "miss"}) as port:
+        status, answer, _ = ask(port, "/v1/chat/completions", chat("damaged"))
+        assert status == 200
+        assert 8 not in {each["block"] for each in answer["sources"]}
+        assert [(each["document"], each["block"]) for each in answer["missing"]] == [("ferry", 8)]
+        assert "is damaged" in answer["missing"][0]["error"]
+        assert "memstore_missing_blocks_total 1\n" in metrics(port)
+
+
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def test_metrics_count_what_was_answered_and_refused(shelf: Path) -> None:
+    with serving(shelf / "ferry.mem") as port:
+        statuses = [ask(port, "/v1/chat/completions", chat(name))[0] for name in ("ferry", "ferry", "whale")]
+        lines = metrics(port).splitlines()
+    assert statuses == [200, 200, 404]
+    assert {'memstore_requests_total{status="200"} 2', 'memstore_requests_total{status="404"} 1'} <= {*lines}
+    assert {"memstore_answers_total 2", 'memstore_tokens_total{kind="generated"} 6'} <= {*lines}
+    assert all(len(line.split()) == 2 or line.startswith("# TYPE ") for line in lines)
+
+
+def said(session: str, text: str, **more: Any) -> dict[str, Any]:
+    return chat("ferry", text, metadata={"session": session}, **more)
+
+
+def turns(memory: Path, session: str) -> list[str]:
+    """What was said in a session."""
+    with memstore.open(memory, mode="r") as opened:
+        facts = opened.facts()[0]
+        return [fact["text"] for key, fact in sorted(facts.items()) if key.startswith(f"said/{session}/")]
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_server_comes_back_with_every_turn_that_it_answered(shelf: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    command = [sys.executable, "-m", "memstore", "serve", str(memory), "--sessions", "2", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split("/v1")[0].rpartition(":")[2])
+        answers = [ask(port, "/v1/chat/completions", said("ada", text))[1] for text in ("One", "Two")]
+
+        def ask_late() -> None:
+            with suppress(OSError):  # nobody answers: the server is killed
+                ask(port, "/v1/chat/completions", said("ada", "Three", max_tokens=900))
+
+        late = threading.Thread(target=ask_late)
+        late.start()
+        while turns(memory, "ada")[-1] != "Three":
+            time.sleep(0.01)
+        process.kill()
+        late.join()
+    kept = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert turns(memory, "ada") == ["One", kept[0], "Two", kept[1], "Three"]
+    with serving(memory, sessions=2) as port:
+        answer = ask(port, "/v1/chat/completions", said("ada", "Four"))[1]
+        assert turns(memory, "ada")[4:7] == ["Three", "", "Four"]
+        assert answer["usage"]["prompt_tokens"] < 60  # what was said before is in the memory
+        other = ask(port, "/v1/chat/completions", said("eve", "Who else is here?"))[1]
+        assert {each["document"] for each in other["sources"]} == {"ferry"}
+        status, answer, _ = ask(port, "/v1/chat/completions", said("tom", "Hello"))
+        assert (status, answer["error"]["code"]) == (403, "session_limit")
+        assert ask(port, "/v1/chat/completions", said("x" * 101, "Hello"))[0] == 400
+    with serving(memory) as port:
+        assert ask(port, "/v1/chat/completions", said("ada", "Hello"))[0] == 403
+
+
+def test_a_memory_is_made_when_it_is_asked_for_within_limits(
+    shelf: Path, tmp_path: Path, instruct_folder: Path
+) -> None:
+    on = {"folder": tmp_path, "most": 1, "model": str(instruct_folder)}
+    with serving(shelf / "ferry.mem", on=on, sessions=1) as port:
+
+        def hello(name: str) -> tuple[int, Any]:
+            return ask(port, "/v1/chat/completions", {**said("today", "Hello"), "model": name})[:2]
+
+        assert hello("ada")[0] == 200
+        status, answer = hello("bob")
+        assert (status, answer["error"]["code"]) == (403, "memory_limit")
+        assert [hello(name)[0] for name in ("../ada", "a/b", "other@ada")] == [404] * 3
+        assert [each["id"] for each in ask(port, "/v1/models")[1]["data"]] == ["ferry", "ada"]
+    assert [each.name for each in tmp_path.iterdir()] == ["ada.mem"]
+    assert turns(tmp_path / "ada.mem", "today")[0] == "Hello"
+
+
+@pytest.mark.timeout(600)
+def test_memory_stays_bounded_over_many_requests(shelf: Path) -> None:
+    names, used = list(TEXTS), []
+    with serving(*(shelf / f"{name}.mem" for name in names)) as port:
+        for i in range(300):
+            assert ask(port, "/v1/chat/completions", chat(names[i % 2], f"Question {i}"))[0] == 200
+            used.append(memory_in_use()[0])
+    assert used[299] - used[149] < 4 << 20  # bytes; the first half fills what is kept
 
 
 def test_what_another_process_reads_is_seen_by_the_next_answer(

@@ -115,11 +115,11 @@ class Agents(MCPServer[Any]):
 
         def work(reader: Reader, _: QueuedJob) -> list[Passage]:
             self._look_into(reader, documents)
+            if not reader.names:
+                return []
             by_name = self._documents()
-            return [
-                passage(reader, by_name[each.document], each.block, each.score)
-                for each in (reader.search(query, most) if by_name else [])
-            ]
+            found = reader.search(query, most)
+            return [passage(reader, by_name[each.document], each.block, each.score) for each in found]
 
         return await self._done(work)
 
@@ -133,7 +133,7 @@ class Agents(MCPServer[Any]):
 
         def work(reader: Reader, job: QueuedJob) -> Answered:
             self._look_into(reader, documents)
-            if not self._documents():
+            if not reader.names:
                 raise NotFound("the memory holds no documents yet: there is nothing to answer from")
             answer = reader.ask(question, max_tokens=max_tokens, stopping_criteria=job.stopping)
             return Answered(answer.text, answer.sources())
@@ -195,11 +195,11 @@ class Agents(MCPServer[Any]):
     def _look_into(self, reader: Reader, documents: list[str] | None) -> None:
         for name in documents or []:
             self._served.memory.document(name)  # which says what there is
-        reader.names = chosen_documents(self._served.loaded, self._served.memory, documents)
+        reader.names = chosen_documents(reader.model, reader.memory, documents) or []
 
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:
-            return await self._worker.done(self._served, work, writes=writes)
+            return await self._worker.done(lambda: self._served, work, writes=writes)
         except (MemstoreError, Refused) as error:
             # Of tools and of documents: what goes wrong with either may be told by this class.
             kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError

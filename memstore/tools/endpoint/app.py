@@ -17,8 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from memstore.tools.endpoint.metrics import Metrics
 from memstore.tools.endpoint.request import Ask, Refused
-from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, answer
+from memstore.tools.endpoint.shelf import Shelf
+from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, answer, converse
 from memstore.tools.inspector.app import body_of, status_of
 from memstore.tools.inspector.guard import is_known, names_of, same
 
@@ -40,15 +42,25 @@ class Endpoint:
     """Memories as an ASGI application; ``close`` it before the memories."""
 
     def __init__(
-        self, served: Sequence[Served], *, token: str | None = None, hosts: Sequence[str] = (), waiting: int = WAITING
+        self,
+        shelf: Shelf,
+        *,
+        token: str | None = None,
+        hosts: Sequence[str] = (),
+        waiting: int = WAITING,
+        sessions: int = 0,
     ) -> None:
-        """``token``: what requests must bear; ``hosts``: names of this server; ``waiting``: requests that may wait."""
-        self._served = {each.name: each for each in served}
-        self._names = {f"{each.model}@{each.name}": each for each in served} | self._served
+        """``token``: what requests must bear; ``hosts``: names of this server; ``waiting``: requests that may wait.
+
+        ``sessions``: conversations that each memory may keep.
+        """
+        self._shelf, self._sessions = shelf, sessions
         self._worker = Worker(waiting)
         self._begun = int(time.time())
+        self._metrics = Metrics()
         routes = [
             Route("/health", self._health),
+            Route("/metrics", self._told_metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name}", self._model),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -58,7 +70,8 @@ class Endpoint:
             HTTPException: lambda _, error: _failed(Refused(error.detail, status=error.status_code)),
             Refused: lambda _, error: _failed(error),
         }
-        self.app = Gate(Starlette(routes=routes, exception_handlers=handlers), token=token, hosts=hosts)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
 
     def close(self) -> None:
         """Answer no more."""
@@ -67,25 +80,23 @@ class Endpoint:
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "waiting": self._worker.waiting})
 
+    async def _told_metrics(self, _: Request) -> Response:
+        told = self._metrics.text(waiting=self._worker.waiting, memories=len(self._shelf.served))
+        return Response(told, media_type="text/plain; version=0.0.4")
+
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(each) for each in self._served.values()]})
+        there = list(self._shelf.served.values())
+        return JSONResponse({"object": "list", "data": [self._described(each) for each in there]})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(self._described(self._named(request.path_params["name"])))
+        name = self._shelf.check(request.path_params["name"])
+        if name not in self._shelf.served:
+            raise Refused(f"no memory called {name!r} is open so far", status=404, code="model_not_found")
+        return JSONResponse(self._described(self._shelf.served[name]))
 
     def _described(self, served: Served) -> dict[str, Any]:
         also = f"{served.model}@{served.name}"
         return {"id": served.name, "object": "model", "created": self._begun, "owned_by": "memstore", "also": also}
-
-    def _named(self, name: str) -> Served:
-        if name not in self._names:
-            raise Refused(
-                f"no memory is served as {name[:80]!r}; there are {', '.join(self._served)}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return self._names[name]
 
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, Ask.chat(await _object(request)))
@@ -98,10 +109,20 @@ class Endpoint:
         loop = asyncio.get_running_loop()
 
         def tell(what: Told) -> None:
+            if isinstance(what, Result):
+                self._metrics.add(what)
             with suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(events.put_nowait, what)
 
-        job = QueuedJob(self._named(ask.model), partial(answer, ask), tell)
+        served = partial(self._shelf.find, self._shelf.check(ask.model))
+        if ask.session is not None and not self._sessions:
+            raise Refused(
+                "this server keeps no conversations: start it with --sessions NUMBER", status=403, param="metadata"
+            )
+        if ask.session is None:
+            job = QueuedJob(served, partial(answer, ask), tell)
+        else:
+            job = QueuedJob(served, partial(converse, ask, self._sessions), tell, writes=True)
         self._worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
@@ -163,7 +184,7 @@ class _Form:
         """The answer to a request that does not stream."""
         said = {"text": result.text} if self._raw else {"message": {"role": "assistant", "content": result.text}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": _reason(result)}
-        told = {"usage": _usage(result), "sources": result.sources}
+        told = {"usage": _usage(result), **_receipt(result)}
         return {**self._head, "object": self._kind, "choices": [choice], **told}
 
     def begin(self) -> str:
@@ -176,7 +197,7 @@ class _Form:
 
     def end(self, result: Result) -> str:
         """What ends a stream."""
-        last = self._chunk({}, reason=_reason(result), sources=result.sources)
+        last = self._chunk({}, reason=_reason(result), **_receipt(result))
         usage = self._event(choices=[], usage=_usage(result)) if self._usage else ""
         return f"{last}{usage}data: [DONE]\n\n"
 
@@ -195,6 +216,11 @@ def _event(told: dict[str, Any]) -> str:
 
 def _reason(result: Result) -> str:
     return "stop" if result.ended else "length"
+
+
+def _receipt(result: Result) -> dict[str, Any]:
+    """What the answer was written with; what it had to do without, where that is something."""
+    return {"sources": result.sources} | ({"missing": result.missing} if result.missing else {})
 
 
 def _usage(result: Result) -> dict[str, int]:

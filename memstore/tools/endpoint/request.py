@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memstore.readers.asking import INSTRUCTION
-
 MOST_TOKENS = 8192
 """Of an answer, whoever asks: one answer is computed at a time."""
 HARMLESS = {
@@ -53,9 +51,12 @@ class Ask:
     question: str
     raw: bool
     """Whether the model goes on from the question's words, without a template."""
-    system: str | None = INSTRUCTION
+    system: str | None = None
+    """The system prompt; None for the usual one."""
     before: list[tuple[str, str]] = field(default_factory=list)
     """What was asked and answered before."""
+    session: str | None = None
+    """The conversation that goes on, which the memory keeps."""
     max_tokens: int
     stream: bool
     usage: bool
@@ -84,7 +85,8 @@ class Ask:
             question=words[-1],
             raw=False,
             before=list(zip(words[:-1:2], words[1::2], strict=True)),
-            system="\n\n".join(system) if system else INSTRUCTION,
+            system="\n\n".join(system) if system else None,
+            session=_session(fields.of("metadata", dict, {})),
             **fields.common(256),
         )
 
@@ -146,6 +148,16 @@ class _Fields:
             "seed": self.number("seed", None, 0, 2**63 - 1),
             "options": sampled if temperature >= 0.001 else {},
         }
+
+
+def _session(metadata: Mapping[str, Any]) -> str | None:
+    """The name of a conversation, where metadata have one."""
+    name = metadata.get("session")
+    if name is None:
+        return None
+    if not (isinstance(name, str) and len(name) <= 100 and name.isprintable() and name.strip()):
+        raise Refused("session in metadata is a name of at most 100 characters", param="metadata")
+    return name
 
 
 def _is(value: object, wanted: object) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import memstore
 from memstore.errors import NotFound
-from memstore.tools.ask import attached, several
+from memstore.tools.ask import OnError, attached, several
+from memstore.tools.endpoint.request import Refused
 from memstore.tools.endpoint.worker import Served
 from memstore.tools.models import SMOLLM2, Loaded, chosen_name, load_model
 from memstore.tools.read import model_info
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.IGNORECASE)
+"""Of a memory that a request may ask for; no path can be told by it."""
 
 
 @dataclass
@@ -24,6 +29,13 @@ class Shelf:
     top_k: int | None = None
     device: str = "cpu"
     index: str = "exact"
+    on_error: OnError = "raise"
+    folder: Path | None = None
+    """Where memories are opened and made that requests ask for by their names."""
+    most: int = 0
+    """Memories that may be there at most."""
+    served: dict[str, Served] = field(default_factory=dict)
+    """The memories by their names."""
     _loaded: dict[tuple[str, str], Loaded] = field(default_factory=dict)
 
     def open(self, url: str, *, create: bool = False) -> Served:
@@ -39,11 +51,43 @@ class Shelf:
             memory = memstore.open(url, mode="r", index=self.index)
         self.stack.enter_context(memory)
         name, loaded = self._load(chosen_name(memory, self.model), str(memory.model_info().get("dtype", "auto")))
-        reader = several(loaded, memory, None, top_k=self.top_k)
+        reader = several(loaded, memory, None, top_k=self.top_k, on_error=self.on_error)
         with reader:  # a memory of another model is refused now, and not by every answer
             pass
-        writer = attached(loaded, url, document=None, top_k=self.top_k, index=self.index)
-        return Served(name_of(url), Path(name).name.removesuffix(".gguf"), loaded, memory, reader, writer)
+        writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
+        model = Path(name).name.removesuffix(".gguf")
+        self.served[name_of(url)] = served = Served(name_of(url), model, loaded, memory, reader, writer)
+        return served
+
+    def check(self, name: str) -> str:
+        """``name`` without its model, if there is such a memory or one may be made. Raises ``Refused``."""
+        model, _, memory = name.rpartition("@")
+        found = self.served.get(memory)
+        if found is not None and model in ("", found.model):
+            return memory
+        if self.folder is not None and not model and NAME.fullmatch(memory):
+            return memory
+        raise Refused(
+            f"no memory is served as {name[:80]!r}; there are {', '.join(self.served) or 'none'}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def find(self, name: str) -> Served:
+        """The memory that was checked as ``name``, opened or made if need be. Raises ``Refused``."""
+        if name in self.served:
+            return self.served[name]
+        assert self.folder is not None
+        place = self.folder / f"{name}.mem"
+        if not place.exists() and len(list(self.folder.glob("*.mem"))) >= self.most:
+            raise Refused(
+                f"this server makes at most {self.most:,} memories, and there are as many",
+                status=403,
+                param="model",
+                code="memory_limit",
+            )
+        return self.open(str(place), create=True)
 
     def _load(self, name: str, dtype: str) -> tuple[str, Loaded]:
         if (name, dtype) not in self._loaded:

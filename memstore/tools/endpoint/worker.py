@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from memstore.errors import MemstoreError
-from memstore.readers.asking import Teller, Template, answered
+from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered
+from memstore.readers.conversation import PREFIX
 from memstore.readers.kinds import encode
 from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.request import Ask, Refused
@@ -55,7 +56,10 @@ class Result:
     ended: bool
     prompt_tokens: int
     tokens: int
+    seconds: float
     sources: list[dict[str, Any]]
+    missing: list[dict[str, Any]] = field(default_factory=list)
+    """Blocks that could not be read, and were left out."""
 
 
 Work = Callable[["Reader", "QueuedJob"], object]
@@ -66,7 +70,8 @@ Work = Callable[["Reader", "QueuedJob"], object]
 class QueuedJob:
     """A request that waits, or is being done."""
 
-    served: Served
+    served: Callable[[], Served]
+    """The memory; asked for in the worker's thread, which may have to open it."""
     work: Work
     tell: Callable[[Any], object]
     """Told what ``work`` returns, or the error that it ended with, after whatever ``work`` told itself."""
@@ -113,7 +118,9 @@ class Worker:
             self._waiting.append(job)
             self._changed.notify()
 
-    async def done(self, served: Served, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
+    async def done(
+        self, served: Callable[[], Served], work: Callable[[Reader, QueuedJob], T], *, writes: bool = False
+    ) -> T:
         """What ``work`` returns, once its turn has come. Raises ``Refused``, and what ``work`` raises."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -180,7 +187,8 @@ class Worker:
                 self._attached = reader.open()
 
     def _do(self, job: QueuedJob) -> object:
-        self._attach(job.served.writer if job.writes else job.served.reader)
+        served = job.served()
+        self._attach(served.writer if job.writes else served.reader)
         assert self._attached is not None
         try:
             return job.work(self._attached, job)
@@ -192,10 +200,43 @@ class Worker:
 def answer(ask: Ask, reader: Reader, job: QueuedJob) -> Result:
     """The answer to ``ask``; the job is told its pieces as they come."""
     # Another process may have read more, or forgotten something, since the last request.
-    reader.names = chosen_documents(job.served.loaded, job.served.memory, None)
-    frame = None if ask.raw else Template.of(reader.tokenizer, ask.system) or Template.plain(ask.system)
+    reader.names = chosen_documents(reader.model, reader.memory, None) or []
+    system = INSTRUCTION if ask.system is None else ask.system
+    frame = None if ask.raw else Template.of(reader.tokenizer, system) or Template.plain(system)
     prompt = reader.prompt(ask.question) if frame is None else _prompt(reader, frame, ask)
-    length, limit = prompt.shape[1], getattr(reader.model.config, "max_position_embeddings", None)
+    options = _options(ask, reader, job, prompt.shape[1])
+    teller = Teller(reader, frame, job.tell)
+    with reader.seeing(tail=ask.raw):
+        made = answered(reader, ask.question, prompt, teller, trace=False, **options)
+    return _result(made, job, prompt.shape[1])
+
+
+def converse(ask: Ask, most: int, reader: Reader, job: QueuedJob) -> Result:
+    """The answer to the last words of ``ask`` in its session, which keeps both; of those a memory has ``most``.
+
+    What was said in other sessions is not seen.
+    """
+    assert ask.session is not None
+    reader.names = chosen_documents(reader.model, reader.memory, None) or []
+    sessions = {each.name for each in reader.memory.documents() if each.name.startswith(PREFIX)}
+    if PREFIX + ask.session not in sessions and len(sessions) >= most:
+        raise Refused(
+            f"this server keeps at most {most:,} conversations in a memory, and there are as many: go on with one of "
+            "them, or forget one",
+            status=403,
+            param="metadata",
+            code="session_limit",
+        )
+    conversation = reader.chat(ask.session, **({} if ask.system is None else {"system": ask.system}))
+    options = _options(ask, reader, job, len(encode(reader.tokenizer, ask.question)))
+    made = conversation.say(ask.question, tell=job.tell, **options)
+    said = len(reader.memory.document(conversation.name)) - conversation.turns[-1].start
+    return _result(made, job, said - len(made.tokens))
+
+
+def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:
+    """For an answer to a prompt of ``length`` tokens. Raises ``Refused`` where that is more than the model takes."""
+    limit = getattr(reader.model.config, "max_position_embeddings", None)
     if limit is not None and length + ask.max_tokens > limit:
         raise Refused(
             f"the model takes {limit:,} tokens, got {length:,} and {ask.max_tokens:,} to be generated",
@@ -203,12 +244,13 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob) -> Result:
         )
     if ask.seed is not None:
         torch.manual_seed(ask.seed)
-    options = {**ask.options, "stopping_criteria": job.stopping}
-    teller = Teller(reader, frame, job.tell)
-    with reader.seeing(tail=ask.raw):
-        answer = answered(reader, ask.question, prompt, teller, max_tokens=ask.max_tokens, trace=False, **options)
-    sources = [] if job.left.is_set() else [asdict(each) for each in answer.sources(SOURCES)]
-    return Result(answer.text, answer.ended, length, len(answer.tokens), sources)
+    return {**ask.options, "max_tokens": ask.max_tokens, "stopping_criteria": job.stopping}
+
+
+def _result(made: Answer, job: QueuedJob, length: int) -> Result:
+    sources = [] if job.left.is_set() else [asdict(each) for each in made.sources(SOURCES)]
+    missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
+    return Result(made.text, made.ended, length, len(made.tokens), made.seconds, sources, missing)
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> torch.Tensor:
