@@ -24,7 +24,8 @@ REGISTRY = PACKAGE / "readers" / "kinds.py"
 """Where the kind of a model may be asked for."""
 KIND = re.compile(
     r"\bkind(_\w+\(.*\))? (is|is not|in|not in|==) \(?(kinds\.)?(DRT|LANDMARK|MEMORIZING|KNN|STOCK)\b"
-    r"|model_type (==|in|not in) |[^t] isinstance\(.*(DRTForCausalLM|LandmarkForCausalLM|MemorizingForCausalLM)"
+    r"|(?<!stock\.)model_type (==|in|not in) "
+    r"|[^t] isinstance\(.*(DRTForCausalLM|LandmarkForCausalLM|MemorizingForCausalLM)"
 )
 """A decision by the kind of a model. To ask ``kind_of(model)`` for what the registry knows of the kind is none."""
 LIMITS = {"import circles": 0}

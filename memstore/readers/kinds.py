@@ -38,6 +38,14 @@ class Kind:
     """Where the function is that audits what such a reader retrieves; empty where there is none."""
     train: str = "memstore train"
     """The command that makes one."""
+    half: bool = False
+    """Whether it also computes in half precision."""
+    tokenizer: str = "transformers:PreTrainedTokenizerFast"
+    """Where the class of its tokenizer is; ``AutoTokenizer`` knows those of models that are registered."""
+    demo: str = "memstore.tools.demo_smollm2:run"
+    """Where the function is that ``memstore demo`` runs for it."""
+    perplexity: str = ""
+    """Where the function is that ``memstore eval perplexity`` runs for it; empty where there is none."""
     question: str = ""
     """Where the function is that asks it for a needle, and tells how clearly it saw the needle's block."""
     document_scorer: str = ""
@@ -66,6 +74,8 @@ DRT = Kind(
     "memstore.models.drt.reader:DRTReader",
     "memstore.models.drt.audit:audit_drt",
     "memstore train drt",
+    demo="memstore.tools.demo_drt:run",
+    perplexity="memstore.tools.eval:by_context",
     question="memstore.eval.asking:ask",
 )
 LANDMARK = Kind(
@@ -75,6 +85,7 @@ LANDMARK = Kind(
     "memstore.models.landmark.reader:LandmarkReader",
     "memstore.models.landmark.audit:audit_landmark",
     "memstore train landmark",
+    perplexity="memstore.tools.eval_landmark:tables",
     question="memstore.eval.landmark_asking:ask",
 )
 MEMORIZING = Kind(
@@ -84,6 +95,7 @@ MEMORIZING = Kind(
     "memstore.models.memorizing.reader:MemorizingReader",
     "memstore.models.memorizing.audit:audit_memorizing",
     "memstore train memorizing",
+    perplexity="memstore.tools.eval_memorizing:by_memory_size",
     document_scorer="memstore.eval.token_memory:MemorizingScorer",
 )
 KNN = Kind(
@@ -93,6 +105,8 @@ KNN = Kind(
     "memstore.models.memorizing.stock_reader:KNNReader",
     "",
     "memstore train memorizing --init",
+    tokenizer="transformers:AutoTokenizer",
+    perplexity="memstore.tools.eval_memorizing:by_memory_size",
     document_scorer="memstore.eval.token_memory:StockScorer",
 )
 STOCK = Kind(
@@ -101,6 +115,8 @@ STOCK = Kind(
     "transformers:AutoModelForCausalLM.from_pretrained",
     "memstore.readers.stock.reader:StockReader",
     "memstore.readers.stock.audit:audit_attached",
+    half=True,
+    tokenizer="transformers:AutoTokenizer",
 )
 KINDS = (DRT, LANDMARK, MEMORIZING, KNN, STOCK)
 ATTACHED = (STOCK, DRT, LANDMARK, MEMORIZING, KNN)
@@ -145,7 +161,6 @@ def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()
     of the kinds in ``only``, where some are named, and ``DamagedError``.
     """
     from safetensors import SafetensorError
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = kind_in(folder)
     if only and kind not in only:
@@ -154,10 +169,9 @@ def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()
         raise UnsupportedModel(f"{folder} is a {kind.name}, not a {wanted}. Train one: {train}")
     if not (folder / "tokenizer.json").exists():
         raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
-    # AutoTokenizer knows a tokenizer by its model's configuration, which of our own kinds may not be registered yet.
-    tokenizers = AutoTokenizer if kind in (KNN, STOCK) else PreTrainedTokenizerFast
     try:
         model = kind.load(folder)
+        tokenizers = resolve_name(kind.tokenizer)
         tokenizer = tokenizers.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise NotFound(f"the model {folder} cannot be loaded: {_first_line(error)}") from None

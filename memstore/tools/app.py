@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
-from memstore.readers import kinds
+from memstore.readers.kinds import PASSKEY, shipped_model
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
 from memstore.tools.chat import chat
@@ -83,18 +84,9 @@ def demo(
     In Python: memstore.attach.
     """
     use_threads(threads)
-    if model == DRT or kind_named(model) is kinds.DRT:
-        from memstore.readers.kinds import PASSKEY, shipped_model
-        from memstore.tools import demo_drt
-
-        if dtype not in ("auto", "float32"):
-            raise InvalidArgument(f"a DRT computes in float32; --dtype {dtype} is for stock models (--model smollm2)")
-        folder = shipped_model(PASSKEY) if model == DRT else Path(model)
-        data = demo_drt.run(folder, json=json, threads=threads, seed=seed, keep=keep)
-    else:
-        from memstore.tools import demo_smollm2
-
-        data = demo_smollm2.run(json=json, model=model, dtype=dtype, threads=threads, seed=seed, keep=keep)
+    source = str(shipped_model(PASSKEY)) if model == DRT else model
+    run = resolve_name(kind_named(source).demo)
+    data = run(source, json=json, dtype=dtype, threads=threads, seed=seed, keep=keep)
     return Report(data=data, text=lambda _: None)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.readers.kinds import DRT, load_model, quiet_transformers
-from memstore.tools.models import remember
+from memstore.tools.models import remember, resolve_model
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
@@ -36,27 +36,31 @@ _AROUND = 70
 
 
 def run(
-    model: Path,
+    model: str | Path,
     *,
     json: bool = False,
+    dtype: str = "auto",
     threads: int | None = None,
     seed: int = 0,
     keep: Path | None = None,
     tokens: int = TOKENS,
 ) -> dict[str, Any]:
     """Run the demo and return its figures; without ``json`` it also tells what it is doing."""
+    if dtype not in ("auto", "float32"):
+        raise InvalidArgument(f"a DRT computes in float32; --dtype {dtype} is for stock models (--model smollm2)")
+    weights = Path(resolve_model(str(model)))
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
         folder = Path(scratch) / "demo.mem" if keep is None else keep
         if keep is not None and keep.exists():
             raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
         try:
-            figures, samples = _read(model, folder, seed, tokens, say=not json)
+            figures, samples = _read(weights, folder, seed, tokens, say=not json)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be given again
             raise
         if not json:
             print("\nThe memory is closed. A new process opens it and asks each volume for its passkey.\n", flush=True)
-        asked = _ask_in_new_process(model, folder, samples, threads)
+        asked = _ask_in_new_process(weights, folder, samples, threads)
         result = (
             figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
         )

@@ -46,9 +46,9 @@ class Text(NamedTuple):
 
 
 def run(
+    model: str = "smollm2",
     *,
     json: bool = False,
-    model: str = "smollm2",
     dtype: str = "auto",
     threads: int | None = None,
     seed: int = 0,

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memstore.errors import InvalidArgument
-from memstore.readers.kinds import encode, quiet_transformers, require_transformers
-from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK, tables
-from memstore.tools.eval_memorizing import MemorySizes, memory_table
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.readers.kinds import (
+    PASSKEY,
+    encode,
+    kind_in,
+    load_model,
+    model_folder,
+    quiet_transformers,
+    require_transformers,
+    shipped_model,
+)
+from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK
+from memstore.tools.eval_memorizing import MemorySizes
 from memstore.tools.models import check_device
 from memstore.tools.options import Device, Threads, taking, token_count, use_threads
 from memstore.tools.output import Json, Page, Report
-from memstore.tools.texts import read_documents, read_text
+from memstore.tools.texts import read_text
 
 if TYPE_CHECKING:
     from memstore.eval.run import CellResult, TaskPlan
@@ -197,9 +208,12 @@ def perplexity(
         int | None, typer.Option(min=1, help="Of a DRT: tokens scored at the end of each sample. Without it: 1024.")
     ] = None,
     samples: Annotated[
-        int,
-        typer.Option(min=1, help="Places of the text, the same for all lengths; of landmark models, longest pieces."),
-    ] = 4,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Places of the text, the same for all lengths; of landmark models, longest pieces. Without it: 4.",
+        ),
+    ] = None,
     local: LocalLengths = None,
     top_k: TopK = None,
     cutoffs: Cutoffs = None,
@@ -224,56 +238,59 @@ def perplexity(
     In Python: memstore.eval.perplexity, memstore.eval.landmark and memstore.eval.memorizing.
     """
     require_transformers()
-    from memstore.readers.kinds import KNN, LANDMARK, MEMORIZING, kind_in, model_folder
+    folder = shipped_model(PASSKEY) if model is None else model_folder(model)
+    kind = kind_in(folder)
+    if not kind.perplexity:
+        raise UnsupportedModel(
+            f"a {kind.name} has no perplexity with and without a memory; it has memstore read --json"
+        )
+    measure = resolve_name(kind.perplexity)
+    options = {
+        "lengths": lengths and parse_lengths(lengths),
+        "scored": scored,
+        "samples": samples,
+        "local": local,
+        "top_k": top_k,
+        "cutoffs": cutoffs,
+        "baseline": baseline,
+        "memory_sizes": memory_sizes,
+    }
+    given = {name: value for name, value in options.items() if value}
+    if unfit := [name for name in given if name not in signature(measure).parameters]:
+        named = ", ".join("--" + name.replace("_", "-") for name in unfit)
+        raise InvalidArgument(f"{named} cannot be used with a {kind.name}; leave it out.")
+    use_threads(threads)
+    check_device(device)
+    report: Report = measure(text, folder, **given, device=device, json=json)
+    return report
 
-    options: dict[str, Any] = {"local": local, "top_k": top_k, "cutoffs": cutoffs, "baseline": baseline}
-    if model is not None and kind_in(folder := model_folder(model)) in (MEMORIZING, KNN):
-        _refuse({**options, "lengths": lengths, "scored": scored}, "a Memorizing Transformer")
-        return memory_table(read_documents(text), folder, memory_sizes, device=device, threads=threads, json=json)
-    _refuse({"memory_sizes": memory_sizes}, "a DRT or a landmark model")
-    content = read_text(text)
-    if model is not None and kind_in(folder) is LANDMARK:
-        if scored is not None:
-            raise InvalidArgument("--scored is for DRTs; all tokens of a landmark model's pieces are scored.")
-        wanted = parse_lengths(lengths or "512,2K,4K")
-        return tables(content, folder, wanted, samples, device=device, threads=threads, json=json, **options)
-    _refuse(options, "a DRT")
-    return _perplexity(
-        content, model, parse_lengths(lengths or "2K,8K,32K"), scored or 1024, samples, threads, device, json
-    )
 
-
-def _refuse(options: Mapping[str, Any], kind: str) -> None:
-    """Raise ``InvalidArgument`` if any of ``options`` is given, for they mean nothing to a model of this ``kind``."""
-    unfit = ", ".join("--" + name.replace("_", "-") for name, value in options.items() if value)
-    if unfit:
-        raise InvalidArgument(f"{unfit} cannot be used with {kind}; leave it out.")
-
-
-def _perplexity(
-    content: str,
-    model: Path | None,
-    wanted: list[int],
-    scored: int,
-    samples: int,
-    threads: int | None,
+def by_context(
+    text: str,
+    folder: Path,
+    *,
+    lengths: Sequence[int] = (2048, 8192, 32_768),
+    scored: int = 1024,
+    samples: int = 4,
     device: str,
     json: bool,
 ) -> Report:
+    """What a DRT in ``folder`` makes of the last tokens of a text after contexts of each length."""
     import torch
 
     from memstore.eval.perplexity import perplexity as measure
     from memstore.eval.perplexity import places
     from memstore.progress import progress_bar
-    from memstore.readers.kinds import PASSKEY
 
-    name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
+    content = read_text(text)
+    with quiet_transformers():
+        loaded, tokenizer = load_model(folder, device)
     tokens = torch.tensor(encode(tokenizer, content))
-    total = sum(wanted) * len(places(len(tokens), max(wanted), samples))
+    total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
     with progress_bar("perplexity", 0, total, not json and sys.stderr.isatty()) as advance:
-        rows = measure(loaded, tokens, wanted, scored=scored, samples=samples, advance=advance)
+        rows = measure(loaded, tokens, lengths, scored=scored, samples=samples, advance=advance)
     data = [row.to_dict() for row in rows]
-    report = {"task": "perplexity", "model": name, "rows": data}
+    report = {"task": "perplexity", "model": folder.name, "rows": data}
     return Report(data=report, text=lambda page: _table(page, data, list(data[0])))
 
 

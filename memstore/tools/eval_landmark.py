@@ -11,9 +11,9 @@ import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import encode, quiet_transformers
-from memstore.tools.models import check_device, load_model, resolve_model
-from memstore.tools.options import use_threads
+from memstore.tools.models import load_model, resolve_model
 from memstore.tools.output import Page, Report
+from memstore.tools.texts import read_text
 
 if TYPE_CHECKING:
     from memstore.eval.landmark import LengthRow
@@ -43,15 +43,14 @@ DEFAULT_CUTOFFS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 def tables(
     text: str,
     folder: Path,
-    lengths: Sequence[int],
-    samples: int,
     *,
-    local: str | None,
-    top_k: str | None,
-    cutoffs: str | None,
-    baseline: Sequence[Path] | None,
+    lengths: Sequence[int] = (512, 2048, 4096),
+    samples: int = 4,
+    local: str | None = None,
+    top_k: str | None = None,
+    cutoffs: str | None = None,
+    baseline: Sequence[Path] = (),
     device: str,
-    threads: int | None,
     json: bool,
 ) -> Report:
     """All tables that the model in ``folder`` has, on ``samples`` pieces of the longest length from the text's end."""
@@ -59,8 +58,7 @@ def tables(
 
     from memstore.eval.landmark import by_cutoff, by_granularity, check, check_local, permissive, rows_of
 
-    use_threads(threads)
-    check_device(device)
+    content = read_text(text)
     model, tokenizer = _load(folder, device)
     config = model.config
     if config.attention != "landmark":
@@ -83,10 +81,10 @@ def tables(
         raise InvalidArgument(
             f"--cutoffs needs one of --lengths above the {locals_[0]:,} local tokens: a shorter text retrieves nothing"
         )
-    tokens = torch.tensor(encode(tokenizer, text))
+    tokens = torch.tensor(encode(tokenizer, content))
     check(tokens, lengths)
     tokens = tokens[-max(lengths) * min(samples, len(tokens) // max(lengths)) :]
-    rows = _all_lengths(folder, model, baseline or [], tokens, lengths, locals_, k, device, json)
+    rows = _all_lengths(folder, model, baseline, tokens, lengths, locals_, k, device, json)
     data: dict[str, Any] = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows_of(rows)}
     if longer:
         data["granularity"] = rows_of(list(by_granularity(model, tokens, longer, local=locals_[0], top_k=k)))
@@ -128,19 +126,21 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
 
 def _baseline(name: Path, own: Path, config: Any, device: str) -> Any:
     """The model called ``name``, if its perplexity can be compared with that of the model in ``own``."""
+    from memstore.models.landmark import LandmarkForCausalLM
     from memstore.models.landmark.convert import make_landmark
-    from memstore.readers.kinds import LANDMARK, STOCK, kind_in
 
     folder = Path(resolve_model(str(name)))
-    kind = kind_in(folder)
-    if kind not in (LANDMARK, STOCK):
-        raise UnsupportedModel(f"{name} is no baseline: train one with memstore train landmark --attention full")
+    model: Any = load_model(str(folder), "float32", device=device).model
+    if not isinstance(model, LandmarkForCausalLM):
+        try:
+            model = make_landmark(model, attention="full", block_size=config.block_size)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(
+                f"{name} is no baseline ({error}): train one with memstore train landmark --attention full"
+            ) from None
     if (folder / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
         raise InvalidArgument(f"{name} has another tokenizer than {own}: their perplexities cannot be compared")
-    if kind is LANDMARK:
-        return _load(folder, device)[0]
-    stock, _ = load_model(str(folder), "float32", device=device)
-    return make_landmark(stock, attention="full", block_size=config.block_size)
+    return model
 
 
 def _top_k(text: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from memstore.readers.kinds import encode, quiet_transformers, require_transform
 from memstore.tools.models import check_device
 from memstore.tools.options import Device, Threads, token_count, tokens_of, use_threads
 from memstore.tools.output import Json, Page, Report, cell
-from memstore.tools.texts import read_text
+from memstore.tools.texts import read_documents, read_text
 
 MemorySizes = Annotated[
     str | None,
@@ -78,27 +77,25 @@ def lookup(
     return Report(data=data, text=lambda page: _show_lookup(page, data))
 
 
-def memory_table(
-    texts: Sequence[str], folder: Path, sizes: str | None, *, device: str, threads: int | None, json: bool
-) -> Report:
-    """The table of the model in ``folder`` for ``texts``, each read as a document."""
+def by_memory_size(text: str, folder: Path, *, memory_sizes: str | None = None, device: str, json: bool) -> Report:
+    """The table of the model in ``folder`` for a text, or the texts of a folder, each read as a document."""
     import torch
 
-    from memstore.eval.memorizing import SIZES, by_memory_size, fitting
+    from memstore.eval import memorizing
+    from memstore.eval.memorizing import SIZES, fitting
     from memstore.progress import progress_bar
-    from memstore.readers.kinds import KNN, MEMORIZING, load_model
+    from memstore.readers.kinds import load_model
 
-    chosen = None if sizes is None else parse_sizes(sizes)
-    use_threads(threads)
-    check_device(device)
+    texts = read_documents(text)
+    chosen = None if memory_sizes is None else parse_sizes(memory_sizes)
     with quiet_transformers():
-        model, tokenizer = load_model(folder, device, only=(MEMORIZING, KNN))
+        model, tokenizer = load_model(folder, device)
     documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
     total = sum(map(len, documents))
     if chosen is None:
         chosen = [0] if getattr(model.config, "memory_layer", 0) is None else fitting(SIZES, max(map(len, documents)))
     with progress_bar("perplexity", 0, len(chosen) * total, not json and sys.stderr.isatty()) as advance:
-        rows = [row.to_dict() for row in by_memory_size(model, documents, chosen, advance=advance)]
+        rows = [row.to_dict() for row in memorizing.by_memory_size(model, documents, chosen, advance=advance)]
     data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
     return Report(data=data, text=lambda page: _show(page, rows))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ from memstore.errors import InvalidArgument, MemstoreError, NotFound, Unsupporte
 from memstore.folders import user_folder
 from memstore.readers import kinds
 from memstore.readers.kinds import (
-    KNN,
     PASSKEY,
     STOCK,
     Kind,
@@ -88,7 +88,7 @@ def lasting_name(name: str) -> str:
 
 def kind_named(name: str) -> Kind:
     """The kind of the model called ``name``. Nothing is fetched to find out: what is not here is a stock model."""
-    if name == SMOLLM2:
+    if name == SMOLLM2:  # it may not be here yet
         return STOCK
     source = resolve_model(name)
     return kind_in(source) if Path(source).is_dir() else STOCK
@@ -100,8 +100,7 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
     source, kind = resolve_model(name), kind_named(name)
-    if kind is not STOCK:
-        kind.reader_class()
+    if not kind.half:
         if dtype not in ("auto", "float32"):
             raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
         with quiet_transformers():
@@ -216,11 +215,9 @@ def check_device(name: str) -> None:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load only the tokenizer of the model called ``name``."""
-    transformers = require_transformers()
+    require_transformers()
     source = resolve_model(name)
-    # Configurations of our own kinds may not be registered yet, and their tokenizers are all of one class.
-    stock = kind_named(name) in (STOCK, KNN)
-    loader = transformers.AutoTokenizer if stock else transformers.PreTrainedTokenizerFast
+    loader = resolve_name(kind_named(name).tokenizer)
     with _loading(name), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, trust_remote_code=False)
     return tokenizer

@@ -16,7 +16,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
-from memstore.readers.kinds import STOCK, encode
+from memstore.readers.kinds import encode
 from memstore.tools.ask import attached
 from memstore.tools.failures import FAILED, Interrupted
 from memstore.tools.files import Found, digest, find
@@ -24,7 +24,6 @@ from memstore.tools.models import (
     SMOLLM2,
     Loaded,
     chosen_name,
-    kind_named,
     lasting_name,
     load_model,
     recorded_name,
@@ -280,7 +279,7 @@ def _read_all(
     model = model or (there.model if there is not None else None) or SMOLLM2
     spec = None if there is None else there.spec
     _check_fit(memory, spec, block_size=block_size, codec=codec)
-    if there is None and block_size is not None and 64 % block_size and kind_named(model) is STOCK:
+    if there is None and block_size is not None and 64 % block_size:
         raise InvalidArgument(f"--block-size must divide 64 and 256, the sizes of sink and window, got {block_size}.")
     with waiting(f"loading {model}", show=not json):
         use_threads(threads)

@@ -159,11 +159,10 @@ def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
-    from memstore.readers.kinds import kind_in
     from memstore.train.family import LANDMARK
     from memstore.train.start import load_config
 
-    if kind_in(init) is LANDMARK.kind:
+    if LANDMARK.has(init):
         config = load_config(init, LANDMARK)
         there = {option: getattr(config, name) for option, name in _MODEL.items()}
     else:  # a stock model, which gets landmarks now and keeps its words

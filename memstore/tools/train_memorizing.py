@@ -76,11 +76,11 @@ def memorizing(options: MemorizingTraining) -> Report:
 
 
 def _train(texts: list[str], out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
-    from memstore.readers.kinds import MEMORIZING, kind_in
     from memstore.train import train_on_documents, train_stock_memory
+    from memstore.train.family import MEMORIZING
     from memstore.train.stock import RATE
 
-    if "init" in given and kind_in(given["init"]) is not MEMORIZING:
+    if "init" in given and not MEMORIZING.has(given["init"]):
         train.refuse_unfit(given, _OF_STOCK, "a stock model")
         chosen = {name: value for name, value in given.items() if name not in train.OPTIMISATION}
         optimisation = train.optimisation_of({"learning_rate": RATE, **given})

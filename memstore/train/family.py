@@ -17,7 +17,7 @@ from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark.convert import make_landmark, with_adapters
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
 from memstore.readers import kinds
-from memstore.readers.kinds import Kind
+from memstore.readers.kinds import Kind, kind_in
 from memstore.train.landmark import LandmarkNeedleTrainer, LandmarkTextTrainer
 from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer, NeedleTrainer
@@ -40,6 +40,10 @@ class Family:
     """Puts low-rank adapters of a rank into a model; None where all of it is trained always."""
     grow: Callable[..., Any] | None = None
     """Makes a model of a larger configuration of one that is there; None where that cannot be."""
+
+    def has(self, folder: str | Path) -> bool:
+        """Whether the model in ``folder`` is one. Raises ``NotFound``, and ``InvalidArgument`` where there is none."""
+        return kind_in(folder) is self.kind
 
 
 def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:

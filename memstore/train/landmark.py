@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memstore.models.landmark import LandmarkForCausalLM
 from memstore.train.recipes import LandmarkRecipe
 from memstore.train.run import Run, write_json
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
@@ -50,7 +49,7 @@ class LandmarkTextTrainer(MemoryTrainer):
 
     def __init__(self, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
-        self._adapted = None if isinstance(model, LandmarkForCausalLM) else model
+        self._adapted = model if hasattr(model, "get_base_model") else None
         """The model with its adapters around it, where they are what is trained."""
         if self._adapted is not None:
             self.trained = self._adapted.get_base_model()

@@ -112,7 +112,7 @@ def starting(
         chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
         chosen.vocab_size = chosen.vocab_size if size is None else size
         return Start(chosen, init, tokenizer, family)
-    if family.adopt is not None and kind_in(init) is not family.kind:
+    if family.adopt is not None and not family.has(init):
         with quiet():
             adopted = family.adopt(init, **(changes or {}))
         return Start(adopted.config, init, tokenizer, family, adopted, lora)

@@ -96,22 +96,18 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--lengths", "100", "--scored", 5], "--scored is for DRTs"),
+        (["--lengths", "100", "--scored", 5], "--scored cannot be used with a landmark model"),
         (["--lengths", "100", "--local", 15], "no multiple"),
         (["--lengths", "100", "--top-k", "few"], "write numbers"),
         (["--lengths", "100", "--top-k", "0"], "top_k must be a whole number"),
         (["--lengths", "100", "--cutoffs", "1.5"], "threshold must be a number from 0 to 1"),
         (["--lengths", "5", "--cutoffs", "0.5"], "a shorter text retrieves nothing"),
         (["--lengths", "1M"], "fewer than the length"),
-        (["--lengths", "100", "--baseline", "{drt}"], "is no baseline"),
+        (["--lengths", "100", "--baseline", "passkey"], "is no baseline"),
     ],
 )
-def test_tables_that_cannot_be_are_refused(
-    cli: Cli, text: Path, model: Path, tmp_path: Path, arguments: list[Any], words: str
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "memstore-drt"}')
-    filled = [str(each).format(drt=tmp_path) for each in arguments]
-    outcome = cli("eval", "perplexity", "--model", model, "--text", text, *filled)
+def test_tables_that_cannot_be_are_refused(cli: Cli, text: Path, model: Path, arguments: list[Any], words: str) -> None:
+    outcome = cli("eval", "perplexity", "--model", model, "--text", text, *arguments)
     assert outcome.code in (USAGE, REFUSED), outcome
     assert words in outcome.err
 

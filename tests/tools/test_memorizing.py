@@ -183,7 +183,7 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(
     [
         (["--memory-sizes", "0,lots"], "is no number of tokens"),
         (["--memory-sizes", "1K,1024"], "names a size twice"),
-        (["--lengths", "100", "--top-k", "2"], "--top-k, --lengths cannot be used with a Memorizing Transformer"),
+        (["--lengths", "100", "--top-k", "2"], "--lengths, --top-k cannot be used with a Memorizing Transformer"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(cli: Cli, text: Path, model: Path, arguments: list[Any], words: str) -> None:
