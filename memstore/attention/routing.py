@@ -11,6 +11,9 @@ A block also passes 0.95 of its score on to the block after it, for content that
 are sign bits. A prompt is scored with its codes as they are; while reading, the queries are stored codes too, and so
 signs.
 
+``memstore.train.train_router`` makes the same object from questions whose evidence is known: mean and directions that
+let a question's tokens find its paragraph, where ``Router.fit`` knows only which directions all tokens share.
+
 **Lists per layer** use the layer's own position-free queries, and means of a few consecutive keys as landmarks.
 """
 

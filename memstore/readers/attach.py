@@ -28,6 +28,7 @@ def attach(
     sink: int | None = None,
     segment: int | None = None,
     routing_layers: tuple[int, ...] | None = None,
+    router: str | Path | None = None,
     segment_blocks: int | None = None,
     capacity: int | None = None,
 ) -> Reader:
@@ -57,10 +58,12 @@ def attach(
         sink: tokens at the beginning of the document that are always attended to; a multiple of the block size, 64.
         segment: tokens read in one forward pass and stored in one transaction; a multiple of the block size, 256.
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
+        router: the file of a router that was trained for the model (``memstore train router``), for a memory made here:
+            it is kept in the memory, instead of one that is fitted to the beginning of the text, and says the layer.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
 
-    Which of the last eight, and which fields of ``retrieval``, a kind of model takes is in docs/models.md; others are
+    Which of the last nine, and which fields of ``retrieval``, a kind of model takes is in docs/models.md; others are
     refused.
 
     Raises (the last two on entering the block):
@@ -82,6 +85,7 @@ def attach(
         "sink": sink,
         "segment": segment,
         "routing_layers": routing_layers,
+        "router": router,
         "segment_blocks": segment_blocks,
         "capacity": capacity,
     }

@@ -18,6 +18,7 @@ OPTIONS: dict[str, tuple[Kind, ...]] = {
     "sink": (STOCK,),
     "segment": (STOCK,),
     "routing_layers": (STOCK,),
+    "router": (STOCK,),
     "segment_blocks": (DRT,),
     "capacity": (LANDMARK,),
     "block_size": (STOCK, MEMORIZING, KNN),

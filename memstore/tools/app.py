@@ -44,6 +44,7 @@ from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
+from memstore.tools.train_router import router
 from memstore.tools.trust import trust
 from memstore.tools.view import view
 
@@ -147,7 +148,7 @@ def _group(name: str, purpose: str, *functions: Callable[..., Report]) -> None:
     app.add_typer(group, name=name)
 
 
-_group("train", "Train a model that retrieves.", drt, landmark, memorizing)
+_group("train", "Train a model that retrieves.", drt, landmark, memorizing, router)
 _group(
     "eval",
     "Measure a model that retrieves.",

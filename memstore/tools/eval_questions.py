@@ -15,7 +15,7 @@ import typer
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import require_transformers
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.options import Device, Dtype, Threads, taking, use_threads
+from memstore.tools.options import Device, Dtype, RouterFile, Threads, taking, use_threads
 from memstore.tools.output import Json, Page, Report
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class QuestionSetting:
     memory: Memory = None
     top_k: TopKs = "8"
     words: WordsFactor = 2.0
+    router: RouterFile = None
     baselines: Baselines = True
     dtype: Dtype = "auto"
     threads: Threads = None
@@ -82,7 +83,12 @@ class QuestionSetting:
         with (
             _place(self.memory) as place,
             memstore.attach(
-                model, place, document=task, tokenizer=tokenizer, retrieval=memstore.Retrieval(words=self.words)
+                model,
+                place,
+                document=task,
+                tokenizer=tokenizer,
+                retrieval=memstore.Retrieval(words=self.words),
+                router=self.router,
             ) as reader,
         ):
             read = reader.read(pool.tokens, progress=show)
@@ -99,6 +105,7 @@ class QuestionSetting:
             "dtype": str(model.dtype).removeprefix("torch."),
             "half": self.half,
             "words": self.words,
+            "router": self.router,
             "questions": sum(map(len, asked.values())),
             "paragraphs": len(sets[0].paragraphs),
             "tokens": len(pool.tokens),

@@ -76,6 +76,12 @@ ModelThatRead = Annotated[
 Index = Annotated[
     str, typer.Option(help="What finds blocks: exact, faiss:IVF1024,Flat or another factory string, auto, ...")
 ]
+RouterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--router", help="File of a trained router, for a new memory of a stock model. Without it: fitted to the text."
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
 TopK = Annotated[
     int | None,

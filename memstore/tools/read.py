@@ -36,6 +36,7 @@ from memstore.tools.options import (
     Index,
     MemoryUrl,
     Model,
+    RouterFile,
     Threads,
     TopK,
     use_threads,
@@ -92,6 +93,7 @@ def read(
     block_size: BlockSize = None,
     codec: Codec = None,
     top_k: TopK = None,
+    router: RouterFile = None,
     threads: Threads = None,
     device: Device = "cpu",
     index: Index = "exact",
@@ -134,7 +136,9 @@ def read(
     if not (plan.read or plan.unchanged or plan.bad or plan.gone):
         raise InvalidArgument(f"there is nothing to read in {', '.join(text)}: no file with text was found.")
     if plan.read:
-        done = _read_all(plan, there, memory, model, dtype, block_size, codec, top_k, threads, device, index, json=json)
+        done = _read_all(
+            plan, there, memory, model, dtype, block_size, codec, top_k, router, threads, device, index, json=json
+        )
     if plan.gone and prune:
         with memstore.open(memory) as opened:
             for name in plan.gone:
@@ -270,6 +274,7 @@ def _read_all(
     block_size: int | None,
     codec: str | None,
     top_k: int | None,
+    router: str | None,
     threads: int | None,
     device: str,
     index: str,
@@ -287,7 +292,7 @@ def _read_all(
         loaded = load_model(model, dtype or (there.dtype if there is not None else None) or "auto", device=device)
     made: dict[str, Any] = {"block_size": block_size, "codec": codec} if there is None else {}
     first = plan.read[0][1]
-    with attached(loaded, memory, document=first, top_k=top_k, index=index, **made) as reader:
+    with attached(loaded, memory, document=first, top_k=top_k, index=index, router=router, **made) as reader:
         reader.memory.put_info("model", model_info(model, loaded))
         with waiting("counting tokens", show=not json):
             tokens = [encode(reader.tokenizer, content) for _, _, content in plan.read]

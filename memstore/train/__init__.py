@@ -1,14 +1,15 @@
 """Training the models of ``memstore.models`` on texts, on recipes that need no data, and on prompts with answers.
 
 ``train_on_texts``, ``train_recipe`` and ``train_on_pairs`` are what ``memstore train drt`` calls, and
-``train_on_documents`` and ``train_stock_memory`` are what ``memstore train memorizing`` does. They need
-transformers and accelerate: ``pip install "torch-memstore[train]"``.
+``train_on_documents`` and ``train_stock_memory`` are what ``memstore train memorizing`` does, ``train_router`` is
+``memstore train router``. They need transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
 from memstore.eval.align import align
 from memstore.train.documents import train_on_documents
 from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.recipes import RECIPES, Recipe
+from memstore.train.router import RouterOptions, train_router
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.stock import train_stock_memory
 
@@ -16,11 +17,13 @@ __all__ = [
     "RECIPES",
     "Optimisation",
     "Recipe",
+    "RouterOptions",
     "Runtime",
     "align",
     "train_on_documents",
     "train_on_pairs",
     "train_on_texts",
     "train_recipe",
+    "train_router",
     "train_stock_memory",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from memstore.readers.stock.call import Call
 from memstore.readers.stock.draft import TraceEntry
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.reading import SegmentReading
+from memstore.readers.stock.routers import load_router
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, everything, visible
 
@@ -75,12 +77,22 @@ class StockReader(Reader):
         block_size: int | None = None,
         codec: str | None = None,
         routing_layers: tuple[int, ...] | None = None,
+        router: str | Path | None = None,
     ) -> None:
         """See ``memstore.attach``."""
         self.architecture = examine(model)
         super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
+        self._trained: tuple[int, Router] | None = None
+        if router is not None:
+            self._trained = load_router(router, self.architecture, _code_dim(self.architecture))
+            if self.retrieval.share != "model" or routing_layers not in (None, (self._trained[0],)):
+                raise InvalidArgument(
+                    f"the router {router} chooses for all layers in layer {self._trained[0]}: leave routing_layers and "
+                    "Retrieval.share out"
+                )
+            self._routing_layers = (self._trained[0],)
         self._fingerprints: dict[int, Fingerprint] = {}
         self._tail = True  # calls see the document's end
         self.trace: deque[TraceEntry] = deque(maxlen=KEPT)
@@ -147,6 +159,8 @@ class StockReader(Reader):
 
     def _install(self, stack: ExitStack) -> None:
         self.hooks.install(stack)
+        if self._trained is not None:
+            self._keep_trained(*self._trained)
         self._load_routers()
 
     # What calls see
@@ -266,6 +280,18 @@ class StockReader(Reader):
                 # A memory without a router is empty; any router will do for the nothing that is in it.
                 self.selection.routers[layer] = [Router.from_arrays(arrays or first, *sizes) for arrays in stored]
 
+    def _keep_trained(self, layer: int, router: Router) -> None:
+        """Codes are compared with those of the memory's own router, so a memory never changes it."""
+        name, arrays = _stored_name(layer), router.to_arrays()
+        stored = self.memory.get_arrays(name)
+        if stored is None:
+            self.memory.put_arrays(name, arrays)
+        elif not all(torch.equal(stored[each], arrays[each]) for each in arrays):
+            raise ForeignMemory(
+                f"the memory {self.memory.url} has another router than the one that is named: leave router out, or "
+                "read the text into a new memory"
+            )
+
     @property
     def _uncalibrated(self) -> bool:
         selection = self.selection
@@ -273,19 +299,23 @@ class StockReader(Reader):
 
     def calibrate(self, tokens: Tensor) -> None:
         """Fit the routers to ``tokens`` and general text and store them, unless the memory has them already."""
-        layers = self.selection.index_layers
         if not self._uncalibrated:
             return
+        for layer, router in self.fitted(tokens).items():
+            self.memory.put_arrays(_stored_name(layer), router.to_arrays())
+        self._load_routers()
+
+    def fitted(self, tokens: Tensor) -> dict[int, Router]:
+        """The routers of a memory whose first text begins with ``tokens [n]``, by layer; none is kept."""
+        layers = self.selection.index_layers
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for sample in router_samples(tokens, self.tokenizer, self._vocabulary):
             for segment in sample.split(self.segment):
                 for layer, states in self.hooks.hidden_states(segment, layers).items():
                     # A first token is unlike all others.
                     hidden[layer].append(states[1:] if len(states) > 1 else states)
-        for layer, parts in hidden.items():
-            router = Router.fit(torch.cat(parts).float().cpu(), self.memory.spec.key_dim)
-            self.memory.put_arrays(_stored_name(layer), router.to_arrays())
-        self._load_routers()
+        dim = self.memory.spec.key_dim
+        return {layer: Router.fit(torch.cat(parts).float().cpu(), dim) for layer, parts in hidden.items()}
 
     # Searching
 
@@ -322,6 +352,11 @@ class StockReader(Reader):
         queries = asking if options.query == "all" else asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float().cpu()] * candidates.memories)
         return pooled(scores, pool=options.pool, lists=1)[0]
+
+
+def _code_dim(architecture: Architecture) -> int:
+    """Dimensions of the codes of a model: whole bytes of bits."""
+    return min(CODE_DIM, architecture.hidden_size // 8 * 8)
 
 
 def _stored_name(layer: int) -> str:
@@ -368,7 +403,7 @@ def _spec(
         return MemorySpec(
             index_layers=_routing_layers(len(layers), retrieval, routing_layers),
             key_heads=1,
-            key_dim=min(CODE_DIM, architecture.hidden_size // 8 * 8),
+            key_dim=_code_dim(architecture),
             keys_per_block=size,
             key_dtype="bit",
             **common,

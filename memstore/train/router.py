@@ -1,0 +1,249 @@
+"""Train the router of a stock model on questions whose evidence is known; the model stays as it is.
+
+The router that a memory fits to its text (``memstore.attention.Router``) knows which directions all tokens share. This
+one is the same object, mean and directions, moved so that a question finds its paragraph among many: the loss is the
+cross entropy of the evidence's score against that of other blocks, where scores are those that choose blocks later
+(late interaction over standardised products, Khattab & Zaharia 2020), codes are signs, and their gradient is that of
+the numbers they are signs of (Bengio et al. 2013). Other blocks are those of the batch, some at random, and some that
+the router so far takes for the evidence.
+
+Hidden states are computed once, segment by segment, up to the layer that routes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memstore
+from memstore.attention import Router, late_interaction
+from memstore.attention.routing import FLOOR, inherited, standardised
+from memstore.errors import InvalidArgument
+from memstore.eval.questions.rankers import Ranker
+from memstore.eval.questions.recall import Pool, recall
+from memstore.eval.questions.sets import Half, Question, QuestionSet
+from memstore.kernels import best_products
+from memstore.readers.kinds import STOCK, encode, kind_of
+from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.routers import save_router
+
+SEGMENT = 512
+"""Tokens whose states are computed together, seeing nothing before them."""
+SPAN = 32
+"""Query tokens that choose together, as ``Retrieval.span``."""
+BATCH = 24
+"""Questions of a step."""
+RATE = 3e-3
+"""Learning rate, for directions whose numbers have a mean square of 1. A higher one loses paraphrases (notes)."""
+RANDOM = 160
+"""Blocks of a step that are drawn from all."""
+MINED, EVERY = 4, 50
+"""Blocks for each question that look like its evidence, and the steps after which they are looked for again."""
+LEAK = 0.1
+"""Part of a score below the floor that has a gradient: none would leave a token that finds nothing where it is."""
+TESTED = 300
+"""Questions of a set that are asked to compare routers."""
+
+
+class Asked:
+    """A set of questions as hidden states, each computed once."""
+
+    def __init__(self, asked: QuestionSet, reader: StockReader, advance: Callable[[int], None]) -> None:
+        self.set, self.pool = asked, Pool.of(asked.paragraphs, reader.tokenizer)
+        self.size, self._reader = reader.block_size, reader
+        (self.layer,) = reader.selection.index_layers
+        self._queries: dict[str, Tensor] = {}
+        whole = self.pool.tokens[: len(self.pool.tokens) // self.size * self.size]
+        states = []
+        for segment in whole.split(SEGMENT):
+            # Halves of float32: what a code loses by it is less than what its sign loses.
+            states.append(reader.hooks.hidden_states(segment, [self.layer])[self.layer].cpu().bfloat16())
+            advance(len(segment))
+        if not states:
+            raise InvalidArgument(f"{asked.name} has fewer tokens than a block: give more paragraphs")
+        self.blocks = torch.cat(states).unflatten(0, (-1, self.size))
+        """``[N, S, hidden]`` bfloat16."""
+
+    def query(self, text: str) -> Tensor:
+        """The states ``[t, hidden]`` (float32) that choose for a question."""
+        if text not in self._queries:
+            tokens = torch.tensor(encode(self._reader.tokenizer, text))
+            self._queries[text] = self._reader.hooks.query_states(tokens, self.layer)[-SPAN:].float().cpu()
+        return self._queries[text]
+
+    def evidence(self, question: Question) -> list[range]:
+        """The blocks of each paragraph that an answer needs."""
+        return [self.pool.blocks(paragraph, self.size) for paragraph in question.evidence]
+
+
+class RouterRanker(Ranker):
+    """What a router finds among states, as an attached memory would, without words."""
+
+    def __init__(self, router: Router, asked: Asked, name: str = "router") -> None:
+        super().__init__()
+        self.name, self._router, self._asked = name, router, asked
+        self._codes = torch.cat([_signs(router.encode(part)) for part in asked.blocks.split(SEGMENT)])
+        self._consecutive = torch.arange(len(self._codes)) > 0
+
+    def _best(self, question: str, depth: int) -> list[int]:
+        codes = self._router.encode(self._asked.query(question))
+        whole = (codes / codes.abs().amax(-1, keepdim=True) * 127).round().to(torch.int8)
+        scores = late_interaction(best_products(self._codes, whole).T, span=SPAN, pool="max")
+        ranked = inherited(scores, self._consecutive).topk(min(depth, len(scores))).indices
+        return [int(block) for block in ranked]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """What decides the result."""
+
+    steps: int = 150
+    learning_rate: float = RATE
+    seed: int = 0
+    half: Half = "chosen"
+    """The questions that train; what is told of the router is measured on the others."""
+
+
+def train_router(
+    model: Any,
+    tokenizer: Any,
+    asked: QuestionSet,
+    out: str | Path,
+    *,
+    tested: Sequence[QuestionSet] = (),
+    options: RouterOptions | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train a router on one half of the questions ``asked``, write it to the file ``out``, and say what it is worth.
+
+    Args:
+        model: a stock model, as ``memstore.attach`` takes it.
+        tokenizer: the model's.
+        asked: what it is trained on.
+        out: a file, which ``memstore.attach(router=)`` takes.
+        tested: other sets, on whose held-out half it is compared with the router that is fitted to the text.
+        options: what decides the result.
+        advance: told how many tokens have been read.
+
+    Returns:
+        ``rows``: evidence among 8 blocks, of each set and of both routers, by states alone.
+
+    Raises:
+        InvalidArgument: no stock model, or too few questions.
+    """
+    options = options or RouterOptions()
+    if kind_of(model) is not STOCK:
+        raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
+    chosen = asked.of(options.half)
+    with memstore.attach(model, "ram:", tokenizer=tokenizer) as reader:
+        assert isinstance(reader, StockReader), "a stock model has no other"
+        sets = [Asked(each, reader, advance) for each in (asked, *tested)]
+        losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
+        save_router(out, trained, sets[0].layer, reader.architecture)
+        rows = [row for each in sets for row in _compared(each, trained, reader)]
+    return {
+        "out": str(out),
+        "layer": sets[0].layer,
+        "questions": len(chosen),
+        "loss": losses,
+        "bytes": Path(out).stat().st_size,
+        "rows": rows,
+    }
+
+
+def _compared(asked: Asked, trained: Router, reader: StockReader) -> list[dict[str, Any]]:
+    questions = asked.set.of("held-out", TESTED)
+    fitted = reader.fitted(asked.pool.tokens)[asked.layer]
+    rankers = (
+        RouterRanker(fitted, asked, "fitted to the text"),
+        RouterRanker(trained, asked, "trained"),
+    )
+    found = [row for each in rankers for row in recall(each, questions, asked.pool, block_size=asked.size)]
+    return [{"set": asked.set.name, **row} for row in found]
+
+
+def _trained(
+    asked: Asked, questions: Sequence[Question], router: Router, options: RouterOptions
+) -> tuple[list[float], Router]:
+    chance, few = random.Random(options.seed), min(BATCH, len(questions))
+    size = router.basis.square().mean().sqrt()  # then one learning rate suits every model
+    mean, basis = nn.Parameter(router.mean.clone()), nn.Parameter(router.basis / size)
+    scale = nn.Parameter(torch.tensor(-1.0))
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [basis], "lr": options.learning_rate},
+            {"params": [mean], "lr": options.learning_rate * float(router.mean.square().mean().sqrt())},
+            {"params": [scale], "lr": options.learning_rate},
+        ]
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
+    mined: dict[str, list[int]] = {}
+    losses, asking = list[float](), list(questions)
+    for step in range(options.steps):
+        if step and step % EVERY == 0:
+            asking = chance.sample(list(questions), min(len(questions), EVERY * few))
+            mined = _mined(asked, asking, Router(mean.detach(), basis.detach()))
+        batch = chance.sample(asking, few)
+        loss = _loss(asked, batch, mined, chance, (mean, basis, scale))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        losses.append(loss.item())
+    shown = [round(loss, 4) for loss in losses[:: max(1, len(losses) // 10)]]
+    return shown, Router(mean.detach(), basis.detach() * size)
+
+
+def _rate(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def _mined(asked: Asked, questions: Sequence[Question], router: Router) -> dict[str, list[int]]:
+    """Blocks that ``router`` takes for the evidence of each question."""
+    ranker, found = RouterRanker(router, asked), dict[str, list[int]]()
+    for question in questions:
+        right = {block for blocks in asked.evidence(question) for block in blocks}
+        found[question.id] = [block for block in ranker.rank(question.text, 4 * MINED) if block not in right][:MINED]
+    return found
+
+
+def _loss(
+    asked: Asked,
+    batch: Sequence[Question],
+    mined: dict[str, list[int]],
+    chance: random.Random,
+    parameters: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    mean, basis, scale = parameters
+    evidence = [asked.evidence(question) for question in batch]
+    several = {block for each in evidence for blocks in each for block in blocks}
+    several.update(block for question in batch for block in mined.get(question.id, ()))
+    several.update(chance.sample(range(len(asked.blocks)), min(RANDOM, len(asked.blocks))))
+    numbers = torch.tensor(sorted(several))
+    queries = [asked.query(question.text) for question in batch]
+    codes = Router(mean, basis).encode(torch.cat(queries))  # [t, dim]
+    keys = Router(mean, basis).encode(asked.blocks[numbers]).flatten(0, 1)  # [n * S, dim]
+    signs = keys + (keys.sign() - keys).detach()
+    best = (codes @ signs.T).unflatten(1, (len(numbers), -1)).amax(-1)  # [t, n]
+    z = standardised(best)
+    z = torch.where(z > FLOOR, z, FLOOR + LEAK * (z - FLOOR))
+    losses = []
+    for scores, needed in zip(z.split([len(query) for query in queries]), evidence, strict=True):
+        each = scores.sum(0) * scale.exp()
+        right = [torch.isin(numbers, torch.tensor(list(blocks))) for blocks in needed]
+        wrong = each[~torch.stack(right).any(0)]
+        for of_one in right:
+            found = each[of_one].logsumexp(0)
+            losses.append((torch.cat((found[None], wrong)).logsumexp(0) - found) / len(right))
+    return torch.stack(losses).sum() / len(batch)
+
+
+def _signs(codes: Tensor) -> Tensor:
+    return (codes >= 0).to(torch.int8) * 2 - 1

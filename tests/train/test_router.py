@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import memstore
+from memstore.attention import Router
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
+from memstore.eval.questions import own
+from memstore.eval.questions.sets import QuestionSet
+from memstore.readers.stock.routers import save_router
+from memstore.train import RouterOptions, train_router
+from tests.eval.drts import byte_tokenizer, small_drt
+from tests.readers.models import attach, tiny
+
+NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo", "Kit", "Lou")
+OPTIONS: dict[str, Any] = {"block_size": 16, "window": 32, "segment": 32, "sink": 16}
+
+
+def write_pairs(path: Path) -> Path:
+    """Twelve questions, each about a paragraph of its own that begins with another word than the question's."""
+    lines = [
+        {"question": f"Who is {name}?", "evidence": [f"{name * 12} {number} lives here."], "others": ["Nobody." * 9]}
+        for number, name in enumerate(NAMES)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def model_of(seed: int = 0) -> Any:
+    return tiny("llama", seed, vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> QuestionSet:
+    return own.load(write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def router_file(tmp_path_factory: pytest.TempPathFactory, pairs: QuestionSet) -> Path:
+    out = tmp_path_factory.mktemp("router") / "mine.router"
+    train_router(model_of(), byte_tokenizer(), pairs, out, options=RouterOptions(steps=2, half="all"))
+    return out
+
+
+def test_training_makes_questions_find_their_paragraphs(tmp_path: Path, pairs: QuestionSet) -> None:
+    told = train_router(
+        model_of(),
+        byte_tokenizer(),
+        pairs,
+        tmp_path / "r",
+        options=RouterOptions(steps=120, learning_rate=3e-2, half="all"),
+    )
+    assert told["loss"][-1] < 0.5 * told["loss"][0]
+    assert [(row["set"], row["ranker"]) for row in told["rows"]] == [
+        ("pairs", "fitted to the text"),
+        ("pairs", "trained"),
+    ]
+
+
+def test_the_same_seed_trains_the_same_router(tmp_path: Path, pairs: QuestionSet, router_file: Path) -> None:
+    again = tmp_path / "again.router"
+    train_router(model_of(), byte_tokenizer(), pairs, again, options=RouterOptions(steps=2, half="all"))
+    one, other = load_file(router_file), load_file(again)
+    assert all(torch.equal(one[name], other[name]) for name in ("mean", "basis"))
+
+
+def test_a_memory_keeps_the_router_that_it_was_made_with(tmp_path: Path, router_file: Path) -> None:
+    model, tokenizer, text = model_of(), byte_tokenizer(), "Call me Ishmael. " * 40
+    with attach(model, tmp_path / "m", tokenizer=tokenizer, router=router_file, **OPTIONS) as reader:
+        reader.read(text)
+        found = reader.search("Ishmael", 3)
+    with attach(model, tmp_path / "m", tokenizer=tokenizer, **OPTIONS) as reader:
+        assert reader.search("Ishmael", 3) == found
+        (kept,) = reader.selection.routers.values()
+    with attach(model, tmp_path / "fitted", tokenizer=tokenizer, **OPTIONS) as reader:
+        reader.read(text)
+        (fitted,) = reader.selection.routers.values()
+    assert not torch.equal(kept[0].basis, fitted[0].basis)
+    with (
+        pytest.raises(ForeignMemory, match="has another router than the one that is named"),
+        memstore.attach(model, tmp_path / "fitted", tokenizer=tokenizer, router=router_file, **OPTIONS),
+    ):
+        pass
+
+
+def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, router_file: Path) -> None:
+    other = tiny("llama", vocab_size=256, num_hidden_layers=6)
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ForeignMemory, match="was trained for llama of 4 layers of 32"):
+        memstore.attach(other, "ram:", router=router_file)
+    with pytest.raises(DamagedError, match="is no router"):
+        memstore.attach(other, "ram:", router=tmp_path / "text")
+    with pytest.raises(NotFound, match="name what memstore train router wrote"):
+        memstore.attach(other, "ram:", router=tmp_path / "nowhere")
+    with attach(model_of(), "ram:") as reader:
+        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture)
+    with pytest.raises(DamagedError, match="router must be finite arrays"):
+        memstore.attach(model_of(), "ram:", router=tmp_path / "small")
+    with pytest.raises(InvalidArgument, match="leave routing_layers"):
+        memstore.attach(model_of(), "ram:", router=router_file, routing_layers=(2,))
+    with pytest.raises(InvalidArgument, match="router is for stock models"):
+        memstore.attach(small_drt(), "ram:", router=router_file)
+
+
+def test_only_stock_models_have_a_router_to_train(tmp_path: Path, pairs: QuestionSet) -> None:
+    with pytest.raises(InvalidArgument, match="trained for stock models"):
+        train_router(small_drt(), byte_tokenizer(), pairs, tmp_path / "r")
