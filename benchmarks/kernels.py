@@ -27,6 +27,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.on_gpu import child
 from memstore.eval.resources import hardware
 from memstore.kernels._backends import Backend
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
@@ -224,17 +225,11 @@ def alternating(calls: list[Callable[[], object]], device: str, repeats: int = 2
 
 def milliseconds(call: Callable[[], object], device: str) -> float:
     """Of one call; on a GPU by its own clock."""
-    if device == "cpu":
-        begun = time.perf_counter()
-        call()
-        return 1000 * (time.perf_counter() - begun)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
+    if device != "cpu":
+        return child.milliseconds(call)
+    begun = time.perf_counter()
     call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    return 1000 * (time.perf_counter() - begun)
 
 
 def _rounded(x: float) -> float:

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.eval.drts import byte_tokenizer
 
 MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 TEMPLATE = (
@@ -20,20 +18,21 @@ TEMPLATE = (
 
 
 def instruct_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    alphabet = sorted(ByteLevel.alphabet())
-    bytewise = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    bytewise.decoder = ByteLevelDecoder()
-    bytewise.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(MARKS), special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def instruct_model() -> LlamaForCausalLM:
+    return tiny_llama(256 + len(MARKS))
+
+
+def tiny_llama(tokens: int) -> LlamaForCausalLM:
+    """A random model of so many tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256 + len(MARKS),
+        vocab_size=tokens,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=3,

@@ -74,14 +74,19 @@ class Piece:
         found: list[list[float]] = [[] for _ in calls]
         for _ in range(repeats):
             for call, times in zip(calls, found, strict=True):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                begin.record()
-                call()
-                end.record()
-                end.synchronize()
-                times.append(float(begin.elapsed_time(end)))
+                times.append(milliseconds(call))
         return found
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Of one call, by the clock of the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def rounded(value: Any) -> Any:

@@ -157,6 +157,21 @@ def compiled(
     )
 
 
+def row(
+    jitted: Any, kinds: dict[str, str], told: dict[str, Any], target: str, dtype: str, dim: int, *, warps: int
+) -> dict[str, Any]:
+    """What a kernel without tables needs, whose arguments are of ``kinds``, or numbers; for a test."""
+    types = {p.name: "constexpr" if p.is_constexpr else kinds.get(p.name, "i32") for p in jitted.params}
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    result = triton.compile(ASTSource(jitted, types, told), target=TARGETS[target], options=options)
+    registers, spilled = usage(result.asm)
+    fits = result.metadata.shared <= SHARED_LIMIT[target]
+    return {
+        "kernel": jitted.__name__, "target": target, "dtype": dtype, "dim": dim, "fits": fits,
+        "registers": registers, "spilled": spilled,
+    }  # fmt: skip
+
+
 def constants(jitted: Any, target: str, dtype: str, block: int, dim: int, rows: int) -> dict[str, Any]:
     """What the compiler is told about the shapes."""
     exact = dtype == "bf16" or target == "gfx942"

@@ -203,11 +203,10 @@ def interpreted() -> dict[str, Any]:
 def compiled(target: str) -> list[dict[str, Any]]:
     """What each kernel needs on a GPU, for two sizes."""
     import triton
-    from triton.compiler import ASTSource
 
     from memstore.kernels._tiles import config
     from memstore.kernels.knn_attention import triton as knn
-    from tests.kernels.compiling import SHARED_LIMIT, TARGETS, usage
+    from tests.kernels.compiling import row
 
     rows = []
     for kernel in (knn._forward_kernel.fn, knn._backward_kernel.fn):
@@ -217,16 +216,7 @@ def compiled(target: str) -> list[dict[str, Any]]:
             states = ("q", "k", "v", "local", "out", "dout", "dq", "dlocal")
             floats = ("scale", "gate", "lse", "dlse", "dscale", "dgate")
             kinds = {"ids": "*i64"} | dict.fromkeys(states, f"*{dtype}") | dict.fromkeys(floats, "*fp32")
-            types = {p.name: "constexpr" if p.is_constexpr else kinds.get(p.name, "i32") for p in kernel.params}
-            result = triton.compile(
-                ASTSource(kernel, types, told),
-                target=TARGETS[target],
-                options={"num_warps": tiles.num_warps, "enable_fp_fusion": True},
-            )
-            registers, spilled = usage(result.asm)
-            fits = result.metadata.shared <= SHARED_LIMIT[target]
-            row = {"kernel": kernel.__name__, "target": target, "dtype": dtype, "dim": dim, "fits": fits}
-            rows.append(row | {"registers": registers, "spilled": spilled})
+            rows.append(row(kernel, kinds, told, target, dtype, dim, warps=tiles.num_warps))
     return rows
 
 

@@ -93,10 +93,9 @@ def interpreted() -> dict[str, bool]:
 def compiled(target: str) -> list[dict[str, Any]]:
     """What each kernel needs on a GPU, for two sizes."""
     import triton
-    from triton.compiler import ASTSource
 
     from memstore.kernels.search_blocks import triton as search
-    from tests.kernels.compiling import SHARED_LIMIT, TARGETS, usage
+    from tests.kernels.compiling import TARGETS, row
 
     rows = []
     for kernel in (search._best_of_runs_kernel, search._score_runs_kernel):
@@ -108,16 +107,8 @@ def compiled(target: str) -> list[dict[str, Any]]:
             single = kernel is search._score_runs_kernel
             kinds = {"queries": "*fp32" if single else f"*{dtype}", "landmarks": f"*{dtype}", "wanted": "*u8"}
             kinds |= {"best": "*fp32", "scores": "*fp32", "chosen": "*i64"}
-            types = {p.name: "constexpr" if p.is_constexpr else kinds.get(p.name, "i32") for p in kernel.params}
-            result = triton.compile(
-                ASTSource(kernel, types, told),
-                target=TARGETS[target],
-                options={"num_warps": search.THREADS // TARGETS[target].warp_size, "enable_fp_fusion": True},
-            )
-            registers, spilled = usage(result.asm)
-            fits = result.metadata.shared <= SHARED_LIMIT[target]
-            row = {"kernel": kernel.__name__, "target": target, "dtype": dtype, "dim": dim, "fits": fits}
-            rows.append(row | {"registers": registers, "spilled": spilled})
+            warps = search.THREADS // TARGETS[target].warp_size
+            rows.append(row(kernel, kinds, told, target, dtype, dim, warps=warps))
     return rows
 
 

@@ -66,9 +66,9 @@ def landmarks(tokens: Tensor, layer: int) -> Tensor:
     return ((sums * 7 + steps * steps * 5) % 23 - 11).float()
 
 
-def append(document: Document, tokens: Tensor | Sequence[int]) -> None:
+def append(document: Document, tokens: Tensor | Sequence[int], **options: Any) -> None:
     """Append tokens with the states that follow from them."""
-    with document.append(tokens) as batch:
+    with document.append(tokens, **options) as batch:
         old = document.tokens(batch.blocks.start) if batch.blocks.start < document.n_blocks else torch.empty(0)
         blocks = in_blocks(torch.cat([old.long(), torch.as_tensor(tokens).long()]))
         for layer in range(LAYERS):

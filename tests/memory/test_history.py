@@ -18,29 +18,16 @@ from memstore.memory.tensors import to_record
 from memstore.store import Batch, Key, Record, Table
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import (
-    LAYERS,
     S,
     append,
     check_content,
-    in_blocks,
-    landmarks,
     make_spec,
     random_tokens,
-    states,
 )
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
 TEXT = random_tokens(10 * S)
-
-
-def append_as(memory: Memory, name: str, tokens: torch.Tensor, reading: dict[str, int]) -> None:
-    """Like ``append`` to a new document, saying how it was read."""
-    blocks = in_blocks(tokens)
-    with memory.document(name).append(tokens, reading=reading) as batch:
-        for layer in range(LAYERS):
-            marks = landmarks(blocks, layer) if layer in (0, 2) else None
-            batch.put(layer, landmarks=marks, **states(blocks, layer))
 
 
 def by_hand(memory: Memory, tokens: torch.Tensor) -> str:
@@ -113,7 +100,7 @@ def test_a_new_document_reuses_what_is_known_and_goes_on(memory: Memory) -> None
 
 
 def test_states_that_were_read_in_another_way_are_not_reused(memory: Memory) -> None:
-    append_as(memory, "wide", TEXT, {"window": 8})
+    append(memory.document("wide"), TEXT, reading={"window": 8})
     assert memory.document("wide").reading == {"window": 8}
     assert memory.document("plain").reuse(TEXT) == 0
     assert memory.document("narrow").reuse(TEXT, reading={"window": 4}) == 0

@@ -72,6 +72,16 @@ def logits(model: LandmarkForCausalLM, ids: Tensor, **options: Any) -> Tensor:
     return result
 
 
+@torch.no_grad()
+def streamed(model: LandmarkForCausalLM, pieces: list[Tensor], masks: list[Tensor] | None = None) -> Tensor:
+    """Logits of pieces of a text, one after the other through one cache."""
+    cache, out = model.new_cache(len(pieces[0])), []
+    for number, piece in enumerate(pieces):
+        mask = None if masks is None else masks[number]
+        out.append(model(piece, past_key_values=cache, attention_mask=mask).logits)
+    return torch.cat(out, 1)
+
+
 def close(ours: Tensor, expected: Tensor) -> None:
     """Raise unless both are the same within the tolerance."""
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)

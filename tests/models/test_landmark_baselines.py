@@ -10,19 +10,9 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.models.landmark import LandmarkForCausalLM, WindowCache
-from tests.models.landmark import close, logits, make, tokens
+from tests.models.landmark import close, logits, make, streamed, tokens
 
 KINDS = ["full", "window", "xl"]
-
-
-@torch.no_grad()
-def streamed(model: LandmarkForCausalLM, pieces: list[Tensor], masks: list[Tensor] | None = None) -> Tensor:
-    """Logits of pieces of a text, one after the other through one cache."""
-    cache, out = model.new_cache(len(pieces[0])), []
-    for number, piece in enumerate(pieces):
-        mask = None if masks is None else masks[number]
-        out.append(model(piece, past_key_values=cache, attention_mask=mask).logits)
-    return torch.cat(out, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
