@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from functools import partial
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,6 +21,7 @@ from hypothesis import settings
 
 from memstore.memory import Finding, verify
 from memstore.memory.urls import open_unchecked
+from tests import forks
 
 # Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,17 +42,24 @@ settings.load_profile("memstore")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need one."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    """Tests marked ``gpu`` need one; those marked ``slow`` may be slower still on a slow machine."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """``verify`` works in this process: a child, which takes seconds, finds the same, as test_damage.py shows."""
     monkeypatch.setattr(verify, "in_child", check_here)
+
+
+@pytest.fixture
+def children_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that check and save memories are still processes of their own, but need not import PyTorch first."""
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=forks.completed))
 
 
 def check_here(url: str) -> list[Finding]:

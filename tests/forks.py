@@ -7,24 +7,44 @@ and perhaps a lock of MKL for ever.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
+import os
+import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 
-IMPORTED = ["transformers.generation.utils", "tests.readers.child", "tests.models.child", "tests.memory.helpers"]
+IMPORTED = [
+    "transformers.generation.utils",
+    "memstore.memory.salvage",
+    "tests.readers.child",
+    "tests.models.child",
+    "tests.memory.helpers",
+]
 
 
 def start(work: Callable[..., object], *arguments: object) -> BaseProcess:
     """Let ``work``, a function of a module, begin in another process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    process = context.Process(target=work, args=arguments)
+    process = context.Process(target=_as_here, args=(dict(os.environ), Path.cwd(), work, arguments))
     process.start()
     return process
+
+
+def _as_here(
+    environment: dict[str, str], folder: Path, work: Callable[..., object], arguments: Sequence[object]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    work(*arguments)
 
 
 def begun(work: Callable[..., object], *arguments: object) -> BaseProcess:
@@ -51,6 +71,24 @@ def run_code(code: str, *arguments: str) -> str:
         process.join()
         assert process.exitcode == 0, said.read_text()
         return said.read_text()
+
+
+def completed(command: list[str], *, input: str | None = None, **_: object) -> CompletedProcess[str]:  # noqa: A002
+    """``subprocess.run`` of a module: ``[python, ..., "-m", module, *arguments]``."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder) / name for name in ("out", "err"))
+        process = start(_run_module, command[command.index("-m") + 1 :], input or "", str(out), str(err))
+        process.join()
+        assert process.exitcode is not None
+        return CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+
+
+def _run_module(words: list[str], order: str, out: str, err: str) -> None:
+    for number, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.argv[:], sys.stdin = words, io.StringIO(order)
+    warnings.simplefilter("ignore")  # the module has been imported already
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def _execute(code: str, arguments: tuple[str, ...], said: str) -> None:

@@ -21,6 +21,8 @@ from memstore.memory.verify import damaged_indexes
 from memstore.testing.indexes import brute_force, small_integers
 from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, landmarks, make_spec, random_tokens
 
+pytestmark = pytest.mark.usefixtures("children_are_forks")
+
 TOKENS = random_tokens(400)
 KINDS = ["exact", "faiss:Flat"]
 

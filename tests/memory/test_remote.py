@@ -17,6 +17,8 @@ from memstore.memory.urls import open_store, remote_places
 from memstore.memory.verify import in_child
 from tests.memory.helpers import D, G, S, append, check_content, make_spec, random_tokens
 
+pytestmark = pytest.mark.usefixtures("children_are_forks")
+
 TOKENS = random_tokens(9 * S + 1)
 
 

@@ -19,7 +19,7 @@ from tests.memory.helpers import G, S, append, check_content, make_spec, random_
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of
 from tests.memory.test_dropping import check_without, lose
 
-pytestmark = pytest.mark.usefixtures("checked_here")
+pytestmark = pytest.mark.usefixtures("checked_here", "children_are_forks")
 
 __all__ = ["path"]  # a fixture
 

@@ -19,7 +19,7 @@ from memstore.memory.salvage import salvage
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import S, append, make_spec, random_tokens
 
-pytestmark = pytest.mark.usefixtures("checked_here")
+pytestmark = pytest.mark.usefixtures("checked_here", "children_are_forks")
 
 TEXT = random_tokens(5 * S)
 LIMIT = 10_000_000

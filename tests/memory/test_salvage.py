@@ -17,7 +17,7 @@ from tests.memory.test_damage import flip
 from tests.memory.test_dropping import check_without, lose
 from tests.store.test_tree_damage import live_branches
 
-pytestmark = pytest.mark.usefixtures("checked_here")
+pytestmark = pytest.mark.usefixtures("checked_here", "children_are_forks")
 
 WHALE, SHIP = random_tokens(400 * S + 1), random_tokens(9, 5)
 

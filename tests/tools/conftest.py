@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import memstore
 from memstore.memory.spec import Fingerprint
 from memstore.tools.app import main
 from memstore.tools.models import remember
-from tests.instruct import instruct_model, instruct_tokenizer
+from tests.eval.drts import byte_tokenizer
+from tests.instruct import instruct_model, instruct_tokenizer, tiny_llama
 
 LAYERS, HEADS, SIZE, BLOCK = 2, 2, 8, 4
 
@@ -40,7 +36,7 @@ Cli = Callable[..., Outcome]
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(capsys: pytest.CaptureFixture[str], children_are_forks: None) -> Cli:
     """Run the command line in this process."""
 
     def run(*arguments: object) -> Outcome:
@@ -105,23 +101,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_tiny_model(folder: Path) -> None:
     """Put a tiny random llama whose tokens are bytes into a folder."""
-    alphabet = sorted(ByteLevel.alphabet())
-    bytewise = Tokenizer(BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    bytewise.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    bytewise.decoder = ByteLevelDecoder()
-    PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    tiny_llama(256).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

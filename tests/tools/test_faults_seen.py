@@ -8,8 +8,6 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,8 @@ import memstore
 from memstore.memory.entry import HEADER
 from memstore.store import Batch, LmdbStore, Record
 from memstore.store.lmdb.writer import WriterLock
+from memstore.tools.app import main
+from tests import forks
 from tests.faults.lmdb_pages import by_kind
 from tests.faults.processes import run
 from tests.tools.conftest import Cli, Outcome, append, tiny_spec
@@ -297,10 +297,11 @@ def test_a_process_that_was_killed(cli: Cli, model_folder: Path, tmp_path: Path,
     text.write_text("".join(f"Line {i} of the log tells of nothing new. " for i in range(1000)))
     url = str(folder) if store == "lmdb" else f"zarr:{folder}"
     reading = ["read", str(text), url, "--model", str(model_folder), "--dtype", "float32"]
-    process = subprocess.Popen([sys.executable, "-m", "memstore.tools.app", *reading], stderr=subprocess.DEVNULL)
+    process = forks.start(main, reading)
     wait_for_tokens(url)
     process.kill()
-    assert process.wait(60) == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     (document,) = call(cli, url, ["ls", "--json"]).json["documents"]
     assert 0 < document["tokens"] < len(text.read_text())
     verified = call(cli, url, ["verify"])
