@@ -11,6 +11,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
+from memstore.tools.filters import Filter
 from memstore.tools.models import Loaded, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Json, Page, Report, cell, index_bar, printable, waiting
@@ -41,6 +42,17 @@ MaxTokens = Annotated[
     typer.Option(min=1, help="Length of the answer at most, in tokens. Without it: 256, or 40 where nothing ends it."),
 ]
 Trace = Annotated[bool, typer.Option("--trace", help="Record what is retrieved for each token: see memstore trace.")]
+Match = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Ask documents with such names: 'notes/*.md'. May be repeated."),
+]
+Meta = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Ask documents of which memstore read has noted this. May be repeated."),
+]
+Since = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Ask documents whose files changed since: 12h, 7d, 2w, or a date.")
+]
 Model = Annotated[str | None, typer.Option(help="The model that answers. Without it: the one that read.")]
 Raw = Annotated[
     bool, typer.Option("--raw", help="Let the model go on from these very words, without its chat template.")
@@ -64,6 +76,9 @@ def ask(
     question: Question,
     *,
     document: Documents = None,
+    match: Match = None,
+    meta: Meta = None,
+    since: Since = None,
     raw: Raw = False,
     system: System = None,
     tail: Tail = None,
@@ -89,10 +104,11 @@ def ask(
 
         memstore ask notes.mem "What is the white whale called?"
         memstore ask notes.mem "The name of the white whale is" --raw --document moby-dick
+        memstore ask notes.mem "What is the white whale called?" --since 7d
 
     In Python: memstore.readers.reader.Reader.ask, of what memstore.attach gives.
     """
-    shown = _number(sources or ("8" if json else "2"))
+    shown, wanted = _number(sources or ("8" if json else "2")), Filter.given(match, meta, since)
     question = sys.stdin.read() if question == STDIN else question
     if not question.strip():
         raise InvalidArgument("the question is empty. Give the words that are to be answered.")
@@ -101,6 +117,8 @@ def ask(
         opened = memstore.open(memory, mode="r", index=index)
     with opened, index_bar():
         _check_documents(opened, document)
+        if wanted is not None:
+            document = wanted.names(opened, document or _all_but_chats(opened))
         with waiting("loading the model", show=not json):
             loaded = load_recorded(opened, model, dtype, device=device)
         with several(loaded, opened, document, top_k=top_k) as reader:
@@ -130,7 +148,6 @@ def several(loaded: Loaded, memory: Memory, documents: list[str] | None, **optio
 
 def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) -> list[str] | None:
     """``documents``, or all that there are but chats where none is named; None for all."""
-    from memstore.readers.conversation import PREFIX
     from memstore.readers.kinds import kind_of
 
     if not kind_of(model).reader_class().several:
@@ -138,8 +155,14 @@ def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) ->
         documents = [document_name(memory, named[0])] if len(named) == 1 else documents
     elif not documents:
         # What was answered in a chat is no source: an answer of yesterday would stand beside the note that has changed.
-        documents = [each.name for each in memory.documents() if not each.name.startswith(PREFIX)] or None
+        documents = _all_but_chats(memory) or None
     return documents
+
+
+def _all_but_chats(memory: Memory) -> list[str]:
+    from memstore.readers.conversation import PREFIX
+
+    return [each.name for each in memory.documents() if not each.name.startswith(PREFIX)]
 
 
 def _check_documents(memory: Memory, wanted: list[str] | None) -> None:

@@ -1,7 +1,8 @@
 """Which files of a folder are read, under which names, and the text that is in each.
 
-Text, Markdown, source files, HTML and EPUB need nothing else; PDF needs the extra ``files``. What a ``.gitignore`` or
-``.memstoreignore`` of the folder names is passed over, and so is what is hidden, what is a link, and what is no text.
+Text, Markdown, source files, HTML, EPUB, mail and exports of chats need nothing else; PDF needs the extra
+``files``. What a ``.gitignore`` or ``.memstoreignore`` of the folder names is passed over, and so is what is hidden,
+what is a link, and what is no text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.tools.exchanges import chats, mail, mails
 from memstore.tools.texts import STDIN, read_text
 
 if TYPE_CHECKING:
@@ -53,17 +55,29 @@ class Found:
                 return _pdf(self.path)
             case ".epub":
                 return _epub(self.path)
+            case ".eml":
+                return _some(mail(self.path), self.path, "no words")
+            case ".mbox":
+                return _some(mails(self.path), self.path, "no messages")
             case ending if ending in PAGES:
                 return html_text(read_text(str(self.path), encoding=encoding))
             case ending if self.in_folder and ending not in TEXTS:
-                with self.path.open("rb") as file:
-                    if b"\0" in file.read(SNIFFED):
-                        return None
-                try:
-                    return read_text(str(self.path), encoding=encoding)
-                except InvalidArgument:
-                    return None
-        return read_text(str(self.path), encoding=encoding)
+                text = self._if_text(encoding)
+            case _:
+                text = read_text(str(self.path), encoding=encoding)
+        if text is not None and self.path.suffix.lower() == ".json":
+            return chats(text) or text
+        return text
+
+    def _if_text(self, encoding: str) -> str | None:
+        assert self.path is not None
+        with self.path.open("rb") as file:
+            if b"\0" in file.read(SNIFFED):
+                return None
+        try:
+            return read_text(str(self.path), encoding=encoding)
+        except InvalidArgument:
+            return None
 
 
 def find(sources: list[str]) -> Iterator[Found]:

@@ -6,9 +6,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from memstore.readers.kinds import encode
 from memstore.tools.ask import attached
 from memstore.tools.failures import FAILED, Interrupted
 from memstore.tools.files import Found, digest, find
+from memstore.tools.filters import FACT, parse_meta
 from memstore.tools.models import (
     SMOLLM2,
     Loaded,
@@ -41,14 +43,14 @@ from memstore.tools.options import (
     TopK,
     use_threads,
 )
-from memstore.tools.output import Json, Page, Report, counted, waiting
+from memstore.tools.output import Json, Page, Report, counted, printable, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, MemorySpec
     from memstore.readers.reader import Reader
 
-FACT = "file/"
-"""Before a document's name: under what a memory keeps which file a document is."""
+PAUSE = 2.0
+"""Seconds between two looks of ``--watch``."""
 TOLD = 4096
 """Tokens from which on it is told beforehand what reading them costs."""
 BYTES = {"int8": 1.07, "fp8": 1.07, "int4": 0.63}
@@ -67,6 +69,14 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto: bfloat16 where the hardware computes in it, else float32."),
 ]
+Meta = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Noted of each document, for memstore ask --meta; KEY= takes it away. May be repeated.",
+    ),
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Stay, and read what changes, until Ctrl-C.")]
 Prune = Annotated[bool, typer.Option("--prune", help="Forget the documents of files that are gone from the folders.")]
 
 
@@ -76,7 +86,8 @@ class Todo:
 
     read: list[tuple[Found, str, str]] = field(default_factory=list)
     """Each with the name of its document, and its text."""
-    unchanged: int = 0
+    unchanged: list[str] = field(default_factory=list)
+    """Their documents."""
     passed_over: int = 0
     gone: list[str] = field(default_factory=list)
     bad: list[dict[str, str]] = field(default_factory=list)
@@ -88,6 +99,8 @@ def read(
     *,
     document: DocumentName = None,
     prune: Prune = False,
+    meta: Meta = None,
+    watch: Watch = False,
     model: Model = None,
     dtype: Dtype = None,
     block_size: BlockSize = None,
@@ -102,19 +115,20 @@ def read(
 ) -> Report:
     """Let a model read texts into a memory.
 
-    The memory is made if it does not exist. Each file is a document: text, Markdown, source files, HTML, EPUB, and PDF
-    with pip install 'torch-memstore[files]'. Of folders everything is read that is text, but what is hidden, a link, or
-    named by a .gitignore or .memstoreignore.
+    The memory is made if it does not exist. Each file is a document: text, Markdown, source files, HTML, EPUB, mail
+    (.eml, .mbox), exports of chats (conversations.json), and PDF with pip install 'torch-memstore[files]'. Of folders
+    everything is read that is text, but what is hidden, a link, or named by a .gitignore or .memstoreignore.
 
     Run again, it reads what has changed: a file that is as it was costs nothing, and of one that changed the blocks
     before the change stay. A file that is gone is told, and forgotten with --prune. What was read is on disk segment by
     segment: after an interruption the same command goes on where it stopped. What it will cost is told before, and
-    what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is 1 then.
+    what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is 1 then. With
+    --watch it stays, looks every two seconds for what has changed, and ends with Ctrl-C.
 
     Example:
 
         memstore read moby-dick.txt notes.mem --document moby-dick
-        memstore read notes/ small.mem --codec int8
+        memstore read notes/ notes.mem --meta project=island
 
     In Python: memstore.readers.reader.Reader.read and update, of what memstore.attach gives.
     """
@@ -122,28 +136,92 @@ def read(
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     if document is not None and (len(text) > 1 or Path(text[0]).is_dir()):
         raise InvalidArgument("--document names one document: read one file with it, or leave it out.")
-    found = list(find(text))
-    there = _existing(memory, model)
-    if there is not None:
-        _check_fit(memory, there.spec, block_size=block_size, codec=codec)
-        if top_k is not None or dtype not in (None, there.dtype) or not _is_model(model, there):
-            there = replace(there, files={})  # all is compared with what is read otherwise, and refused
-    plan = _plan(found, there, document, encoding=encoding, alone=len(text) == 1 and not Path(text[0]).is_dir())
-    plan.gone = _gone(there, found, [Path(each).resolve() for each in text if Path(each).is_dir()])
-    done: list[dict[str, Any]] = []
-    if there is not None and plan.unchanged == len(found) == 1 and not plan.read:
-        done = [_unchanged(there, found[0], document)]
-    if not (plan.read or plan.unchanged or plan.bad or plan.gone):
-        raise InvalidArgument(f"there is nothing to read in {', '.join(text)}: no file with text was found.")
-    if plan.read:
-        done = _read_all(
-            plan, there, memory, model, dtype, block_size, codec, top_k, router, threads, device, index, json=json
-        )
-    if plan.gone and prune:
-        with memstore.open(memory) as opened:
-            for name in plan.gone:
-                opened.forget(name)
+    noted = parse_meta(meta)
+
+    @cache
+    def load(name: str, dtype: str) -> Loaded:
+        with waiting(f"loading {name}", show=not json):
+            use_threads(threads)
+            return load_model(name, dtype, device=device)
+
+    def once() -> tuple[Todo, list[dict[str, Any]]]:
+        found = list(find(text))
+        there = _existing(memory, model)
+        if there is not None:
+            _check_fit(memory, there.spec, block_size=block_size, codec=codec)
+            if top_k is not None or dtype not in (None, there.dtype) or not _is_model(model, there):
+                there = replace(there, files={})  # all is compared with what is read otherwise, and refused
+        plan = _plan(found, there, document, encoding=encoding, alone=len(text) == 1 and not Path(text[0]).is_dir())
+        plan.gone = _gone(there, found, [Path(each).resolve() for each in text if Path(each).is_dir()])
+        done: list[dict[str, Any]] = []
+        if there is not None and len(plan.unchanged) == len(found) == 1 and not plan.read and not watch:
+            done = [_unchanged(there, found[0], document)]
+        if not (plan.read or plan.unchanged or plan.bad or plan.gone or watch):
+            raise InvalidArgument(f"there is nothing to read in {', '.join(text)}: no file with text was found.")
+        if plan.read:
+            done = _read_all(
+                plan, there, memory, model, dtype, block_size, codec, top_k, router, index, load, noted, json=json
+            )
+        if there is not None:
+            _note(memory, there, plan, noted)
+        if plan.gone and prune:
+            with memstore.open(memory) as opened:
+                for name in plan.gone:
+                    opened.forget(name)
+        return plan, done
+
+    plan, done = once()
+    if watch:
+        _watch(once, plan, done, text, prune=prune, json=json)
     return _report(plan, done, text, pruned=prune)
+
+
+def _watch(
+    once: Callable[[], tuple[Todo, list[dict[str, Any]]]],
+    plan: Todo,
+    done: list[dict[str, Any]],
+    texts: Sequence[str],
+    *,
+    prune: bool,
+    json: bool,
+) -> None:
+    """Go on until Ctrl-C, and add what was done to ``done``."""
+    told: set[str] = set()
+    news = (plan, done)
+    try:
+        while True:
+            now, changed = news
+            lines = [f"read {each['document']}: {counted(each['new_tokens'], 'new token')}" for each in changed]
+            lines += [f"gone: {name}" + ", forgotten" * prune for name in now.gone]
+            lines += [f"not read: {each['error']}" for each in now.bad]
+            for line in lines:
+                if not json and (line.startswith("read") or line not in told):
+                    typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}")  # noqa: DTZ005 - on the user's clock
+            if now is plan and not json:
+                same = counted(len(plan.unchanged), "file")
+                typer.echo(f"{same} as before; watching {', '.join(texts)}, Ctrl-C ends it.", err=True)
+            told |= {*lines}  # what stays gone or bad is told once
+            time.sleep(PAUSE)
+            news = once()
+            done += news[1]
+    except KeyboardInterrupt:  # how a watch is ended
+        plan.gone, plan.bad, plan.unchanged = now.gone, now.bad, now.unchanged
+
+
+def _note(memory: str, there: There, plan: Todo, noted: Mapping[str, str]) -> None:
+    """Note ``noted`` of documents whose files are as they were."""
+    facts = {name: there.files[name] for name in plan.unchanged if name in there.files}
+    changed = {name: fact for name, old in facts.items() if (fact := _with(old, noted)) != old}
+    if changed:
+        with memstore.open(memory) as opened:
+            for name, fact in changed.items():
+                opened.put_info(FACT + name, fact)
+
+
+def _with(fact: Mapping[str, Any], noted: Mapping[str, str]) -> dict[str, Any]:
+    """A fact with what is noted beside what was; an empty value takes it away."""
+    meta = {key: value for key, value in {**(fact.get("meta") or {}), **noted}.items() if value}
+    return {**{key: value for key, value in fact.items() if key != "meta"}, **({"meta": meta} if meta else {})}
 
 
 @dataclass(frozen=True)
@@ -191,7 +269,7 @@ def read_into(reader: Reader, source: str) -> list[dict[str, Any]]:
     tokens = [encode(reader.tokenizer, content) for _, _, content in plan.read]
     _check_room(reader.memory.url, reader, sum(map(len, tokens)), None, tell=True)
     files = zip(plan.read, tokens, strict=True)
-    return [_read_one(reader, each, name, content, ids, many=True) for (each, name, content), ids in files]
+    return [_read_one(reader, each, name, content, ids, {}, many=True) for (each, name, content), ids in files]
 
 
 def _is_model(model: str | None, there: There) -> bool:
@@ -216,7 +294,7 @@ def _plan(found: list[Found], there: There | None, document: str | None, *, enco
         taken.add(name)
         fact = files.get(name, {}) if known == name else {}
         if _same(each, fact):
-            plan.unchanged += 1
+            plan.unchanged.append(name)
             continue
         try:
             content = each.text(encoding)
@@ -230,7 +308,7 @@ def _plan(found: list[Found], there: There | None, document: str | None, *, enco
         if content is None:
             plan.passed_over += 1
         elif fact.get("whole") and fact.get("digest") == digest(content):
-            plan.unchanged += 1  # touched, or copied anew
+            plan.unchanged.append(name)  # touched, or copied anew
         else:
             plan.read.append((each, name, content))
     return plan
@@ -275,9 +353,9 @@ def _read_all(
     codec: str | None,
     top_k: int | None,
     router: str | None,
-    threads: int | None,
-    device: str,
     index: str,
+    load: Callable[[str, str], Loaded],
+    noted: Mapping[str, str],
     *,
     json: bool,
 ) -> list[dict[str, Any]]:
@@ -286,10 +364,8 @@ def _read_all(
     _check_fit(memory, spec, block_size=block_size, codec=codec)
     if there is None and block_size is not None and 64 % block_size:
         raise InvalidArgument(f"--block-size must divide 64 and 256, the sizes of sink and window, got {block_size}.")
-    with waiting(f"loading {model}", show=not json):
-        use_threads(threads)
-        # A memory goes on in the precision that it was begun in, also where another one would be faster.
-        loaded = load_model(model, dtype or (there.dtype if there is not None else None) or "auto", device=device)
+    # A memory goes on in the precision that it was begun in, also where another one would be faster.
+    loaded = load(model, dtype or (there.dtype if there is not None else None) or "auto")
     made: dict[str, Any] = {"block_size": block_size, "codec": codec} if there is None else {}
     first = plan.read[0][1]
     with attached(loaded, memory, document=first, top_k=top_k, index=index, router=router, **made) as reader:
@@ -303,7 +379,7 @@ def _read_all(
         done: list[dict[str, Any]] = []
         for (each, name, content), ids in zip(plan.read, tokens, strict=True):
             try:
-                done.append(_read_one(reader, each, name, content, ids, many=len(plan.read) > 1))
+                done.append(_read_one(reader, each, name, content, ids, noted, many=len(plan.read) > 1))
             except KeyboardInterrupt:
                 there_now = {document.name: len(document) for document in reader.memory.documents()}
                 of = f" of {name!r}" if len(plan.read) > 1 else ""
@@ -317,20 +393,30 @@ def _read_all(
     return done
 
 
-def _read_one(reader: Reader, each: Found, name: str, content: str, ids: list[int], *, many: bool) -> dict[str, Any]:
-    fact = reader.memory.get_info(FACT + name)
-    known = isinstance(fact, dict) and each.path is not None and fact.get("path") == str(each.path)
+def _read_one(
+    reader: Reader,
+    each: Found,
+    name: str,
+    content: str,
+    ids: list[int],
+    noted: Mapping[str, str],
+    *,
+    many: bool,
+) -> dict[str, Any]:
+    before = reader.memory.get_info(FACT + name)
+    old: dict[str, Any] = before if isinstance(before, dict) else {}
+    known = each.path is not None and old.get("path") == str(each.path)
+    fact: dict[str, Any] = _with({"path": None, **({"meta": old["meta"]} if "meta" in old else {})}, noted)
     if each.path is not None:
         stat = each.path.stat()
-        fact = {"path": str(each.path), "bytes": stat.st_size, "modified": stat.st_mtime_ns, "digest": digest(content)}
+        fact |= {"path": str(each.path), "bytes": stat.st_size, "modified": stat.st_mtime_ns, "digest": digest(content)}
         if known or reader.memory.document(name).id is None:  # so that an interrupted one is known when it goes on
             reader.memory.put_info(FACT + name, {**fact, "whole": False})
     # Only what is known to be this very file is replaced: another text of the same name is refused by read().
     progress = not many or len(ids) >= TOLD  # a line for each of many short notes says nothing
     result = (reader.update if known else reader.read)(ids, name, progress=progress)
-    if each.path is not None:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        reader.memory.put_info(FACT + name, {**fact, "whole": True, "read": now})
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    reader.memory.put_info(FACT + name, {**fact, "whole": each.path is not None, "read": now})
     told = {"path": str(each.path)} if many and each.path is not None else {}
     return {
         "document": result.document,
@@ -420,7 +506,7 @@ def _report(plan: Todo, done: list[dict[str, Any]], texts: list[str], *, pruned:
         "documents": done,
         **sums,
         "seconds": round(sum(each["seconds"] for each in done), 3),
-        "unchanged": plan.unchanged,
+        "unchanged": len(plan.unchanged),
         "passed_over": plan.passed_over,
         "gone": plan.gone,
         "pruned": pruned,
@@ -431,7 +517,9 @@ def _report(plan: Todo, done: list[dict[str, Any]], texts: list[str], *, pruned:
         columns = ("document", "tokens", "new_tokens", "reused_tokens")
         if done:
             page.table(columns, [[each[column] for column in columns] for each in done])
-        page.line(f"{counted(len(done), 'file')} read, {plan.unchanged:,} unchanged, {plan.passed_over:,} passed over")
+        page.line(
+            f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {plan.passed_over:,} passed over"
+        )
         for name in plan.gone:
             page.line(f"gone: {name}" + (", forgotten" if pruned else " (memstore read --prune forgets it)"))
         for each in plan.bad:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -195,3 +199,108 @@ def test_ten_thousand_unchanged_files_take_seconds(tmp_path: Path, cli: Cli, mon
     done = cli("read", folder, tmp_path / "m", "--json")
     assert done.json["unchanged"] == 10_000, done.err
     assert time.process_time() - begun < 20, "5 s"
+
+
+MESSAGE = """\
+From: Ada <ada@example.org>
+Subject: =?utf-8?q?The_f=C3=A4hre?=
+Date: Sat, 21 Nov 2026 10:00:00 +0000
+Content-Type: multipart/alternative; boundary=x
+
+--x
+Content-Type: text/plain; charset=utf-8
+Content-Transfer-Encoding: quoted-printable
+
+Dogs travel =C3=BCberall free.
+--x
+Content-Type: text/html
+
+<p>No.</p>
+--x--
+"""
+READ_MESSAGE = """\
+From: Ada <ada@example.org>
+Date: Sat, 21 Nov 2026 10:00:00 +0000
+Subject: The f\u00e4hre
+
+Dogs travel \u00fcberall free.
+"""
+
+
+def test_mail_is_read_with_who_when_and_what(tmp_path: Path) -> None:
+    (tmp_path / "one.eml").write_text(MESSAGE)
+    (tmp_path / "page.eml").write_text("Subject: A page\nContent-Type: text/html\n\n<p>Bikes &amp; dogs</p>")
+    begin = "From ada Sat Nov 21 10:00:00 2026\n"
+    (tmp_path / "box.mbox").write_text(f"{begin}{MESSAGE}\n{begin}Subject: Two\n\nNo.\n")
+    box, one, page = (each.text() for each in find([str(tmp_path)]))
+    assert one == READ_MESSAGE
+    assert page == "Subject: A page\n\nBikes & dogs\n"
+    assert box == f"{READ_MESSAGE}\nSubject: Two\n\nNo.\n"
+
+
+def test_of_an_exported_chat_what_was_said_last_is_read(tmp_path: Path) -> None:
+    def node(parent: str | None, role: str, text: str) -> dict[str, Any]:
+        return {"parent": parent, "message": {"author": {"role": role}, "content": {"parts": [text]}}}
+
+    mapping = {
+        "root": {"parent": None, "message": None},
+        "q": node("root", "user", "When?"),
+        "a": node("q", "assistant", "At noon."),
+        "other": node("q", "assistant", "Taken back."),
+    }
+    chat = {"title": "Ferry", "create_time": 1_790_000_000.5, "mapping": mapping, "current_node": "a"}
+    (tmp_path / "conversations.json").write_text(json.dumps([chat]))
+    (tmp_path / "data.json").write_text('{"a": 1}')
+    exported, data = (each.text() for each in find([str(tmp_path)]))
+    assert exported == "# Ferry (2026-09-21)\n\nuser: When?\n\nassistant: At noon.\n"
+    assert data == '{"a": 1}'
+
+
+def test_documents_are_asked_by_name_time_and_what_was_noted(
+    cli: Cli, tmp_path: Path, instruct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, memory = tmp_path / "notes", tmp_path / "m"
+    folder.mkdir()
+    for name in ("old.md", "new.md", "ship.txt"):
+        (folder / name).write_text(f"The text of {name}. " * 4)
+    os.utime(folder / "old.md", (1_000_000_000, 1_000_000_000))
+    options = ("--model", instruct_folder, "--block-size", 16)
+    assert cli("read", folder / "ship.txt", memory, *options, "--meta", "project=boat").code == 0
+    assert cli("read", folder, memory, *options, "--meta", "place=island", "--meta", "project=walk").code == 0
+
+    def asked(*given: object) -> Any:
+        done = cli("ask", memory, "What?", "--max-tokens", 1, "--json", *given)
+        return done.json["documents"] if done.code == 0 else (done.code, done.json["message"])
+
+    assert asked("--match", "notes/*.md") == ["notes/new.md", "notes/old.md"]
+    assert asked("--match", "notes/*.md", "--since", "7d") == ["notes/new.md"]
+    assert asked("--since", "2001-01-01") == asked("--meta", "place=island") == ["ship", "notes/new.md", "notes/old.md"]
+    monkeypatch.setattr(verb, "load_model", no_model)  # what is noted of a file that is as it was needs none
+    assert cli("read", folder / "ship.txt", memory, "--meta", "project=boat", "--meta", "place=").code == 0
+    monkeypatch.undo()
+    assert asked("--meta", "project=boat") == ["ship"]
+    assert len(asked("--meta", "place=island")) == 2
+    code, message = asked("--match", "*.pdf")
+    assert (code, "none of 3 documents fits" in message) == (3, True)
+    assert asked("--meta", "place")[0] == asked("--since", "soon")[0] == 2
+
+
+@pytest.mark.timeout(600)
+def test_a_watch_reads_what_changes_until_ctrl_c(notes: Path, memory_path: Path) -> None:
+    command = [sys.executable, "-m", "memstore", "read", str(notes), str(memory_path), "--watch", "--prune"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "4 files as before; watching " in process.stderr.readline()
+        (notes / "new.md").write_text("A note.")
+        assert "read notes/new.md: 7 new tokens" in process.stdout.readline()
+        (notes / "bakery.md").unlink()
+        assert "gone: notes/bakery.md, forgotten" in process.stdout.readline()
+        (notes / "new.md").write_text("A note that has grown.")
+        assert "read notes/new.md: " in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert "2 files read" in process.stdout.read()
+    assert process.returncode == 0
+    read = texts(memory_path)
+    assert (read["notes/new.md"], "notes/bakery.md" in read) == ("A note that has grown.", False)

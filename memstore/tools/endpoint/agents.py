@@ -28,7 +28,7 @@ from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refused
 from memstore.tools.endpoint.worker import QueuedJob, Served, Worker
-from memstore.tools.read import FACT
+from memstore.tools.filters import FACT
 
 SCHEME = "memstore://"
 NOTES = "remembered"
@@ -210,7 +210,7 @@ def _check_place(reader: Reader, document: str) -> None:
     """Raise ``InvalidArgument`` for documents that are not to be written to."""
     if document.startswith(PREFIX):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another")
-    if isinstance(fact := reader.memory.get_info(FACT + document), dict):
+    if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):
         raise InvalidArgument(
             f"{document!r} is the file {fact.get('path')}, which is read again when it changes: choose another name"
         )
