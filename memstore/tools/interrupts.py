@@ -1,7 +1,8 @@
 """Ctrl-C from the first moment on: whether it was pressed, and that it breaks nothing that is half loaded.
 
 Met in the middle of an import, it may come out as any error, long after; and extension modules end the process where
-their initialisation is interrupted. So as long as one of these loads, Ctrl-C waits.
+their initialisation is interrupted. So as long as one of these loads, Ctrl-C waits. In the callback of a weak reference
+or in ``__del__`` Python prints it and throws it away; there it comes again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ def listen() -> None:
     def note(number: int, frame: FrameType | None) -> None:
         _pressed.append(True)
         if loading():
-            signal.signal(signal.SIGALRM, note)
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+            later()
         else:
             signal.default_int_handler(number, frame)
 
+    def later() -> None:
+        signal.signal(signal.SIGALRM, note)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+
+    def thrown_away(lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            later()
+        else:
+            sys.__unraisablehook__(lost)
+
     signal.signal(signal.SIGINT, note)
+    sys.unraisablehook = thrown_away
 
 
 def pressed() -> bool:

@@ -306,7 +306,7 @@ def closed() -> None:
     sys.stdout = None  # as Python has it then
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*WORKING, "demo"])  # of those that take long the help stands for all
 def test_an_output_that_nobody_reads_or_that_is_full_or_closed(world: World, verb: str) -> None:
     code, said = ending(call(verb, world), nobody_reads)
     assert code in (141, 3), (code, said)  # 3: a verb that finds nothing to write about
@@ -406,6 +406,28 @@ def test_ctrl_c_waits_for_what_must_not_be_half_loaded(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.stdout == "whole True\n", done.stderr
+
+
+THROWN_AWAY = """
+import signal, time, weakref
+from memstore.tools import interrupts
+
+class Thing: pass
+
+interrupts.listen()
+thing = Thing()
+watching = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+try:
+    del thing
+    time.sleep(10)  # until it comes again
+except KeyboardInterrupt:
+    print("it came")
+"""
+
+
+def test_ctrl_c_comes_again_where_python_throws_exceptions_away() -> None:
+    done = subprocess.run([sys.executable, "-c", THROWN_AWAY], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("it came\n", "")
 
 
 @pytest.mark.parametrize("error", [AttributeError("half of numpy"), memstore.NotFound("this needs numpy")])
