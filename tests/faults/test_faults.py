@@ -1,18 +1,17 @@
 """Every fault on every store; ``make faults`` is the long form."""
 
-import subprocess
 import sys
 
 import pytest
 
+from tests import forks
 from tests.faults.run import FAULTS
 from tests.faults.world import STORES
 
 
 def check(*arguments: str) -> None:
-    # In an interpreter of its own, which has one thread and no memory open: it forks.
-    command = [sys.executable, "-m", "tests.faults.run", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # In a process of its own, which has one thread and no memory open: it forks.
+    done = forks.completed([sys.executable, "-m", "tests.faults.run", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import memstore
 from memstore.index import ENTRY_POINTS
 from memstore.testing.indexes import small_integers
+from tests import forks
 from tests.memory.helpers import KEY_DIM, G, append, make_spec, random_tokens
 
 PAGE = (Path(__file__).parents[2] / "docs" / "indexes.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_a_memory_is_opened_with_it_and_keeps_it(installed: Path, tmp_path: Path
             assert [each.tolist() for each in again[:2]] == [each.tolist() for each in found[:2]]
 
 
-def test_it_passes_the_suite(installed: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=installed, check=False)
+def test_it_passes_the_suite(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(installed)
+    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed)])
     assert done.returncode == 0, done.stdout

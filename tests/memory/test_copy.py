@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from memstore.memory.entry import Address
 from memstore.memory.spec import CODECS
 from memstore.memory.tensors import as_stored
 from memstore.store import Batch
+from memstore.store.zarr import store as zarr
+from tests import forks
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, S, append, check_content, make_fingerprint, make_spec, random_tokens
 from tests.memory.test_codecs import append as append_states
@@ -304,14 +305,12 @@ def test_a_source_that_loses_blocks_meanwhile_is_an_error(
         copy_document(source, other, "text")
 
 
-COPIED = """
-import memstore.memory.copy as copy
-copy.TRANSACTION_BYTES = 1000
-import memstore.store.zarr.store as zarr
-zarr.SHARD_BYTES = 400
-print("go", flush=True)
-memstore.copy(sys.argv[1], sys.argv[2])
-"""
+def copy_by_the_block(source: str, target: str, says: Connection) -> None:
+    """Say so, and copy with a commit for every few blocks."""
+    copy.TRANSACTION_BYTES = 1000
+    zarr.SHARD_BYTES = 400
+    says.send("copying")
+    memstore.copy(source, target)
 
 
 @pytest.mark.parametrize("kind", ["", pytest.param("zarr:", marks=pytest.mark.slow)])
@@ -322,15 +321,13 @@ def test_a_copy_that_is_killed_is_sound_and_goes_on(tmp_path: Path, monkeypatch:
     with memstore.open(source, spec=make_spec(codec="int8")) as memory:
         append(memory.document("text"), text)
         append(memory.document("text").fork("fork", 100), text[:5])
-    code = "import sys, torch, memstore\nfrom tests.memory.helpers import *\n" + COPIED
     rng, held = random.Random(kind), 0
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", code, source, target], stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "go\n"
-            if _wait_until(target, held, child):
-                time.sleep(rng.random() / 20)  # the moment of the kill is what is tried
-            child.send_signal(signal.SIGKILL)
+        process = forks.begun(copy_by_the_block, source, target)
+        if _wait_until(target, held, process):
+            time.sleep(rng.random() / 20)  # the moment of the kill is what is tried
+        process.kill()
+        process.join()
         with memstore.open(source, mode="r") as whole, memstore.open(target, mode="r") as memory:
             assert verify.check(memory._shared.store) == []
             for document in memory.documents():
@@ -345,9 +342,9 @@ def test_a_copy_that_is_killed_is_sound_and_goes_on(tmp_path: Path, monkeypatch:
         assert kind or stored_blocks(memory) == 151 + 2
 
 
-def _wait_until(url: str, tokens: int, child: subprocess.Popen[str]) -> bool:
+def _wait_until(url: str, tokens: int, process: BaseProcess) -> bool:
     """Wait until the copy at ``url`` has more than ``tokens``; False where the child has ended before."""
-    while child.poll() is None:
+    while process.is_alive():
         try:
             with memstore.open(url, mode="r") as memory:
                 if sum(map(len, memory.documents())) > tokens:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch
 
 import memstore
 from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
+from tests import forks
 from tests.readers.child import RETRIEVAL, SIZES, answer
 from tests.readers.models import attach, tiny, tokens
 from tests.readers.test_restart import assert_same, read_here
@@ -193,22 +195,22 @@ def flip(path: Path, payload: bytes) -> None:
 
 # A second writer, and a reader that wants to write
 
-HOLD = """
-memory = memstore.open(sys.argv[1])
-print("held", flush=True)
-sys.stdin.readline()
-"""
+
+def hold(folder: str, says: Connection) -> None:
+    """Open it for writing, say so, and wait."""
+    with memstore.open(folder):
+        says.send("held")
+        signal.pause()
 
 
 def test_a_second_writer_is_told_who_the_first_one_is(folder: Path) -> None:
     before, model = answers_of(folder), tiny("llama")
-    with child(HOLD, folder) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(MemoryInUse, match=rf"\b{holder.pid}\b"):
-            attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES).open()
-        assert_same(answers_of(folder), before)  # reading is no writing
-        finished(holder)
+    holder = forks.begun(hold, str(folder))
+    with pytest.raises(MemoryInUse, match=rf"\b{holder.pid}\b"):
+        attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES).open()
+    assert_same(answers_of(folder), before)  # reading is no writing
+    holder.kill()
+    holder.join()
     with attach(model, folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         assert attached.read(tokens(LENGTH + 50)).new_tokens == 50
 

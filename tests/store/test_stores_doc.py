@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
 from memstore.testing.stores import BLOCKS, block, put_blocks
+from tests import forks
 from tests.memory.helpers import append, check_content, make_spec, random_tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "stores.md"
@@ -71,8 +71,8 @@ def test_a_batch_that_finds_no_room(installed: Path, tmp_path: Path) -> None:
     store.close()
 
 
-def test_it_passes_the_suites(installed: Path) -> None:
+def test_it_passes_the_suites(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (installed / "conftest.py").write_text(CONFIGURATION, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=installed, check=False)
+    monkeypatch.chdir(installed)
+    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed)])
     assert done.returncode == 0, done.stdout
