@@ -33,15 +33,31 @@ class Unfit(ValueError):
 def parse(raw: bytes, what: str, most_bytes: int = MOST_BYTES) -> Any:
     """The JSON value in ``raw``. Raises ``DamagedError``, which calls it ``what``."""
     try:
-        if len(raw) > most_bytes:
-            raise Unfit(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
-        if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
-            raise Unfit(f"it has more than {MOST_VALUES:,} values")
-        value = json.loads(raw, parse_constant=_no_number)
+        return _parsed(raw, most_bytes)
+    except ValueError as error:  # also for what is not UTF-8
+        reason = " ".join(str(error).split())[:200]
+        raise DamagedError(f"{what} is damaged: {reason}; restore it from a copy", remedy="restore") from None
+
+
+def check_storable(raw: bytes, check: Check, what: str) -> None:
+    """Raise ``InvalidArgument``, which calls it ``what``, for JSON that would be refused where it is read."""
+    try:
+        check(_parsed(raw, MOST_BYTES), "")
+    except ValueError as error:
+        raise InvalidArgument(f"{what} cannot be stored: {' '.join(str(error).split())[:200]}.") from None
+
+
+def _parsed(raw: bytes, most_bytes: int) -> Any:
+    if len(raw) > most_bytes:
+        raise Unfit(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
+    if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise Unfit(f"it has more than {MOST_VALUES:,} values")
+    try:
+        value = _DECODER.decode(raw.decode())
+    except RecursionError:
+        raise Unfit("its brackets are too deep") from None
+    if raw.count(b"[") + raw.count(b"{") > DEEPEST:
         check_depth(value)
-    except (ValueError, RecursionError) as error:  # the first also for what is not UTF-8
-        reason = "its brackets are too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise DamagedError(f"{what} is damaged: {reason[:200]}; restore it from a copy", remedy="restore") from None
     return value
 
 
@@ -178,6 +194,9 @@ def _unfit(at: str, expected: str, value: Any) -> NoReturn:
 
 def _no_number(constant: str) -> NoReturn:
     raise Unfit(f"{constant} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.checks import check_numbers, check_tensor
-from memstore.memory.entry import DocumentState
+from memstore.memory.entry import READING, DocumentState
 from memstore.memory.history import beginning, chain, digest_at
 from memstore.memory.places import Home, Places, put_home, told
 from memstore.memory.shared import Shared
@@ -23,6 +23,7 @@ from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record
 from memstore.memory.usage import Deleting
 from memstore.store.contract import Batch, Bytes, Record
+from memstore.stored import check_storable
 
 
 def truncation(
@@ -291,9 +292,11 @@ class Append:
 def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[str, Any]:
     """``reading`` as the entry keeps it."""
     try:
-        values: dict[str, Any] = json.loads(json.dumps(dict(reading)))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(reading))
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"reading must be a JSON object ({error}).") from None
+    check_storable(text.encode(), READING, "reading")
+    values: dict[str, Any] = json.loads(text)
     if state.tokens and values != state.reading:
         raise InvalidArgument(
             f"document {state.name!r} was begun with reading={state.reading}, not {values}: its states would not "

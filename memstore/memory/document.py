@@ -58,11 +58,12 @@ class Document:
     One thread may append while others search and gather. Raises ``NotFound`` once the document was forgotten.
     """
 
-    def __init__(self, shared: Shared, name: str, memory: Container) -> None:
+    def __init__(self, shared: Shared, name: str, memory: Container, number: int | None = None) -> None:
+        """``number`` is that of a document that is known to be there."""
         self.name = name
         self._shared = shared
         self._memory = memory
-        self._handle = Handle(shared, name)
+        self._handle = Handle(shared, name, number)
         self._views: dict[int, LayerView] = {}
         self._lock = threading.RLock()
 
@@ -89,6 +90,10 @@ class Document:
         """Its number in the memory; None before its first append."""
         self._handle.current()
         return self._handle.id
+
+    def is_number(self, number: int) -> bool:
+        """Whether it is, or was, the document ``number``."""
+        return self._handle.id == number
 
     @property
     def gone(self) -> bool:

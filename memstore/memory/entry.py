@@ -122,7 +122,7 @@ class DocumentState:
 @lru_cache(256)  # each use after a commit reads the entry again, which is mostly what it was
 def _state(entry: bytes) -> DocumentState:
     values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
-    if unknown := set(values) - {each.name for each in fields(DocumentState)}:
+    if unknown := values.keys() - _FIELDS:
         raise ForeignMemory(
             f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
         )
@@ -135,17 +135,19 @@ def _state(entry: bytes) -> DocumentState:
     return DocumentState(**values, branch=branch, spans=spans, dropped=dropped)
 
 
+_FIELDS = frozenset(each.name for each in fields(DocumentState))
 _NUMBER, _BLOCK = whole(0, MAX_DOCUMENT), whole(0, MAX_ITEM)
 _SPANS = array(row(_NUMBER, _BLOCK, _BLOCK), MOST_SPANS)
 BRANCH = table({"parent": _NUMBER, "stop": _BLOCK, "spans": _SPANS}, document=_NUMBER)
 """What is stored of a home that is a branch."""
+READING = members(anything, 1000)
 ENTRY = table(
     {
         "branch": maybe(row(_NUMBER, _BLOCK)),
         "spans": _SPANS,
         "home": maybe(whole(0, MAX_DOCUMENT)),
         "digest": maybe(text(64)),
-        "reading": maybe(members(anything, 1000)),
+        "reading": maybe(READING),
         "dropped": ranges(MAX_ITEM),
     },
     name=text(LONGEST_NAME),
@@ -155,6 +157,10 @@ ENTRY = table(
     edits=whole(),
     state=text(64),
 )
+
+
+NAMED = table(name=text(LONGEST_NAME))
+"""What finds a document needs of its entry."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,9 @@ class Manifest:
         }
         if self.rules != Rules[str]():
             content["rules"] = self.rules.to_dict()
-        return json.dumps({**content, "sha256": _digest(content)}, indent=1, ensure_ascii=False).encode()
+        text = json.dumps({**content, "sha256": _digest(content)}, indent=1, ensure_ascii=False)
+        # Half of a character, as the path of a file can have, is no UTF-8; with a backslash it is JSON.
+        return text.encode("utf-8", "backslashreplace")
 
 
 def block_bytes(spec: MemorySpec) -> int:

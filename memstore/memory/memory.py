@@ -135,7 +135,7 @@ class Memory:
 
     def documents(self) -> list[Document]:
         """All documents that have something in them, in the order they were made."""
-        return [self._document(name) for name in self._shared.catalog.names().values()]
+        return [self._document(name, number) for number, name in self._shared.catalog.names().items()]
 
     def document(self, name: str) -> Document:
         """The document ``name``; a new one, stored at its first append, if there is none.
@@ -426,12 +426,14 @@ class Memory:
             "landmarks": blocks * len(spec.index_layers) * run_layout(spec, 1).nbytes,
         }
 
-    def _document(self, name: str) -> Document:
+    def _document(self, name: str, number: int | None = None) -> Document:
+        """``number`` says that it is there, and which one it is."""
         with self._lock:
+            document = self._documents.get(name)
             # One that another process forgot may be there again, as another document of the same name.
-            if name not in self._documents or self._documents[name].gone:
-                self._documents[name] = Document(self._shared, name, self)
-            return self._documents[name]
+            if document is None or (document.gone if number is None else not document.is_number(number)):
+                document = self._documents[name] = Document(self._shared, name, self, number)
+            return document
 
     def _no_document(self, name: str) -> Exception:
         return not_found(name, self.url, list(self._shared.catalog.names().values()))

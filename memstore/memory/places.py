@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
-from memstore.memory.entry import BRANCH, Address, DocumentState, stored_state
+from memstore.memory.entry import BRANCH, NAMED, Address, DocumentState, stored_state
 from memstore.store.contract import MAX_DOCUMENT, Batch, BlockStore, Key, Record, Table
 from memstore.stored import fit
 
@@ -297,10 +297,11 @@ class Catalog:
     def names(self) -> dict[int, str]:
         """Number -> name of every document, in the order they were made. Raises ``DamagedError``."""
         with self._lock:
+            self._read_new()
             numbers = self.numbers(0)
             for number in numbers:
-                if number not in self._names:
-                    self._add(number)
+                if number not in self._names:  # a repair has made it
+                    self._add(number, self._store.get(Address(number).entry))
             self.remove(self._names.keys() - set(numbers))
             return {number: self._names[number] for number in numbers if number in self._names}
 
@@ -313,13 +314,15 @@ class Catalog:
     def numbers(self, first: int) -> list[int]:
         """Numbers of the documents from ``first`` on, as they are stored now. Raises ``DamagedError``."""
         keys = self._store.keys(Address(first).entry, Address(MAX_DOCUMENT).entry)
-        for key in keys:
-            if key != Address(key.document).entry:
-                # A look for the document would not find it, and say that there is none.
-                raise DamagedError(
-                    f"memory {self._url}: the entry of document {key.document} lies under a damaged key; run verify"
-                )
-        return [key.document for key in keys]
+        return [self._number(key) for key in keys]
+
+    def _number(self, key: Key) -> int:
+        if key.layer or key.item:
+            # A look for the document would not find it, and say that there is none.
+            raise DamagedError(
+                f"memory {self._url}: the entry of document {key.document} lies under a damaged key; run verify"
+            )
+        return key.document
 
     def remove(self, numbers: Collection[int]) -> None:
         """Note that documents were forgotten."""
@@ -332,16 +335,17 @@ class Catalog:
                     del self._numbers[name]
 
     def _read_new(self) -> None:
-        for number in self.numbers(self._next):
-            self._add(number)
-            self._next = number + 1
+        for key, records in self._store.walk(Address(self._next).entry, Address(MAX_DOCUMENT).entry):
+            self._add(self._number(key), records)
+            self._next = key.document + 1
 
-    def _add(self, number: int) -> None:
-        state = stored_state(self._store, number)
-        if state is not None:
-            self._names[number] = state.name
-            self._numbers[state.name] = number
-            if state.spans or (state.home is not None and state.branch is None):
+    def _add(self, number: int, records: Sequence[Record] | None) -> None:
+        if records:
+            # Whoever uses the document checks the rest of its entry.
+            entry = fit(records[0].to_json(), NAMED, "the entry of a document")
+            self._names[number] = entry["name"]
+            self._numbers[entry["name"]] = number
+            if entry.get("spans") or (entry.get("home") is not None and entry.get("branch") is None):
                 self.listing.add(number)
 
 

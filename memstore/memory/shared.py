@@ -6,6 +6,7 @@ Named values are arrays and facts of the memory itself; they lie in the table ME
 from __future__ import annotations
 
 import json
+import reprlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.memory.tensors import TORCH_DTYPES, HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
 from memstore.store.cache import BlockCache
 from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Key, Layout, Record, Table
-from memstore.stored import anything, array, check_whole, fit, parse, table, text
+from memstore.stored import anything, array, check_storable, check_whole, fit, table, text
 
 INFO = table(value=anything)
 ARRAYS = table(arrays=array(text(1000), 254))
@@ -206,10 +207,10 @@ class _Seen:
 class Handle:
     """Knows the number of a document once it has one, and reads its entry again after every commit."""
 
-    def __init__(self, shared: Shared, name: str) -> None:
+    def __init__(self, shared: Shared, name: str, number: int | None = None) -> None:
         self.shared = shared
         self.name = name
-        self.id = shared.catalog.find(name)
+        self.id = shared.catalog.find(name) if number is None else number
         """Number of the document; None before its first append."""
         self._seen: _Seen | None = None
 
@@ -276,11 +277,9 @@ class NamedValues:
 
     def put_info(self, name: str, value: Any) -> None:
         """Store a small JSON value under ``name``, replacing what was there."""
-        if not isinstance(name, str) or not name:
-            raise InvalidArgument(f"the name of a fact must be a text that is not empty, not {name!r}.")
         try:
-            parse(json.dumps(value).encode(), "it")
-        except (TypeError, ValueError, RecursionError, DamagedError) as error:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"{name!r} must be a JSON value ({error}).") from None
         self._put("info", name, {"value": value}, [])
 
@@ -332,12 +331,16 @@ class NamedValues:
                 self._shared.store.write(batch)
 
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
+        if not isinstance(name, str) or not name:
+            raise InvalidArgument(f"the name of a fact must be a text that is not empty, not {name!r}.")
+        head = _head(kind, name, facts)
+        # A value that nobody could read would keep everybody from all the others.
+        for check in (NAMED_VALUE, INFO if kind == "info" else ARRAYS):
+            check_storable(head.payload.tobytes(), check, f"the value under the name {reprlib.repr(name)}")
         with self._shared.writing:
             found = self._find(kind, name)
             batch = Batch()
-            batch.put(
-                Key(Table.META, item=self._next) if found is None else found[0], _head(kind, name, facts), *records
-            )
+            batch.put(Key(Table.META, item=self._next) if found is None else found[0], head, *records)
             self._shared.store.write(batch)
 
     def _find(self, kind: str, name: str) -> tuple[Key, tuple[Record, ...]] | None:

@@ -242,6 +242,16 @@ class BlockStore(ABC):
     def keys(self, first: Key, last: Key) -> list[Key]:
         """Existing keys from ``first`` to ``last`` (of one table), in order."""
 
+    def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
+        """Existing keys from ``first`` to ``last`` (of one table) and their verified records, in order.
+
+        A store that can does it in one snapshot and one pass. Raises ``DamagedError``.
+        """
+        for key in self.keys(first, last):
+            records = self.get(key)
+            if records is not None:
+                yield key, records
+
     @abstractmethod
     def scan(self) -> Iterator[Scanned]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""

@@ -33,6 +33,7 @@ FILES = (
     "zarr.json",
 )
 FOLDERS = ("tail", "blocks", "index")
+_OURS = dict.fromkeys(FILES, stat.S_IFREG) | dict.fromkeys(FOLDERS, stat.S_IFDIR)
 RIGHTS = 0o666
 """What a new file is made with; the system takes the umask of its user from it."""
 
@@ -48,13 +49,25 @@ _KINDS = {
 
 
 def check_names(folder: Path) -> None:
-    """Raise ``NotAMemory`` where a name of ours in the folder of a memory is no file, or no folder, of its own."""
-    for kind, names in {stat.S_IFREG: FILES, stat.S_IFDIR: FOLDERS}.items():
-        for name in names:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                facts = os.lstat(f"{folder}/{name}")  # each opening does this, and making a Path takes longer
-                if stat.S_IFMT(facts.st_mode) != kind:
-                    _check(folder / name, facts, kind)
+    """Raise ``NotAMemory`` where a name of ours in the folder of a memory is no file, or no folder, of its own.
+
+    Raises ``ReadOnlyMemory`` where its names cannot be read.
+    """
+    try:
+        # Each opening does this; a look for each name, most of which are not there, takes seven times as long.
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                kind = _OURS.get(entry.name)
+                if kind is not None and not (entry.is_file if kind == stat.S_IFREG else entry.is_dir)(
+                    follow_symlinks=False
+                ):
+                    find(folder / entry.name, kind)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except PermissionError:
+        raise ReadOnlyMemory(f"the names in {folder} cannot be read: permission denied; change that") from None
+    except OSError as error:
+        raise shortage(error.errno, folder) or error from None
 
 
 def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:

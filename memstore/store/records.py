@@ -142,20 +142,39 @@ def decode_header(view: memoryview, start: int, key: Key) -> RecordHeader:
     payload_sum, header_sum = _SUMS.unpack_from(raw, _SUMS_AT)
     if checksum(raw[:_HEADER_SUM_AT]) != header_sum:
         raise damaged(key, f"the header checksum at offset {start} does not match")
+    kind = _kind(raw[:_ADDRESS_AT] + raw[_EXTENT_AT:_SUMS_AT])
+    if kind is None:
+        _explain_kind(raw, start, key)
+    table, record, records, layout, nbytes = kind
+    document, layer, _, item = _ADDRESS.unpack_from(raw, _ADDRESS_AT)
+    return RecordHeader(Key(table, document, layer, item), record, records, layout, nbytes, payload_sum)
+
+
+# Most headers differ in address and checksums alone.
+@lru_cache(maxsize=1024)
+def _kind(raw: bytes) -> tuple[Table, int, int, Layout, int] | None:
+    """Table, record, records, layout and payload bytes by a header without these; None where it cannot be ours."""
     magic, version, codec, dtype, table, record, records, dimensions = _KIND.unpack_from(raw)
+    if (magic, codec) != (MAGIC, NO_CODEC) or version > VERSION or dtype >= len(DTYPES) or table not in iter(Table):
+        return None
+    *shape, nbytes, _ = _EXTENT.unpack_from(raw, _KIND.size)
+    layout = Layout(DTYPES[dtype], tuple(shape[:dimensions]))
+    if dimensions > MAX_DIMENSIONS or record >= records or nbytes != layout.nbytes:
+        return None
+    if _extent(layout) != raw[_KIND.size :]:  # unused dimensions and reserved bytes are zero
+        return None
+    return Table(table), record, records, layout, nbytes
+
+
+def _explain_kind(raw: bytes, start: int, key: Key) -> NoReturn:
+    magic, version, codec, dtype, *_ = _KIND.unpack_from(raw)
     if magic != MAGIC:
         raise damaged(key, f"no record starts at offset {start}")
     if version > VERSION or codec != NO_CODEC or dtype >= len(DTYPES):
         raise ForeignMemory(
             f"{describe(key)} was written by a newer memstore (format {version}, codec {codec}, dtype {dtype}); upgrade"
         )
-    document, layer, _, item = _ADDRESS.unpack_from(raw, _ADDRESS_AT)
-    *shape, nbytes, _ = _EXTENT.unpack_from(raw, _EXTENT_AT)
-    layout = Layout(DTYPES[dtype], tuple(shape[:dimensions]))
-    canonical = raw[:_EXTENT_AT] + _extent(layout) == raw[:_SUMS_AT]  # unused dimensions and reserved bytes are zero
-    if nbytes != layout.nbytes or table not in iter(Table) or record >= records or not canonical:
-        raise damaged(key, f"the header at offset {start} contradicts itself")
-    return RecordHeader(Key(Table(table), document, layer, item), record, records, layout, nbytes, payload_sum)
+    raise damaged(key, f"the header at offset {start} contradicts itself")
 
 
 def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[Record, RecordHeader, int]:

@@ -270,6 +270,17 @@ class StoreTests:
         assert not any(scanned.damage for scanned in found)
         assert same(found[4].records, value(1))
 
+    def test_a_walk_meets_what_keys_names(self, store: BlockStore) -> None:
+        """Keys and records of a range, also one that cuts through what is stored together."""
+        for layer in (0, 1, 2):
+            put_blocks(store, range(12), layer=layer)
+        for first, last in [(0, 9), (2, 5), (7, 20)]:
+            ends = block(first), block(last, layer=1)
+            found = list(store.walk(*ends))
+            assert [key for key, _ in found] == store.keys(*ends)
+            for key, records in found:
+                assert same(store.get(key), records)
+
     def test_scan_is_a_snapshot(self, store: BlockStore) -> None:
         """What is written while a scan runs is not part of it."""
         put_blocks(store, range(10))

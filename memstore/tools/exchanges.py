@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mailbox
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from memstore.errors import InvalidArgument
+from memstore.tools.markup import html_text
 
+MOST_VALUES = 4 << 20
+"""Values of an export at most: an empty list takes three characters, and twenty times that in memory."""
 HEADERS = ("From", "To", "Date", "Subject")
 
 
@@ -32,6 +36,8 @@ def mails(path: Path) -> str:
 
 def chats(text: str) -> str | None:
     """What was said in the conversations of an export; None for JSON that is none."""
+    if sum(map(text.count, ",[{")) > MOST_VALUES:
+        return None
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
@@ -43,8 +49,6 @@ def chats(text: str) -> str | None:
 
 
 def _message(raw: bytes) -> str:
-    from memstore.tools.files import html_text
-
     message: EmailMessage = message_from_bytes(raw, policy=policy.default)
     try:
         heads = [f"{name}: {message[name]}" for name in HEADERS if message[name]]
@@ -60,16 +64,18 @@ def _message(raw: bytes) -> str:
 
 
 def _conversation(given: dict[str, Any]) -> str:
-    began = given.get("create_time")
-    when = f" ({datetime.fromtimestamp(began, UTC):%Y-%m-%d})" if isinstance(began, int | float) else ""
-    return "\n\n".join([f"# {given.get('title') or 'Conversation'}{when}", *_turns(given)])
+    began, title, when = given.get("create_time"), given.get("title"), ""
+    if isinstance(began, int | float):
+        with suppress(ValueError, OverflowError, OSError):  # no time that there is
+            when = f" ({datetime.fromtimestamp(began, UTC):%Y-%m-%d})"
+    return "\n\n".join([f"# {title if isinstance(title, str) and title else 'Conversation'}{when}", *_turns(given)])
 
 
 def _turns(given: dict[str, Any]) -> Iterator[str]:
     """What was said last, and what led to it: other branches were taken back."""
     nodes, at = given["mapping"], given.get("current_node")
     path: list[dict[str, Any]] = []
-    if at not in nodes:
+    if not isinstance(at, str) or at not in nodes:
         at = next(reversed(nodes), None)
     while isinstance(at, str) and isinstance(node := nodes.get(at), dict) and len(path) < len(nodes):
         path.append(node)

@@ -8,29 +8,28 @@ what is a link, and what is no text.
 from __future__ import annotations
 
 import os
-import zipfile
+import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
+from memstore.children import python_module
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools.exchanges import chats, mail, mails
+from memstore.tools import ignoring, parsing
+from memstore.tools.exchanges import chats
+from memstore.tools.markup import html_text
 from memstore.tools.texts import STDIN, read_text
 
-if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
-
-IGNORE_FILES = (".gitignore", ".memstoreignore")
 TEXTS = {".txt", ".md", ".markdown", ".rst", ".org", ".tex", ".csv"}
 """Endings of what claims to be text: a file of these that is none is told, others are passed over."""
 PAGES = {".html", ".htm", ".xhtml"}
 SNIFFED = 4096
 """Bytes at the beginning of a file in which a NUL tells that it is no text."""
-LARGEST = 256 << 20
-"""Bytes of one part of an EPUB at most, unpacked."""
+LARGEST, LARGEST_PAGE = 32 << 20, 8 << 20
+"""Bytes of a file of a folder at most: of text, and of HTML."""
+DEEPEST = 100
+"""Folders in folders; what lies deeper is passed over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +50,15 @@ class Found:
         if self.path is None:
             return read_text(STDIN, encoding=encoding)
         match self.path.suffix.lower():
-            case ".pdf":
-                return _pdf(self.path)
-            case ".epub":
-                return _epub(self.path)
-            case ".eml":
-                return _some(mail(self.path), self.path, "no words")
-            case ".mbox":
-                return _some(mails(self.path), self.path, "no messages")
+            case ".pdf" | ".epub" | ".eml" | ".mbox":
+                return _parsed(self.path)
             case ending if ending in PAGES:
+                self._check_size(LARGEST_PAGE)
                 return html_text(read_text(str(self.path), encoding=encoding))
             case ending if self.in_folder and ending not in TEXTS:
                 text = self._if_text(encoding)
             case _:
+                self._check_size(LARGEST)
                 text = read_text(str(self.path), encoding=encoding)
         if text is not None and self.path.suffix.lower() == ".json":
             return chats(text) or text
@@ -74,10 +69,17 @@ class Found:
         with self.path.open("rb") as file:
             if b"\0" in file.read(SNIFFED):
                 return None
+        self._check_size(LARGEST)
         try:
             return read_text(str(self.path), encoding=encoding)
         except InvalidArgument:
             return None
+
+    def _check_size(self, most: int) -> None:
+        """Nobody has chosen the files of a folder one by one, and a file of one block can say that it has terabytes."""
+        assert self.path is not None
+        if self.in_folder and self.path.stat().st_size > most:
+            raise InvalidArgument(f"{self.path} has more than {most >> 20} MiB: to read it, name it by itself.")
 
 
 def find(sources: list[str]) -> Iterator[Found]:
@@ -96,129 +98,43 @@ def find(sources: list[str]) -> Iterator[Found]:
             yield Found(path=path.absolute(), name=path.stem)
 
 
-def _walk(folder: Path, inner: PurePosixPath, ignored: list[tuple[PurePosixPath, GitIgnoreSpec]]) -> Iterator[Path]:
+def _walk(
+    folder: Path, inner: PurePosixPath, rules: list[tuple[PurePosixPath, list[ignoring.Pattern]]]
+) -> Iterator[Path]:
     """The files below ``folder``, which is ``inner`` within the one that was named."""
-    ignored = ignored + [(inner, spec) for name in IGNORE_FILES if (spec := _ignoring(folder / name)) is not None]
+    rules = rules + [(inner, found) for name in ignoring.NAMES if (found := ignoring.patterns_in(folder, name))]
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             if entry.name.startswith(".") or entry.is_symlink():
                 continue
             place, is_folder = inner / entry.name, entry.is_dir()
-            if any(spec.match_file(f"{place.relative_to(base)}{'/' * is_folder}") for base, spec in ignored):
+            if any(ignoring.ignored(found, str(place.relative_to(base)), is_folder=is_folder) for base, found in rules):
                 continue
             if is_folder:
                 # A memory within a folder of notes is none of the notes.
-                if not any((Path(entry.path) / name).exists() for name in ("data.mdb", "tail")):
-                    yield from _walk(Path(entry.path), place, ignored)
+                if len(place.parts) <= DEEPEST and not any(
+                    (Path(entry.path) / name).exists() for name in ("data.mdb", "tail")
+                ):
+                    yield from _walk(Path(entry.path), place, rules)
             elif entry.is_file():
                 yield Path(entry.path)
 
 
-def _ignoring(path: Path) -> GitIgnoreSpec | None:
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    try:
-        from pathspec import GitIgnoreSpec
-    except ModuleNotFoundError:
-        raise NotFound(f"{path} needs the package pathspec: pip install 'torch-memstore[cli]'") from None
-    return GitIgnoreSpec.from_lines(lines)
-
-
-class _Words(HTMLParser):
-    """What people see of a page, a line for each paragraph."""
-
-    HIDDEN = ("script", "style", "template", "noscript", "svg", "head")
-    LINES = ("p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "section", "article", "table")
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._hidden = 0
-        self._pre = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002 - of HTMLParser
-        self._hidden += tag in self.HIDDEN
-        self._pre += tag == "pre"
-        if tag in self.LINES:
-            self.parts.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.HIDDEN and self._hidden:
-            self._hidden -= 1
-        self._pre -= tag == "pre" and self._pre > 0
-        if tag in self.LINES:
-            self.parts.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            self.parts.append(data if self._pre else " ".join(f"|{data}|".split())[1:-1])
-
-
-def html_text(page: str) -> str:
-    """The words of an HTML page, without tags, scripts and styles."""
-    words = _Words()
-    words.feed(page)
-    words.close()
-    lines = [line.rstrip() for line in "".join(words.parts).split("\n")]
-    kept = [line for i, line in enumerate(lines) if line.strip() or (i and lines[i - 1].strip())]
-    return "\n".join(kept).strip() + "\n"
-
-
-def _pdf(path: Path) -> str:
-    try:
-        from pypdf import PdfReader
-        from pypdf.errors import PyPdfError
-    except ModuleNotFoundError:
-        raise NotFound(f"{path} needs the package pypdf: pip install 'torch-memstore[files]'") from None
-    try:
-        pages = [page.extract_text() for page in PdfReader(path).pages]
-    except (PyPdfError, OSError, ValueError, KeyError, TypeError) as error:  # what its parser runs into
-        raise InvalidArgument(f"{path} is no PDF file that can be read: {error}") from None
-    return _some(
-        "\f".join(pages), path, "no text, only pictures of it"
-    )  # a form feed between pages, as printers have it
-
-
-def _epub(path: Path) -> str:
-    """The chapters of a book, in the order in which they are read."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (package,) = _attributes(_member(archive, "META-INF/container.xml"), "rootfile")[:1]
-            folder = PurePosixPath(package["full-path"]).parent
-            book = _member(archive, package["full-path"])
-            parts = {each.get("id"): each.get("href", "") for each in _attributes(book, "item")}
-            chapters = [parts[each["idref"]] for each in _attributes(book, "itemref") if each.get("idref") in parts]
-            texts = [html_text(_member(archive, str(folder / unquote(chapter)))) for chapter in chapters]
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise InvalidArgument(f"{path} is no EPUB file that can be read: {error}") from None
-    return _some("\n".join(texts), path, "no text")
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> str:
-    if archive.getinfo(name).file_size > LARGEST:
-        raise ValueError(f"{name} is larger than {LARGEST:,} bytes")
-    return archive.read(name).decode("utf-8", errors="replace")
-
-
-def _attributes(xml: str, tag: str) -> list[dict[str, str]]:
-    """The attributes of each element ``tag``. A parser of HTML does for it, and follows no entity anywhere."""
-    found: list[dict[str, str]] = []
-
-    class Tags(HTMLParser):
-        def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
-            if name.rpartition(":")[2] == tag:
-                found.append({key: value or "" for key, value in attrs})
-
-    Tags().feed(xml)
-    return found
-
-
-def _some(text: str, path: Path, what: str) -> str:
-    if not text.strip():
-        raise InvalidArgument(f"{path} has {what}: there is nothing to read.")
-    return text
+def _parsed(path: Path) -> str:
+    """The text of a file that takes a parser, which a process of its own runs: see ``parsing.py``."""
+    command = [*python_module("memstore.tools.parsing"), str(path)]
+    done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    told = done.stderr.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
+    match done.returncode:
+        case 0:
+            return done.stdout.decode("utf-8", "surrogatepass")
+        case parsing.MISSING:
+            raise NotFound(told)
+        case parsing.REFUSED:
+            raise InvalidArgument(told)
+        case code if code == -signal.SIGXCPU:
+            raise InvalidArgument(f"{path} cannot be read: it takes far longer than files of its size do.")
+    raise InvalidArgument(f"{path} cannot be read: {told or f'its parser ended with code {done.returncode}'}")
 
 
 def digest(text: str) -> str:

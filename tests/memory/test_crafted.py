@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memstore
-from memstore.errors import DamagedError, MemstoreError
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError
+from memstore.memory import Memory
 from memstore.memory.entry import HEADER, NEXT_DOCUMENT, Address
 from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
@@ -257,6 +259,35 @@ def test_what_the_store_says_of_itself_is_believed_no_more(
     with pytest.raises(MemstoreError):
         memstore.open(f"{kind}{tmp_path / 'm'}", mode="r")
     look_at(f"{kind}{tmp_path / 'm'}")
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda memory: memory.put_info("\ud800", 1),
+        lambda memory: memory.put_info("x" * 20_000, 1),
+        lambda memory: memory.put_info("a", json.loads("[" * 100 + "]" * 100)),
+        lambda memory: memory.put_info("a", "x" * (MOST_BYTES - 40)),
+        lambda memory: memory.put_arrays("\udc00", {"a": torch.zeros(1)}),
+        lambda memory: memory.put_arrays("a", {"x" * 2000: torch.zeros(1)}),
+        lambda memory: memory.document("b").append([1], reading={str(n): n for n in range(1001)}),
+    ],
+)
+def test_what_nobody_could_read_again_is_not_stored(tmp_path: Path, put: Callable[[Memory], object]) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        memory.put_info("before", 1)
+        with pytest.raises(InvalidArgument, match="cannot be stored"):
+            put(memory)
+        assert memory.facts() == ({"before": 1}, {})
+
+
+def test_half_of_a_character_survives_an_export(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        memory.put_info("file/a", {"path": "/notes-\udcff/a"})
+        export_memory(memory, tmp_path / "export")
+    import_memory(tmp_path / "export", str(tmp_path / "again"))
+    with memstore.open(tmp_path / "again", mode="r") as memory:
+        assert memory.get_info("file/a") == {"path": "/notes-\udcff/a"}
 
 
 EXPORTED: list[Any] = [

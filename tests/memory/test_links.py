@@ -264,8 +264,10 @@ def test_a_file_with_a_second_name_is_not_written(whole: Path, scheme: str, tmp_
     before = other.read_bytes()
     with pytest.raises(ReadOnlyMemory, match=re.escape(f"{file} is one file under 2 names")):
         memstore.open(f"{scheme}{tmp_path / 'm'}")
+    with memstore.open(f"{scheme}{tmp_path / 'm'}", mode="r") as memory:
+        check_content(memory.document("a"), TOKENS)
+        assert memory.verify() == []
     assert other.read_bytes() == before
-    memstore.open(f"{scheme}{tmp_path / 'm'}", mode="r").close()
     other.unlink()
     memstore.open(f"{scheme}{tmp_path / 'm'}").close()
 

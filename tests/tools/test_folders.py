@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 import memstore
 from memstore.tools import read as verb
-from memstore.tools.files import find, html_text
+from memstore.tools.files import find
+from memstore.tools.markup import html_text
 from tests.tools.conftest import Cli, tiny_spec
 
 NOTES = {
@@ -178,6 +180,96 @@ def test_the_pages_of_a_pdf_file_are_read(tmp_path: Path) -> None:
     (found,) = find([str(tmp_path / "blank.pdf")])
     with pytest.raises(memstore.InvalidArgument, match="no text, only pictures"):
         found.text()
+
+
+def files_in(folder: Path) -> dict[str, int | str | None]:
+    """The length of the text of each file, or why it is not read."""
+    found: dict[str, int | str | None] = {}
+    for each in find([str(folder)]):
+        try:
+            text = each.text()
+        except memstore.InvalidArgument as error:
+            found[each.name] = str(error)
+        else:
+            found[each.name] = None if text is None else len(text)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "hole"])
+def test_what_is_to_be_ignored_is_read_from_a_small_file_only(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / ".gitignore"
+    match kind:
+        case "pipe":
+            os.mkfifo(place)
+        case "link":
+            place.symlink_to("/dev/zero")
+        case "folder":
+            place.mkdir()
+        case _:
+            place.touch()
+            os.truncate(place, 1 << 40)
+    with pytest.raises(memstore.InvalidArgument, match=r"/\.gitignore (is a link, or no file|has more than 2,000)"):
+        list(find([str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "passed_over"),
+    [
+        ("*.log\n!keep.log", ["a.log", "x/a.log"]),
+        ("/a.log", ["a.log"]),
+        ("x/", ["x/a.log", "x/keep.log", "x/y/b"]),
+        ("x/*", ["x/a.log", "x/keep.log", "x/y/b"]),
+        ("**/y", ["x/y/b"]),
+        ("x/**/b", ["x/y/b"]),
+        ("x/**", ["x/a.log", "x/keep.log", "x/y/b"]),
+        ("?.[!c-z]*", ["a.log"][:0]),
+        ("[a-c]\n# c\n\\#", ["#", "c", "x/y/b"]),
+        ("*a" * 40 + "b\n" + "**/" * 200 + "q", []),
+        ("[\n[z-a]\n!", []),
+    ],
+)
+def test_patterns_mean_what_they_mean_to_git(tmp_path: Path, lines: str, passed_over: list[str]) -> None:
+    names = ["#", "a.log", "c", "keep.log", "x/a.log", "x/keep.log", "x/y/b", "a" * 250]
+    for name in names:
+        (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "f" / name).write_text("text")
+    (tmp_path / "f" / ".gitignore").write_text(lines)
+    assert sorted(set(names) - {name.removeprefix("f/") for name in files_in(tmp_path / "f")}) == passed_over
+
+
+def test_a_crafted_folder_takes_neither_long_nor_much(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    (folder / "/".join("d" * 180)).mkdir(parents=True)
+    for name in ("a.txt", "a.md", "a.c", "a.html"):
+        (folder / name).write_text("words " * 1000)
+        os.truncate(folder / name, 1 << 40)
+    for number, unit in enumerate(("<a ", "</", "<!--", "<a b='", "<?", "<![", "<![CDATA[", "&#" + "9" * 5000)):
+        (folder / f"{number}.html").write_text(unit * (2**20 // len(unit)))
+    with zipfile.ZipFile(folder / "many.epub", "w", zipfile.ZIP_DEFLATED) as book:
+        book.writestr("META-INF/container.xml", '<rootfile full-path="b"/>')
+        book.writestr("b", '<item id="i" href="c"/>' + '<itemref idref="i"/>' * 1000)
+        book.writestr("c", "<p>word" * 10_000)
+    large = zipfile.ZipFile(folder / "large.epub", "w", zipfile.ZIP_DEFLATED)
+    with large, large.open("META-INF/container.xml", "w") as part:
+        for _ in range(420):
+            part.write(bytes(1 << 20))
+    (folder / "a.eml").write_text("From: " + "(" * 300_000 + "\nSubject: " + "=?utf-8?q?" * 30_000 + "\n\nwords\n")
+    node = {"message": {"author": {"role": "user"}, "content": {"parts": ["word"]}}, "parent": "n"}
+    chat = {"mapping": {"n": node}, "current_node": [], "create_time": 1e300, "title": {}}
+    (folder / "chat.json").write_text(json.dumps([chat]))
+    (folder / "many.json").write_text("[" + "{}," * (8 << 20) + "{}]")
+    (folder / "flip.epub").write_bytes((folder / "many.epub").read_bytes().replace(b"\x50", b"\x51", 30))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {name.removeprefix("f/"): told for name, told in files_in(folder).items()}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+    assert found["many.epub"] == 10_000 * len("word\n")
+    assert "unpacks to more than the 400 MiB" in str(found["large.epub"])
+    assert isinstance(found["a.eml"], int) or "a.eml" in str(found["a.eml"])
+    assert found["chat.json"] == len("# Conversation\n\nuser: word\n")
+    assert found["many.json"] == (folder / "many.json").stat().st_size
+    assert "is no EPUB file" in str(found["flip.epub"])
+    assert all("MiB: to read it, name it by itself" in str(found[name]) for name in ("a.txt", "a.md", "a.c", "a.html"))
+    assert all(isinstance(found[f"{number}.html"], int) for number in range(8))
 
 
 @pytest.mark.slow

@@ -67,6 +67,20 @@ class Environment:
     key: tuple[int, int, int]
     read_only: bool
     users: int = 1
+    _data: int | None = None
+
+    def data_file(self) -> int:
+        """A descriptor of the data file, to read; it is closed with the environment. For whoever writes."""
+        if self._data is None:  # opening it for each commit would take a twentieth of one
+            self._data = paths.open_file(self.folder, DATA_NAME, os.O_RDONLY)
+        return self._data
+
+    def close(self) -> None:
+        """Close it, and its file."""
+        self.env.close()
+        if self._data is not None:
+            os.close(self._data)
+            self._data = None
 
     def check_process(self) -> None:
         """Raise ``MemoryInUse`` in a process that was forked after the environment was opened."""
@@ -122,7 +136,7 @@ def release(environment: Environment) -> None:
     with _guard:
         environment.users -= 1
         if environment.users == 0 and environment.key[2] == os.getpid():
-            environment.env.close()
+            environment.close()
             del _open[environment.key]
 
 
@@ -248,9 +262,13 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
     # Opened for writing wherever that is possible, since a store that writes may have to share it later. Where not even
     # the lock file may be written, readers go unlocked: a writer of another user could then reuse pages under a read,
     # which the checksums find.
+    # Files that are there under another name too, in a backup or as somebody's own, are not written by readers either.
     files = [folder / DATA_NAME, folder / LOCK_NAME]
-    writable = os.access(folder, os.W_OK) and all(os.access(file, os.W_OK) for file in files if file.exists())
-    read_only_lock = not writable and not os.access(files[1], os.W_OK)
+    single = all(facts is None or facts.st_nlink == 1 for facts in map(paths.find, files))
+    writable = (
+        single and os.access(folder, os.W_OK) and all(os.access(file, os.W_OK) for file in files if file.exists())
+    )
+    read_only_lock = not single or (not writable and not os.access(files[1], os.W_OK))
     try:
         return lmdb.open(
             str(folder),

@@ -86,7 +86,7 @@ class LmdbStore(BlockStore):
         """What a transaction shows; for the stores that are made of this one."""
         url = self._url(self.path)
         check = partial(_check_large, self._env, self.path, url)  # not a method: nobody would release a forgotten store
-        heads = Heads(self.path / environments.DATA_NAME, self._env.stat()["psize"], check)
+        heads = Heads(environment.data_file, self._env.stat()["psize"], check)
         self._changes = Changes(self._naming, heads)
         self._checked = (-1, 0)  # number of the last commit that was written here, and its sum of checks
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
@@ -261,8 +261,8 @@ class LmdbStore(BlockStore):
         if needed > _SMALL_BYTES:
             environments.check_room(self.path, needed, self.used_bytes())
         try:
-            with self._env.begin(write=True, buffers=True) as txn, self._changes.heads:
-                self._changes.added = 0
+            with self._env.begin(write=True, buffers=True) as txn:
+                self._changes.begin()
                 self._changes.apply(txn, deletes, puts)
                 if then:
                     then(txn)
@@ -356,6 +356,16 @@ class LmdbStore(BlockStore):
         try:
             with self._env.begin(buffers=True) as txn:
                 return self.values.keys(txn, first, last)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
+        """Existing keys from ``first`` to ``last`` and their verified records, in one snapshot. See ``BlockStore``."""
+        self._check_open()
+        check_range(first, last)
+        try:
+            with self._env.begin(buffers=True) as txn:
+                yield from self.values.walk(txn, first, last)
         except lmdb.Error as error:
             raise self._failure(error) from error
 

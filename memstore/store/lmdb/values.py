@@ -17,7 +17,6 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, NotFound
-from memstore.store import paths
 from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Table, describe
 from memstore.store.lmdb import format as layout
 from memstore.store.lmdb import paging, runs
@@ -146,12 +145,18 @@ class Values:
         """The LMDB value ``run``, as it was written last, its records yet to be verified. Raises ``DamagedError``."""
         with txn.cursor() as cursor:
             raw = self._naming.find(cursor, run.to_bytes())
-            view: memoryview | None = None if raw is None else cursor.value()
-        if raw is not None and view is not None and not self._naming.holds(raw, header_sums(view)):
+            if raw is None:
+                return None
+            view: memoryview = cursor.value()
+        self._check_last(raw, view, run)
+        return view
+
+    def _check_last(self, raw: bytes, view: memoryview, run: Key) -> None:
+        """Raise ``DamagedError`` unless ``view``, the value of ``run`` under ``raw``, was written last."""
+        if not self._naming.holds(raw, header_sums(view)):
             for _ in self._entries(view, run):  # which has better words for what is damaged
                 pass
             raise older(run)
-        return view
 
     def get(self, txn: Transaction, key: Key) -> tuple[Record, ...] | None:
         """The verified records of ``key``, copied; None where there are none. Raises ``DamagedError``."""
@@ -160,12 +165,25 @@ class Values:
         if view is None:
             return None
         if self._naming.lengths[key.table] == 1:
-            records, end = decode_value(view, 0, key)
-            if end < len(view):
-                raise damaged(key, f"{len(view) - end} bytes follow its records")
-            return records
+            return _decode(view, key)
         start = next((entry.start for entry in self._entries(view, run) if entry.key == key), None)
         return None if start is None else decode_value(view, start, key)[0]
+
+    def walk(self, txn: Transaction, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
+        """See ``BlockStore``."""
+        with txn.cursor() as cursor:
+            cursor.set_range(self._naming.first(self.run(first).to_bytes()))
+            for raw, view in cursor.iternext() if cursor.key() else ():
+                whole = bytes(raw)
+                run = self._naming.key(whole)
+                if run > last:
+                    return
+                self._check_last(whole, view, run)
+                if self._naming.lengths[run.table] == 1:
+                    yield run, _decode(view, run)
+                else:
+                    kept = (entry for entry in self._entries(view, run) if first <= entry.key <= last)
+                    yield from ((entry.key, decode_value(view, entry.start, entry.key)[0]) for entry in kept)
 
     def checksums(self, txn: Transaction, keys: Sequence[Key]) -> list[tuple[int, ...]]:
         """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
@@ -222,6 +240,14 @@ class Values:
         return [entry.key for entry in self._entries(view, run)]
 
 
+def _decode(view: memoryview, key: Key) -> tuple[Record, ...]:
+    """The verified records of a value that is all of ``view``, copied. Raises ``DamagedError``."""
+    records, end = decode_value(view, 0, key)
+    if end < len(view):
+        raise damaged(key, f"{len(view) - end} bytes follow its records")
+    return records
+
+
 def older(key: Key) -> DamagedError:
     """The error for a whole value that is not the one that should lie there."""
     return damaged(key, OLDER)
@@ -255,29 +281,22 @@ Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 class Heads:
     """First pages of large values, looked at before LMDB frees what they say: a number of pages, from a number on."""
 
-    def __init__(self, data: Path, page_bytes: int, check_all: Callable[[], None]) -> None:
-        """``check_all`` raises ``DamagedError`` unless those of the last commit are right; it reads them all."""
+    def __init__(self, data: Callable[[], int], page_bytes: int, check_all: Callable[[], None]) -> None:
+        """``data`` gives a descriptor of the data file.
+
+        ``check_all`` raises ``DamagedError`` unless those of the last commit are right; it reads them all.
+        """
         self._data = data
         self._page_bytes = page_bytes
         self._check_all = check_all
         # As LMDB decides it: two nodes must fit a page.
         self._small = ((page_bytes - layout.HEADER_BYTES) // 2 & -2) - 2 - layout.NODE_BYTES - KEY_BYTES
-        self._file: int | None = None
-        self._checked = False
-
-    def __enter__(self) -> None:
-        """A transaction that writes begins."""
-        self._checked = False
-
-    def __exit__(self, *_: object) -> None:
-        """It ends."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self.checked = False
+        """Whether all were looked at in this transaction; to be set back when one begins."""
 
     def check(self, value: memoryview) -> None:
         """Raise ``DamagedError`` unless the pages of ``value``, of the transaction, can be freed."""
-        if len(value) <= self._small or self._checked or not layout.is_known():
+        if len(value) <= self._small or self.checked or not layout.is_known():
             return
         head = ctypes.string_at(_place(value)[0] - layout.HEADER_BYTES, layout.HEADER_BYTES)
         own, _, flags, pages = struct.unpack("<QHHI", head)
@@ -286,13 +305,11 @@ class Heads:
             return
         # Values that this transaction wrote are not in the file yet, and some have more pages than they need.
         self._check_all()
-        self._checked = True
+        self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
         """What is in the file at the beginning of a page."""
-        if self._file is None:
-            self._file = paths.open_file(self._data.parent, self._data.name, os.O_RDONLY)
-        return os.pread(self._file, nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
+        return os.pread(self._data(), nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
 
 
 class Changes:
@@ -300,10 +317,13 @@ class Changes:
 
     def __init__(self, naming: Naming, heads: Heads) -> None:
         self._naming = naming
-        self.heads = heads
-        """To be entered by each transaction."""
+        self._heads = heads
         self.added = 0
-        """What was added to the sum of all checks; for whoever keeps it to set back."""
+        """What this transaction has added to the sum of all checks."""
+
+    def begin(self) -> None:
+        """To be called by each transaction."""
+        self.added, self._heads.checked = 0, False
 
     def apply(self, txn: Transaction, deletes: Deletes, puts: Puts) -> None:
         """Deletions first, then puts. Raises ``DamagedError`` where what shares a run with a change is damaged."""
@@ -339,14 +359,14 @@ class Changes:
             self._delete(cursor)
             ahead = b""
         if same:
-            self.heads.check(cursor.value())
+            self._heads.check(cursor.value())
         self.added += 0 if same else self._naming.check(whole)
         cursor.put(whole, value)
         return ahead
 
     def _delete(self, cursor: Cursor) -> None:
         """Delete the value that ``cursor`` is on; it is on the next one then. Raises ``DamagedError``."""
-        self.heads.check(cursor.value())
+        self._heads.check(cursor.value())
         self.added -= self._naming.check(bytes(cursor.key()))
         cursor.delete()
 

@@ -233,6 +233,10 @@ class ZarrStore(BlockStore):
             ]
         return sorted(found + [key for key in sealed if first <= key <= last])
 
+    def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
+        """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
+        return super().walk(first, last) if first.table == Table.BLOCKS else self._tail.walk(first, last)
+
     def scan(self) -> Iterator[Scanned]:
         """Every value of every table, in order, verified; damaged ones are reported, not raised."""
         self._garbage.scans += 1
