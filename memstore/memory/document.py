@@ -98,7 +98,13 @@ class Document:
     @property
     def gone(self) -> bool:
         """Whether it was forgotten, by whoever."""
-        return self._handle.id is not None and self._shared.state(self._handle.id) is None
+        if self._handle.id is None:
+            return False
+        try:
+            self._handle.current()
+        except NotFound:
+            return True
+        return False
 
     @property
     def pinned(self) -> bool:

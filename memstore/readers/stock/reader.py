@@ -182,12 +182,15 @@ class StockReader(Reader):
         ]
         if self.names is None:
             return all_of_them
-        existing = [source.document.name for source in all_of_them]
+        existing = dict.fromkeys(source.document.name for source in all_of_them)
         for name in self.names:
             if name not in existing and (existing or self.memories[0].mode == "r"):
                 shown = ", ".join(map(repr, existing)) or "none"
                 raise NotFound(f"no document {name!r} in this memory; it has {shown}")
-        return [source for name in self.names for source in all_of_them if source.document.name == name]
+        by_name: dict[str, list[AttachedDocument]] = {}
+        for source in all_of_them:
+            by_name.setdefault(source.document.name, []).append(source)
+        return [source for name in self.names for source in by_name.get(name, [])]
 
     def _new_call(self) -> Call:
         """What a prompt sees."""
@@ -350,7 +353,7 @@ class StockReader(Reader):
             return selection.routed(candidates, layer, selection.encode(layer, states[None])[0], tokens)
         asking = self.hooks.asking(tokens)[layer]
         queries = asking if options.query == "all" else asking[:, -options.span :]  # [H, t, D]
-        scores = candidates.score(layer, [queries.float().cpu()] * candidates.memories)
+        scores = candidates.score(layer, [queries.float().cpu()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0]
 
 

@@ -14,6 +14,7 @@ from memstore.attention import Router, choose, late_interaction, pooled, slots_b
 from memstore.attention.retrieval import Retrieval
 from memstore.attention.routing import best_inherited, inherited
 from memstore.readers.stock.architecture import Architecture, LayerPlan
+from memstore.readers.stock.short import ShortDocuments
 from memstore.readers.stock.visible import Candidates
 from memstore.readers.stock.words import DocumentWords
 
@@ -83,6 +84,7 @@ class Selection:
         self.routers: dict[int, list[Router]] = {}
         """Of each routing layer, one for each memory."""
         self.words = DocumentWords(tokenizer)
+        self.short = ShortDocuments()
         self.search_seconds = 0.0
         """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
@@ -172,7 +174,7 @@ class Selection:
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
-        scores = candidates.score(layer, [each[None] for each in codes.unbind(1)])[0]  # [t, N]
+        scores = candidates.score(layer, [each[None] for each in codes.unbind(1)], self.short)[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
         by_states = inherited(blocks, candidates.consecutive())
         if query is None or not options.words:
@@ -192,7 +194,7 @@ class Selection:
         for queries in rows:
             queries = queries if whole or options.query == "all" else queries[:, -options.span :]
             one_for_all = [queries.detach().float().cpu()] * candidates.memories
-            scores = candidates.score(plan.index, one_for_all)  # [H, t, N]
+            scores = candidates.score(plan.index, one_for_all, self.short)  # [H, t, N]
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
             chosen.append((numbers, best))
         return self._chosen(chosen, begun)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from memstore.readers.stock.short import SHORT, Short, ShortDocuments, incomplete_landmarks
+
 if TYPE_CHECKING:
     from memstore.memory import Document
 
@@ -58,80 +60,89 @@ class Candidates:
         """How many memories the candidates are of, at least: one more than the highest number."""
         return 1 + max((source.memory for source, _ in self.parts), default=0)
 
+    @cached_property
+    def _stops(self) -> Tensor:
+        """For each part the number of the first candidate behind it."""
+        return torch.tensor([len(blocks) for _, blocks in self.parts], dtype=torch.int64).cumsum(0)
+
+    @cached_property
+    def _shifts(self) -> Tensor:
+        """For each part what makes the number of a candidate of it the number of its block."""
+        starts = torch.tensor([blocks.start for _, blocks in self.parts], dtype=torch.int64)
+        lengths = torch.tensor([len(blocks) for _, blocks in self.parts], dtype=torch.int64)
+        return starts - (self._stops - lengths)
+
+    def _parts_of(self, numbers: Tensor) -> Tensor:
+        """Which part each of the candidates ``numbers [...]`` is in."""
+        return torch.searchsorted(self._stops, numbers, right=True)
+
     def locate(self, number: int) -> tuple[Document, int]:
         """Document and block of candidate ``number``."""
-        for source, blocks in self.parts:
-            if number < len(blocks):
-                return source.document, blocks[number]
-            number -= len(blocks)
-        raise IndexError(number)
+        ((document, (block,)),) = self.located(torch.tensor([number]))
+        return document, block
 
     def named(self, numbers: Tensor) -> tuple[list[str], Tensor, Tensor]:
         """Names of the documents, and of the candidates ``numbers``: which of the names, and the block, of each."""
-        names = list(dict.fromkeys(source.document.name for source, _ in self.parts))
-        lengths = torch.tensor([len(blocks) for _, blocks in self.parts])
-        stops = lengths.cumsum(0)
-        part = torch.searchsorted(stops, numbers, right=True)
-        first = torch.tensor([blocks.start for _, blocks in self.parts]) - (stops - lengths)
-        of_part = torch.tensor([names.index(source.document.name) for source, _ in self.parts])
-        return names, of_part[part], numbers + first[part]
+        places: dict[str, int] = {}
+        of_part = torch.tensor([places.setdefault(each.document.name, len(places)) for each, _ in self.parts])
+        part = self._parts_of(numbers)
+        return list(places), of_part[part], numbers + self._shifts[part]
 
     def blocks(self) -> Tensor:
         """Block id of every candidate, ``[N]``."""
-        return torch.cat([torch.arange(blocks.start, blocks.stop) for _, blocks in self.parts])
+        numbers = torch.arange(len(self))
+        return numbers + self._shifts[self._parts_of(numbers)]
 
     def consecutive(self) -> Tensor:
         """``[N]``: True where a candidate directly follows the one before it in the same document."""
+        parts = self._parts_of(torch.arange(len(self)))
         follows = torch.ones(len(self), dtype=torch.bool)
-        start = 0
-        for _, blocks in self.parts:
-            if len(blocks):
-                follows[start] = False
-            start += len(blocks)
+        follows[:1] = False
+        follows[1:] = parts[1:] == parts[:-1]
         return follows
 
-    def score(self, layer: int, queries: Sequence[Tensor]) -> Tensor:
+    def score(self, layer: int, queries: Sequence[Tensor], short: ShortDocuments) -> Tensor:
         """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``.
 
         ``queries[m] [H, T, D]`` are those for the landmarks of memory ``m``: each memory has a router of its own.
         """
-        scores, number = [], -1
+        scores = queries[0].new_empty((*queries[0].shape[:2], len(self)), dtype=torch.float32)
+        together: dict[int, list[tuple[range, Short]]] = {}
+        stop = 0
         for (document, memory), blocks in self.parts:
             if not blocks:
                 continue
-            number += len(blocks)
-            tokens = self.incomplete.get(number)
+            stop += len(blocks)
+            numbers, tokens = range(stop - len(blocks), stop), self.incomplete.get(stop - 1)
+            if len(blocks) <= SHORT and len(self.parts) > 1 and document.memory.index_capabilities.dense:
+                together.setdefault(memory, []).append((numbers, Short(document, blocks, tokens)))
+                continue
             view, full = document.layer(layer), blocks if tokens is None else blocks[:-1]
             if full:
-                scores.append(view.score(queries[memory], allowed=full)[0])
+                scores[..., numbers.start : numbers.start + len(full)] = view.score(queries[memory], allowed=full)[0]
             if tokens is not None:
-                size = document.memory.spec.block_size
-                scores.append(_score_incomplete(view.landmarks(blocks[-1:])[0], tokens, size, queries[memory]))
-        return torch.cat(scores, dim=-1)
+                last = incomplete_landmarks(view.landmarks(blocks[-1:])[0], tokens, document.memory.spec.block_size)
+                scores[..., stop - 1] = _best(last, queries[memory])
+        for memory, parts in together.items():
+            at = torch.tensor([number for numbers, _ in parts for number in numbers], device=scores.device)
+            scores[..., at] = short.score(memory, layer, [each for _, each in parts], queries[memory])
+        return scores
 
     def located(self, numbers: Tensor) -> list[tuple[Document, list[int]]]:
         """The candidates ``numbers [n]`` (ascending) as blocks of documents."""
-        found, start = [], 0
-        for source, blocks in self.parts:
-            mine = numbers[(numbers >= start) & (numbers < start + len(blocks))]
-            if len(mine):
-                found.append((source.document, (mine - start + blocks.start).tolist()))
-            start += len(blocks)
-        return found
+        parts, sizes = self._parts_of(numbers).unique_consecutive(return_counts=True)
+        runs = numbers.split(sizes.tolist())
+        return [
+            (self.parts[part][0].document, (run + self._shifts[part]).tolist())
+            for part, run in zip(parts.tolist(), runs, strict=True)
+        ]
 
 
-def _score_incomplete(landmarks: Tensor, tokens: int, block_size: int, queries: Tensor) -> Tensor:
-    """Best inner product ``[H, T, 1]`` of ``queries [H, T, D]`` with ``landmarks [G, P, D]`` of ``tokens`` tokens.
-
-    A landmark is the mean of a part of its block, taken over the places without tokens too, which are zeros.
-    """
-    size = block_size // landmarks.shape[1]
-    filled = (tokens - size * torch.arange(landmarks.shape[1])).clamp(0, size)
-    there = filled > 0
-    means = landmarks[:, there] * (size / filled[there]).unsqueeze(-1)
-    heads = means.to(queries.device).repeat_interleave(len(queries) // len(means), 0)
-    scores: Tensor = queries.float() @ heads.transpose(-1, -2)
-    return scores.amax(-1, keepdim=True)
+def _best(landmarks: Tensor, queries: Tensor) -> Tensor:
+    """Best inner product ``[H, T]`` of ``queries [H, T, D]`` with ``landmarks [G, P, D]`` of one block."""
+    heads = landmarks.to(queries.device).repeat_interleave(len(queries) // len(landmarks), 0)
+    best: Tensor = (queries.float() @ heads.transpose(-1, -2)).amax(-1)
+    return best
 
 
 def gather(located: Sequence[tuple[Document, list[int]]], layer: int, device: torch.device) -> States:
@@ -176,11 +187,11 @@ def visible(
     while reading, so that the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is
     continued, so the last document is searched like the others.
     """
-    others = everything(sources[:-1])
     own = sources[-1]
     first = own.document.blocks.start * block_size
     if window is None:  # its sink is attended to as well, but does not say where an answer is from
         return Visible(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
+    others = everything(sources[:-1])
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
         return Visible(range(first, first), others, range(first, tokens))

@@ -1,0 +1,62 @@
+"""Many short documents: chosen from as if each were asked by itself, at the cost of one product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from memstore.memory.view import LayerView
+from memstore.readers.stock.short import ShortDocuments, incomplete_landmarks
+from memstore.readers.stock.visible import AttachedDocument, everything
+from tests.instruct import instruct_model, instruct_tokenizer
+
+NOTES = {f"note {i}": f"The key of house {i} hangs behind beam {i * i}. " * (1 + i % 3) for i in range(6)}
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Any:
+    with memstore.attach(instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), block_size=16) as reader:
+        for name, text in NOTES.items():
+            reader.read(text, name)
+        yield reader
+
+
+def test_the_scores_are_those_that_each_document_gives(reader: Any) -> None:
+    layer = reader.memory.spec.index_layers[0]
+    queries = torch.randn(1, 5, reader.memory.spec.key_dim)
+    candidates = everything([AttachedDocument(document, 0) for document in reader.memory.documents()])
+    assert candidates.incomplete
+    found = candidates.score(layer, [queries], ShortDocuments())
+    wanted = []
+    for document in reader.memory.documents():
+        view, size = document.layer(layer), reader.memory.spec.block_size
+        wanted.append(view.score(queries)[0])
+        if tokens := len(document) % size:
+            last = incomplete_landmarks(view.landmarks(document.blocks[-1:])[0], tokens, size)
+            wanted.append((queries @ last.mT).amax(-1, keepdim=True))
+    torch.testing.assert_close(found, torch.cat(wanted, -1), rtol=2e-2, atol=2e-2)  # products in bfloat16
+
+
+def test_a_question_reads_the_landmarks_of_those_documents_alone_that_have_changed(
+    reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[LayerView] = []
+    plain = LayerView.landmarks
+
+    def noted(view: LayerView, blocks: range) -> torch.Tensor:
+        read.append(view)
+        return plain(view, blocks)
+
+    monkeypatch.setattr(LayerView, "landmarks", noted)
+    before = reader.search("Where is the key?", 8)
+    assert len(read) == len(NOTES)
+    assert reader.search("Where is the key?", 8) == before
+    assert len(read) == len(NOTES)
+    reader.append("Dogs travel free.", "note 2")
+    read.clear()
+    reader.search("Where is the key?", 8)
+    assert len(read) == 1
