@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 INSTRUCTION = "Answer from what you have read, in a few words. If it does not say, answer that you do not know."
 """The system prompt of a question, unless said otherwise."""
 TELL = Callable[[str], object]
+THINK, THOUGHT = "<think>", "</think>"
+"""Around what a model thinks aloud."""
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
 
@@ -89,6 +91,8 @@ class Answer:
     text: str
     tokens: list[int]
     """Without what ends it."""
+    thought: list[int]
+    """Tokens of what the model has thought aloud before, between ``<think>`` and ``</think>``."""
     ended: bool
     """Whether the model has ended it, and not the limit of tokens."""
     seconds: float
@@ -135,6 +139,8 @@ class Template:
     """Before the first words of a user, with the system prompt."""
     header: str
     """Between a user's words and the answer."""
+    past: str
+    """The same where the answer was given before: without what lets a model think first."""
     following: str
     """Between an answer and the user's next words; it begins with what ends the answer."""
     stop: str | None = None
@@ -160,12 +166,12 @@ class Template:
             if not found:
                 raise InvalidArgument("the model's chat template leaves words out. Ask with raw=True")
             parts.append(part)
-        return cls(parts[0], text, parts[2])
+        return cls(parts[0], text, parts[1], parts[2])
 
     @classmethod
     def plain(cls, system: str | None = None) -> Template:
         """For models without a template: names before what is said, as in a play."""
-        return cls(f"{system}\n\nUser: " if system else "User: ", "\nAssistant:", "\nUser: ", "\nUser:")
+        return cls(f"{system}\n\nUser: " if system else "User: ", "\nAssistant:", "\nAssistant:", "\nUser: ", "\nUser:")
 
     def ends(self, tokenizer: Any) -> list[int]:
         """The tokens that end an answer: those of the tokenizer, and the first control token after one."""
@@ -193,8 +199,11 @@ class Teller:
     """A streamer of transformers: tells an answer as it comes, whole characters only."""
 
     def __init__(self, reader: Asker, frame: Template | None, tell: TELL | None = None) -> None:
-        self.tokens: list[int] = []
-        """Of the answer so far, without what ends it."""
+        self._made: list[int] = []
+        """Without what ends it."""
+        self._begin = 0
+        """Where the answer begins in it, behind what was thought."""
+        self._thinks, self._decided = frame is not None and frame.header.rstrip().endswith(THINK), False
         self.ended = False
         self.frame, self._tell, self._tokenizer = frame, tell, reader.tokenizer
         usual = reader.model.generation_config.eos_token_id
@@ -214,7 +223,8 @@ class Teller:
             if token in self.ends:
                 self.ended = True
             elif not self.ended:
-                self.tokens.append(token)
+                self._made.append(token)
+        self._look_for_thoughts()
         self._tell_more(held=True)
 
     def end(self) -> None:
@@ -222,18 +232,40 @@ class Teller:
         self._tell_more(held=False)
 
     @property
+    def tokens(self) -> list[int]:
+        """Of the answer so far, without what ends it."""
+        return [] if self._thinks else self._made[self._begin :]
+
+    @property
+    def thought(self) -> list[int]:
+        """What the model has thought aloud before it answered."""
+        return self._made[:] if self._thinks else self._made[: self._begin]
+
+    @property
     def text(self) -> str:
         """The answer so far. What a model has thought aloud before is not part of it."""
         text = str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
-        if "<think>" in text:
-            text = text.partition("</think>")[2]
         text = text if self._stop is None else text.partition(self._stop)[0]
         return text if self.frame is None else text.strip()
+
+    # The marks may be control tokens, ordinary ones, or several of these; and where the template opens the thought
+    # itself, only its end comes.
+    def _look_for_thoughts(self) -> None:
+        if self._decided:
+            return
+        text = str(self._tokenizer.decode(self._made, skip_special_tokens=False)).lstrip()
+        if self._thinks or text.startswith(THINK):
+            self._thinks = THOUGHT not in text
+            self._begin = 0 if self._thinks else len(self._made)
+            self._decided = not self._thinks
+        else:
+            self._decided = not THINK.startswith(text)
 
     def _tell_more(self, *, held: bool) -> None:
         text = self.text
         # A character may take several tokens, and what could be the beginning of the end is not told before it is not.
-        if held and (text.endswith("\ufffd") or (self._stop is not None and _begins(text, self._stop))):
+        begins = self._stop is not None and _begins(text, self._stop)
+        if held and (begins or text.endswith("\ufffd") or not (self._decided or self._thinks)):
             return
         if self._tell is not None and text.startswith(self._told) and len(text) > len(self._told):
             self._tell(text[len(self._told) :])
@@ -288,6 +320,7 @@ def answered(
         question=question,
         text=teller.text,
         tokens=teller.tokens,
+        thought=teller.thought,
         ended=teller.ended or len(made) < max_tokens,
         seconds=time.perf_counter() - begun,
         trace=recorder.number if trace else None,

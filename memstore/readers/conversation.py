@@ -138,7 +138,8 @@ class Conversation:
     def _keep(self, asked: Prompt, tokens: list[int], text: str, start: int) -> None:
         # Words that were appended by a process that was killed before it noted so are not said twice.
         if self._tokens == start:
-            self.reader.append([*asked.tokens, *tokens], self.name)
+            past = self._frame.controls(self.reader.tokenizer, self._frame.past)
+            self.reader.append([*asked.before, *asked.words, *past, *tokens], self.name)
         self._note(Turn(role="assistant", text=text, time=_now(), start=start))
 
     def _note(self, turn: Turn) -> None:

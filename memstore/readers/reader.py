@@ -8,6 +8,7 @@ memory (``_install``).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -603,6 +604,20 @@ class Reader(ABC):
         teller = Teller(self, frame, tell)
         with self.seeing(tail=frame is None if tail is None else tail):
             return answered(self, question, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
+
+    # One thread at a time: a loop that awaits these one after the other keeps to it.
+
+    async def aread(self, text: str | Chunks, document: str | None = None, **options: Any) -> ReadResult:
+        """``read`` in a thread, so that an event loop goes on meanwhile; await one call before the next."""
+        return await asyncio.to_thread(self.read, text, document, **options)
+
+    async def agenerate(self, text: str | Tensor, **options: Any) -> Any:
+        """``generate`` in a thread, so that an event loop goes on meanwhile; await one call before the next."""
+        return await asyncio.to_thread(self.generate, text, **options)
+
+    async def aask(self, question: str, **options: Any) -> Answer:
+        """``ask`` in a thread, so that an event loop goes on meanwhile; await one call before the next."""
+        return await asyncio.to_thread(self.ask, question, **options)
 
     def chat(self, session: str = "chat", *, system: str | None = CHATTING) -> Conversation:
         """A conversation that is kept in the memory, under the name ``session``: it goes on where it has ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,44 @@ def test_an_answer_ends_where_the_model_ends_it_and_is_told_as_it_comes(reader: 
 
 
 def test_what_a_model_thinks_aloud_is_not_its_answer(reader: Reader) -> None:
+    told: list[str] = []
     script = saying(reader.tokenizer, "<think>Hm.</think>\nYes.<|end|>")
+    answer = reader.ask("Is it?", tell=told.append, logits_processor=script)
+    assert ("".join(told), answer.text, reader.tokenizer.decode(answer.tokens)) == ("Yes.", "Yes.", "\nYes.")
+    assert reader.tokenizer.decode(answer.thought) == "<think>Hm.</think>"
+
+
+def test_a_template_may_begin_the_thought_itself(reader: Reader) -> None:
+    reader.tokenizer.chat_template = TEMPLATE.replace("%}<|assistant|>{%", "%}<|assistant|><think>\n{%")
+    script = saying(reader.tokenizer, "Hm.</think>Yes.<|end|>")
     assert reader.ask("Is it?", logits_processor=script).text == "Yes."
+    cut = reader.ask("Is it?", max_tokens=4, logits_processor=saying(reader.tokenizer, "Hm. So"))
+    assert (cut.text, cut.ended, len(cut.thought)) == ("", False, 4)
+    conversation = reader.chat("today", system=None)
+    conversation.say("Is it?", logits_processor=saying(reader.tokenizer, "Hm.</think>Yes.<|end|>"))
+    said = reader.tokenizer.decode(reader.memory.document("chat/today").tokens())
+    assert said == "<|user|>Is it?<|end|>\n<|assistant|>Yes."
+
+
+def test_an_event_loop_goes_on_while_a_text_is_read_and_asked(reader: Reader) -> None:
+    async def main() -> tuple[int, int, str]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        read = await reader.aread("Dogs travel free. " * 20, "dogs")
+        await reader.agenerate("Dogs", max_new_tokens=2)
+        answer = await reader.aask("Who travels?", logits_processor=saying(reader.tokenizer, "Dogs.<|end|>"))
+        ticking.cancel()
+        return ticks, read.new_tokens, answer.text
+
+    ticks, tokens, text = asyncio.run(main())
+    assert (ticks > 3, tokens, text) == (True, 360, "Dogs.")
 
 
 def test_sources_say_where_they_stand_and_what_they_say(reader: Reader) -> None:

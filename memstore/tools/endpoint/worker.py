@@ -250,7 +250,7 @@ def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str,
 def _result(made: Answer, job: QueuedJob, length: int) -> Result:
     sources = [] if job.left.is_set() else [asdict(each) for each in made.sources(SOURCES)]
     missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
-    return Result(made.text, made.ended, length, len(made.tokens), made.seconds, sources, missing)
+    return Result(made.text, made.ended, length, len(made.thought) + len(made.tokens), made.seconds, sources, missing)
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> torch.Tensor:
@@ -258,7 +258,7 @@ def _prompt(reader: Reader, frame: Template, ask: Ask) -> torch.Tensor:
     tokens, before = [], frame.opening
     for question, answer in ask.before:
         tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, question)
-        tokens += frame.controls(reader.tokenizer, frame.header) + encode(reader.tokenizer, answer)
+        tokens += frame.controls(reader.tokenizer, frame.past) + encode(reader.tokenizer, answer)
         before = frame.following
     tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, ask.question)
     tokens += frame.controls(reader.tokenizer, frame.header)
