@@ -20,8 +20,10 @@ from memstore.tools.output import Json, Page, Report
 
 if TYPE_CHECKING:
     from memstore.eval.questions.rankers import Ranker
-    from memstore.eval.questions.sets import QuestionSet
+    from memstore.eval.questions.sets import Question, QuestionSet
+    from memstore.readers.reader import Reader
 
+ANSWERED = ("set", "with", "answered", "em", "f1", "has", "ms_to_answer")
 COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
 
 Model = Annotated[
@@ -44,6 +46,14 @@ WordsFactor = Annotated[
     float,
     typer.Option("--words", min=0, help="How much words count beside the states: 0 not at all."),
 ]
+Answers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Also let the model answer so many of the questions: with the memory, with the blocks of each ranking as "
+        "text in its prompt, with the paragraphs that hold the answer, and with nothing.",
+    ),
+]
 Baselines = Annotated[
     bool, typer.Option("--baselines/--no-baselines", help="Also BM25, MiniLM, and both fused by reciprocal ranks.")
 ]
@@ -58,6 +68,7 @@ class QuestionSetting:
     half: Half = "held-out"
     memory: Memory = None
     top_k: TopKs = "8"
+    answers: Answers = None
     words: WordsFactor = 2.0
     router: RouterFile = None
     baselines: Baselines = True
@@ -93,11 +104,18 @@ class QuestionSetting:
         ):
             read = reader.read(pool.tokens, progress=show)
             size = reader.memory.spec.block_size
-            for ranker in self._rankers(reader, pool.texts(size, tokenizer)):
+            texts, in_prompt = pool.texts(size, tokenizer), dict[tuple[str, str], list[list[str]]]()
+            for ranker in self._rankers(reader, texts):
                 for name, questions in asked.items():
                     with progress_bar(ranker.name, 0, len(questions), show) as advance:
                         found = recall(ranker, questions, pool, block_size=size, top_k=few, advance=advance)
                         rows += [{"set": name, **row} for row in found]
+                    in_prompt[name, f"{ranker.name}, as text"] = [
+                        [texts[block] for block in sorted(ranker.rank(each.text, few[0]))]
+                        for each in questions[: self.answers or 0]
+                    ]
+            answered = self._with_memory(reader, asked)
+        answered += self._with_text(model, tokenizer, sets, asked, in_prompt)
         data = {
             "task": task,
             "source": sets[0].source,
@@ -112,8 +130,40 @@ class QuestionSetting:
             "block_size": size,
             "tokens_per_second": round(read.tokens_per_second) if read.new_tokens else None,
             "rows": rows,
+            "answers": answered,
         }
         return Report(data=data, text=lambda page: _show(page, data))
+
+    def _with_memory(self, reader: Reader, asked: dict[str, list[Question]]) -> list[dict[str, Any]]:
+        from memstore.eval.questions.answers import answers
+
+        few = {name: questions[: self.answers] for name, questions in asked.items()} if self.answers else {}
+        return [{"set": name, "with": "memory", **answers(reader, questions)} for name, questions in few.items()]
+
+    def _with_text(
+        self,
+        model: Any,
+        tokenizer: Any,
+        sets: Sequence[QuestionSet],
+        asked: dict[str, list[Question]],
+        in_prompt: dict[tuple[str, str], list[list[str]]],
+    ) -> list[dict[str, Any]]:
+        """What the same model answers without a memory, from text in its prompt."""
+        import memstore
+        from memstore.eval.questions.answers import answers
+
+        if not self.answers:
+            return []
+        ways = dict(in_prompt)
+        for each in sets:
+            few = asked[each.name][: self.answers]
+            ways[each.name, "the right paragraphs"] = [[each.paragraphs[p] for p in one.evidence] for one in few]
+            ways[each.name, "nothing"] = [[] for _ in few]
+        with memstore.attach(model, "ram:", tokenizer=tokenizer) as reader:
+            return [
+                {"set": name, "with": way, **answers(reader, asked[name][: self.answers], texts)}
+                for (name, way), texts in ways.items()
+            ]
 
     def _rankers(self, reader: Any, texts: list[str]) -> Iterator[Ranker]:
         from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, SentenceRanker, WordRanker, minilm
@@ -125,8 +175,17 @@ class QuestionSetting:
             yield from (words, sentences, FusedRanker(words, sentences), FusedRanker(memory, words))
 
 
-@taking(QuestionSetting)
-def squad(setting: QuestionSetting) -> Report:
+@dataclass(frozen=True, kw_only=True)
+class SQuAD(QuestionSetting):
+    """The options of ``memstore eval squad``."""
+
+    pooled: Annotated[int | None, typer.Option(min=1, help="The first so many paragraphs, instead of all 1,204.")] = (
+        None
+    )
+
+
+@taking(SQuAD)
+def squad(setting: SQuAD) -> Report:
     """Ask people's questions about 1,204 paragraphs: is the right one found?
 
     The paragraphs of SQuAD 2.0's development set are read one after the other as one document; a question counts if a
@@ -136,12 +195,13 @@ def squad(setting: QuestionSetting) -> Report:
     Example:
 
         memstore eval squad --memory squad.mem --questions 1000
+        memstore eval squad --pooled 100 --answers 20
 
     In Python: memstore.eval.questions.recall.
     """
     from memstore.eval.questions import squad as source
 
-    return setting.measure("squad", lambda: [source.load()])
+    return setting.measure("squad", lambda: [source.load(count=setting.pooled)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,3 +276,6 @@ def _show(page: Page, data: dict[str, Any]) -> None:
         f"{data['tokens']:,} tokens in blocks of {data['block_size']}"
     )
     page.table([column.replace("_", " ") for column in COLUMNS], [[row[c] for c in COLUMNS] for row in data["rows"]])
+    if data["answers"]:
+        page.line()
+        page.table([c.replace("_", " ") for c in ANSWERED], [[row[c] for c in ANSWERED] for row in data["answers"]])

