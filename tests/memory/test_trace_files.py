@@ -1,0 +1,199 @@
+"""The file of traces: what was done to it, by whomever, is named, and neither runs nor hangs."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import struct
+import tempfile
+import time
+import zlib
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import memstore
+from memstore.errors import DamagedError, ForeignMemory, MemstoreError
+from memstore.memory import Recorder, recorder, trace_file
+from memstore.memory.trace_file import NAME
+from tests.memory.helpers import append, make_spec, random_tokens, run_python
+from tests.memory.test_traces import make_look, record
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A memory on disk."""
+    with memstore.open(tmp_path / "m", spec=make_spec()) as opened:
+        append(opened.document("whale"), random_tokens(40))
+    return tmp_path / "m"
+
+
+def test_garbage_is_named_and_harms_nothing(path: Path) -> None:
+    (path / NAME).write_bytes(b"x" * 5000)
+    with memstore.open(path) as memory:
+        for look_at in (memory.traces.list, memory.traces.last, memory.traces.record):
+            with pytest.raises(DamagedError, match=f"delete {path / NAME}"):
+                look_at()
+        assert memory.verify() == []
+        (path / NAME).unlink()
+        assert record(memory).tokens() == [100, 101, 102]
+
+
+def test_damaged_looks_are_named(path: Path) -> None:
+    with memstore.open(path) as memory:
+        trace = record(memory)
+        with sqlite3.connect(path / NAME) as connection:
+            connection.execute("UPDATE steps SET looks = ? WHERE number = 1", [trace_file.encode([make_look()])[:-9]])
+        connection.close()
+        assert len(trace.steps(2)) == 1
+        with pytest.raises(DamagedError, match="delete"):
+            trace.steps()
+
+
+def test_an_empty_file_is_no_traces(path: Path) -> None:
+    (path / NAME).touch()
+    with memstore.open(path) as memory:
+        assert memory.traces.list() == []
+        assert record(memory).number == 1
+
+
+def test_a_newer_file_is_refused(path: Path) -> None:
+    with memstore.open(path) as memory:
+        record(memory)
+        with sqlite3.connect(path / NAME) as connection:
+            connection.execute("PRAGMA user_version = 9")
+        connection.close()
+        for look_at in (memory.traces.list, memory.traces.record):
+            with pytest.raises(ForeignMemory, match="newer"):
+                look_at()
+
+
+def test_a_removed_trace_leaves_no_bytes(path: Path) -> None:
+    question = "the treasure lies under the third palm"
+    with memstore.open(path) as memory:
+        number = record(memory, question=question).number
+        assert question.encode() in (path / NAME).read_bytes()
+        memory.traces.remove(number)
+    assert not any(question.encode() in file.read_bytes() for file in path.glob(f"{NAME}*"))
+
+
+LOSE_RIGHTS = """
+import os
+from memstore.errors import ReadOnlyMemory
+from tests.memory.test_traces import record
+
+path, recorded = sys.argv[1], sys.argv[2] == "True"
+with memstore.open(path, spec=make_spec()) as memory:
+    if recorded:
+        record(memory)
+for file in os.listdir(path):
+    if file.endswith(("-wal", "-shm")):
+        os.unlink(f"{path}/{file}")
+    else:
+        os.chmod(f"{path}/{file}", 0o444)
+os.chmod(path, 0o555)
+if not os.getuid():
+    os.setuid(65534)  # root may write everywhere, so it becomes somebody without rights
+with memstore.open(path, mode="r") as memory:
+    print([trace.tokens() for trace in memory.traces.list()])
+    try:
+        memory.traces.record()
+    except ReadOnlyMemory as error:
+        print("must be writable" in str(error))
+"""
+
+
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_nothing_is_recorded_where_nothing_can_be_written(recorded: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # that of pytest cannot be entered by others
+        Path(folder).chmod(0o755)
+        told = run_python(LOSE_RIGHTS, f"{folder}/m", str(recorded))
+        Path(folder, "m").chmod(0o755)
+    assert told.splitlines() == [str([[100, 101, 102]] if recorded else []), "True"]
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_model(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "INTERVAL", 0.0)
+    with memstore.open(path) as memory:
+        writer = memory.traces.record()
+        _limit_pages(writer)
+        with caplog.at_level(logging.WARNING):
+            for step in range(200):
+                writer.begin()
+                writer.look(make_look(step, heads=64, entries=64, lists=8))
+            writer.close()
+        assert [record.message for record in caplog.records if "not recorded any further" in record.message] == [
+            caplog.records[0].message
+        ]
+        assert "full" in caplog.records[0].message
+        assert 0 < len(memory.traces.get(writer.number)) < 200
+
+
+def _limit_pages(writer: Recorder) -> None:
+    """Let SQLite find no room after a few pages, as on a disk that is full."""
+    connection = writer._file._connection
+    assert connection is not None
+    connection.execute("PRAGMA max_page_count = 60")
+
+
+def swelling(megabytes: int) -> bytes:
+    """What unpacks to so many megabytes of zeros, put together from one of them: to pack them all takes seconds."""
+    packer = zlib.compressobj(9)
+    first, more = (packer.compress(bytes(10**6)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    end = struct.pack(">HI", 0x0300, megabytes * 10**6 % 65521 << 16 | 1)  # an empty last block, and the sum of zeros
+    return first + (megabytes - 1) * more + end
+
+
+HOSTILE = {
+    "a view": "DROP TABLE traces; CREATE VIEW traces AS WITH RECURSIVE n(number) AS (SELECT 1 UNION ALL SELECT number "
+    "FROM n) SELECT number, '{}' AS info, 0 AS ended, 0 AS bytes FROM n",
+    "a trigger": "CREATE TRIGGER t AFTER INSERT ON traces BEGIN INSERT INTO steps WITH RECURSIVE n(i) AS (SELECT 1 "
+    "UNION ALL SELECT i + 1 FROM n) SELECT new.number, i, 0, 0, NULL FROM n; END",
+    "another table": "CREATE TABLE more (x)",
+    "brackets": f"INSERT INTO traces VALUES (9, '{'[' * 100_000}', 1, 0)",  # noqa: S608 - on purpose
+    "a list": "INSERT INTO traces VALUES (9, '[]', 1, 0)",
+    "bytes": "INSERT INTO traces VALUES (9, x'ff', 1, 0)",
+    "a long text": "INSERT INTO traces VALUES (9, hex(zeroblob(40000000)), 1, 0)",
+    "a step that swells": f"UPDATE steps SET looks = x'{swelling(600).hex()}'",  # noqa: S608 - on purpose
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_traces_of_somebody_else_neither_run_nor_hang(tmp_path: Path, what: str) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        with memory.traces.record() as recorder:
+            recorder.begin()
+            recorder.token(1)
+        with closing(sqlite3.connect(tmp_path / "m" / "traces.sqlite")) as connection:
+            connection.executescript(HOSTILE[what])
+        begun = time.process_time()
+        with pytest.raises(MemstoreError) as caught:
+            [trace.steps() for trace in memory.traces.list()]
+        if what in ("a view", "a trigger", "another table"):
+            with pytest.raises(MemstoreError):
+                memory.traces.record().close([])
+        assert "\n" not in str(caught.value)
+        assert time.process_time() - begun < 5
+
+
+def test_a_journal_beside_the_traces_is_never_opened(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        record(memory)
+        (size,) = struct.unpack_from(">H", (tmp_path / "m" / NAME).read_bytes(), 16)
+        # As SQLite lays out a transaction over several files: who opens this one is to delete the file that it names.
+        magic, name = bytes.fromhex("d9d505f920a163d7"), bytes(victim)
+        header = (magic + struct.pack(">5I", 0, 7, 1, 512, size)).ljust(512, b"\0")
+        end = struct.pack(">I", 2**30 // size + 1) + name + struct.pack(">2I", len(name), sum(name)) + magic
+        journal = tmp_path / "m" / f"{NAME}-journal"
+        journal.write_bytes(header + end)
+        for use in (lambda: record(memory), memory.traces.list, lambda: memory.traces.remove(1)):
+            with pytest.raises(DamagedError, match=f"delete {journal}"):
+                use()
+        assert victim.read_text() == "precious"
+        journal.unlink()
+        assert record(memory).number == 2
