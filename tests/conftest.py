@@ -6,10 +6,12 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from functools import partial
 from types import SimpleNamespace
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules again
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for where sums must be repeatable
@@ -23,6 +25,7 @@ from memstore.memory import Finding, verify
 from memstore.memory.urls import open_unchecked
 from tests import forks
 
+sys.dont_write_bytecode = False
 # Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Trusted models of the tests' own: not those of who runs them.
