@@ -131,7 +131,7 @@ class Shared:
             key_dim=spec.key_dim,
             keys_per_block=spec.keys_per_block,
             dtype=index_dtype(spec.key_dtype),
-            **({"device": self.device} if self.device.type != "cpu" and lies_on_devices(self.index) else {}),
+            **({"device": self.device} if self.device.type == "cuda" and lies_on_devices(self.index) else {}),
         )
 
     @cached_property
@@ -394,6 +394,6 @@ def _index_device(device: object) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; leave device= out.")
+        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; use 'cpu'.")
     assert isinstance(chosen, torch.device)
     return chosen

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from memstore.attention.retrieval import Retrieval
     from memstore.memory import Memory
     from memstore.memory.urls import Mode
@@ -22,6 +24,7 @@ def attach(
     tokenizer: Any = None,
     index: str = "exact",
     mode: Mode = "a",
+    device: str | torch.device | None = None,
     block_size: int | None = None,
     codec: str | None = None,
     window: int | None = None,
@@ -50,6 +53,7 @@ def attach(
             used to fit the router of a stock model.
         index: the vector index of memories that are opened here, see ``memstore.open``.
         mode: "a" (open, or make), "r" (must exist, only read) or "x" (must not exist), for memories opened here.
+        device: where the index of memories that are opened here lies; by default on the model's GPU, if it is on one.
         block_size: tokens per block of a memory that is made here; 64 unless the model was trained with another size.
         codec: how a memory that is made here stores complete blocks: "none" (as they are), "int8", "fp8" or "int4".
             Then what is read is the same however it was interrupted between segments; a text that is read in pieces
@@ -98,6 +102,7 @@ def attach(
         tokenizer=tokenizer,
         index=index,
         mode=mode,
+        device=device,
         **{name: value for name, value in given.items() if value is not None},
     )
     return reader

@@ -111,13 +111,16 @@ class Reader(ABC):
         tokenizer: Any = None,
         index: str = "exact",
         mode: Mode = "a",
+        device: str | torch.device | None = None,
     ) -> None:
         """See ``memstore.attach``."""
         self.model, self.tokenizer = model, tokenizer
         self.retrieval = self.usual(model) if retrieval is None else retrieval
         check_retrieval(self.kind, self.retrieval)
         self.names = [document] if isinstance(document, str) else None if document is None else list(document)
-        self._places, self._index, self._mode = _places(memory), index, mode
+        on = model.device if device is None and model.device.type == "cuda" else device
+        self._places = _places(memory)
+        self._opening: dict[str, Any] = {"mode": mode, "index": index, "device": on}
         self._memories: tuple[Memory, ...] | None = None
         self._stack = ExitStack()
         self.observers: list[Observer] = []
@@ -214,19 +217,19 @@ class Reader(ABC):
             memory = there
             if memory is None:
                 spec = self.spec(like)
-                memory = open_memory(str(place), spec=spec, mode=self._mode, index=self._index)
+                memory = open_memory(str(place), spec=spec, **self._opening)
                 stack.enter_context(memory)
                 self._sign(memory)
             self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
             yield memory
 
     def _existing(self, place: str | Path, stack: ExitStack) -> Memory | None:
-        if self._mode == "x":
+        if self._opening["mode"] == "x":
             return None
         try:
-            return stack.enter_context(open_memory(place, mode=self._mode, index=self._index))
+            return stack.enter_context(open_memory(place, **self._opening))
         except NotFound:
-            if self._mode == "r":
+            if self._opening["mode"] == "r":
                 raise
             return None
 

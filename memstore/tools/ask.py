@@ -114,7 +114,7 @@ def ask(
         raise InvalidArgument("the question is empty. Give the words that are to be answered.")
     with waiting("loading the model", show=not json):
         use_threads(threads)
-        opened = memstore.open(memory, mode="r", index=index)
+        opened = memstore.open(memory, mode="r", index=index, device=device)
     with opened, index_bar():
         _check_documents(opened, document)
         if wanted is not None:

@@ -92,7 +92,7 @@ def audit(
         dtype=dtype,
         device=device,
     )
-    with memstore.open(memory, mode="r", index=index) as opened:
+    with memstore.open(memory, mode="r", index=index, device=device) as opened:
         audited, loaded = run_audit(opened, asked, progress=sys.stderr.isatty())
         data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
         for missed in data["missed"]:

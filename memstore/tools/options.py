@@ -55,7 +55,7 @@ Codec = Annotated[
     str | None,
     typer.Option(help="How a new memory stores states: none (as they are), int8, fp8 or int4 (a quarter of bfloat16)."),
 ]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")]
+Device = Annotated[str, typer.Option(help="Where the model runs and its memory is searched: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
     str,
     typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where the hardware computes in it, else float32."),

@@ -84,7 +84,7 @@ def plot(
 
     use_threads(threads)
     check_picture(out)
-    with memstore.open(memory, mode="r", index=index) as opened:
+    with memstore.open(memory, mode="r", index=index, device=device) as opened:
         match kind:
             case PictureKind.AUDIT:
                 if question is None:

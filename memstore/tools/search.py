@@ -80,7 +80,7 @@ def search(
             f"search by one of --text, --block and --vector, not by {' and '.join(given) or 'none of them'}."
         )
     use_threads(threads)
-    with memstore.open(memory, mode="r") as opened, index_bar():
+    with memstore.open(memory, mode="r", device=device) as opened, index_bar():
         documents = _documents(opened, document)
         if text is not None:
             found = search_text(opened, text, documents, model, layer=layer, top_k=top_k, dtype=dtype, device=device)

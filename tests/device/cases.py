@@ -83,6 +83,7 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
         options: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": SEGMENT}
         options["retrieval"] = retrieval
         with memstore.attach(model, path, codec=codec, **options) as reader:
+            run.results["index lies there"] = reader.memory._shared.device.type == run.device
             ids = run.ids(20 * SEGMENT).cpu()
             reader.read(ids[: 10 * SEGMENT], document="d")
             run.count("read of 10 segments", lambda: reader.read(ids, document="d"))

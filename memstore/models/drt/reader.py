@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, search_vectors
-from memstore.memory.urls import Mode
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import DRTChoice, group_layers
@@ -91,19 +89,16 @@ class DRTReader(CacheReader):
         memory: Place,
         document: str | None = None,
         *,
-        retrieval: Retrieval | None = None,
-        tokenizer: Any = None,
         codec: str | None = None,
-        mode: Mode = "a",
         segment_blocks: int = SEGMENT_BLOCKS,
-        index: str = "exact",
+        **shared: Any,
     ) -> None:
-        """See ``memstore.attach``."""
+        """See ``memstore.attach``; ``shared`` is what all kinds take."""
         if not isinstance(model, DRTForCausalLM):
             raise InvalidArgument(f"expected a DRTForCausalLM, got a {type(model).__name__}; see memstore.attach")
         if segment_blocks < 1:
             raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
-        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        super().__init__(model, memory, document, **shared)
         self._codec = codec
         self.segment = segment_blocks * model.config.tokens_per_block
 

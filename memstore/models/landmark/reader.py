@@ -23,7 +23,6 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.search import Match, best, check_layer
-from memstore.memory.urls import Mode
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.configuration import LandmarkConfig
@@ -112,17 +111,14 @@ class LandmarkReader(CacheReader):
         memory: Place,
         document: str | None = None,
         *,
-        retrieval: Retrieval | None = None,
-        tokenizer: Any = None,
         codec: str | None = None,
         capacity: int | None = None,
-        mode: Mode = "a",
-        index: str = "exact",
+        **shared: Any,
     ) -> None:
-        """See ``memstore.attach``."""
+        """See ``memstore.attach``; ``shared`` is what all kinds take."""
         if not isinstance(model, LandmarkForCausalLM):
             raise InvalidArgument(f"expected a LandmarkForCausalLM, got a {type(model).__name__}; see memstore.attach")
-        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        super().__init__(model, memory, document, **shared)
         config = model.config
         check_retrieval(config, self.retrieval)
         check_capacity(self.retrieval, capacity)

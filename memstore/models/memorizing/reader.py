@@ -17,12 +17,10 @@ from torch import Tensor
 from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.search import Match, search_vectors
-from memstore.memory.urls import Mode
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
@@ -80,18 +78,15 @@ class MemorizingReader(CacheReader):
         memory: Place,
         document: str | None = None,
         *,
-        retrieval: Retrieval | None = None,
-        tokenizer: Any = None,
         block_size: int | None = None,
-        mode: Mode = "a",
-        index: str = "exact",
+        **shared: Any,
     ) -> None:
-        """See ``memstore.attach``."""
+        """See ``memstore.attach``; ``shared`` is what all kinds take."""
         if not isinstance(model, MemorizingForCausalLM):
             raise InvalidArgument(
                 f"a MemorizingReader reads with a MemorizingForCausalLM, not a {type(model).__name__}"
             )
-        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        super().__init__(model, memory, document, **shared)
         self._block_size = block_size
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:

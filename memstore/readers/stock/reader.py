@@ -21,7 +21,6 @@ from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.layer_index import cannot_score
 from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, best, check_layer
-from memstore.memory.urls import Mode
 from memstore.readers.kinds import STOCK
 from memstore.readers.reader import Job, Place, Reader
 from memstore.readers.stock.architecture import Architecture, examine
@@ -67,10 +66,6 @@ class StockReader(Reader):
         memory: Place | Sequence[Place],
         document: str | Sequence[str] | None = None,
         *,
-        retrieval: Retrieval | None = None,
-        tokenizer: Any = None,
-        index: str = "exact",
-        mode: Mode = "a",
         window: int = 256,
         sink: int = 64,
         segment: int = 256,
@@ -78,10 +73,11 @@ class StockReader(Reader):
         codec: str | None = None,
         routing_layers: tuple[int, ...] | None = None,
         router: str | Path | None = None,
+        **shared: Any,
     ) -> None:
-        """See ``memstore.attach``."""
+        """See ``memstore.attach``; ``shared`` is what all kinds take."""
         self.architecture = examine(model)
-        super().__init__(model, memory, document, retrieval=retrieval, tokenizer=tokenizer, index=index, mode=mode)
+        super().__init__(model, memory, document, **shared)
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
         self._trained: tuple[int, Router] | None = None
