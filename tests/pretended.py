@@ -143,6 +143,7 @@ class Pretended(Tensor):
 
     __float__ = lambda self: float(self.item())  # noqa: E731
     __int__ = lambda self: int(self.item())  # noqa: E731
+    record_stream = lambda self, s: None  # noqa: E731
     __bool__ = lambda self: bool(self.item())  # noqa: E731
     __index__ = lambda self: int(self.item())  # noqa: E731
 
@@ -238,7 +239,8 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._thread = threading.get_ident()
 
     def record(self, stream: object = None) -> None: ...
 
@@ -247,7 +249,9 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...  # what it stands for has happened long ago where a program is right
+    def synchronize(self) -> None:
+        if threading.get_ident() == self._thread:  # another one may wait: it has nothing to hand to the device
+            counts.note("sync")
 
     def elapsed_time(self, _: object) -> float:
         return 1.0

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memstore.transfer import numbers
+
 
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm``, computed in about half the time on a CPU when no gradients are needed."""
@@ -59,7 +61,7 @@ def rotary(starts: Sequence[int], count: int, dim: int, theta: float, like: Tens
     Angles are computed in float64, so that they are as good at position 100,000,000 as at 0: in float32 an angle of
     that size has no correct digit after the point. ``like`` has the type and the device of what will be rotated.
     """
-    first = _turns(torch.tensor(starts, device=like.device), dim, theta)
+    first = _turns(numbers(starts, like.device), dim, theta)
     turns = first.unsqueeze(1) * _first_turns(count, dim, theta, like.device)
     return turns if like.dtype == torch.float64 else turns.to(torch.complex64)
 

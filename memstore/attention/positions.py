@@ -53,15 +53,16 @@ def place(
     ``slots [B, heads, K]`` says which of the K slots each block takes (stingy positions only).
     ``limit`` is the highest position that the local tokens may start at, for ``clamped``.
     """
-    within = torch.arange(block_size)
+    device = slots.device
+    within = torch.arange(block_size, device=device)
     if kind == "stingy":
         taken = len(sink) + slots.unsqueeze(-1) * block_size + within
         start = len(sink) + blocks.shape[-1] * block_size + len(direct)
-        return Placement(torch.arange(len(sink))[None, None], taken.flatten(-2), start)
+        return Placement(torch.arange(len(sink), device=device)[None, None], taken.flatten(-2), start)
     shift = max(0, direct.stop - limit) if kind == "clamped" else 0
     true = blocks.unsqueeze(-1) * block_size + within
     return Placement(
-        (torch.arange(sink.start, sink.stop) - shift).clamp(min=0)[None, None],
+        (torch.arange(sink.start, sink.stop, device=device) - shift).clamp(min=0)[None, None],
         (true - shift).clamp(min=0).flatten(-2),
         direct.stop - shift,
     )

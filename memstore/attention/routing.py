@@ -61,6 +61,10 @@ class Router:
         unit = F.normalize(hidden.float(), dim=-1)
         return F.normalize((unit - self.mean) @ self.basis, dim=-1)
 
+    def to(self, device: torch.device) -> Router:
+        """The same on ``device``."""
+        return Router(self.mean.to(device), self.basis.to(device))
+
     def to_arrays(self) -> dict[str, Tensor]:
         """What has to be stored to make the router again."""
         return {"mean": self.mean, "basis": self.basis}

@@ -71,8 +71,11 @@ def check_numbers(name: str, numbers: Tensor) -> None:
         raise InvalidArgument(f"{name} must lie within {LARGEST:g}; these reach {most:g}, whose products overflow.")
 
 
-def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
-    """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``."""
+def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool = True) -> None:
+    """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``.
+
+    Without ``wait`` the numbers are only looked at where they are at hand, on a CPU.
+    """
     check_tensor("Queries", queries)
     if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
         raise InvalidArgument(
@@ -82,7 +85,8 @@ def check_queries(queries: Tensor, key_heads: int, key_dim: int) -> None:
         raise InvalidArgument(
             f"queries have {queries.shape[0]} heads; expected a multiple of the index's {key_heads} key heads."
         )
-    check_numbers("queries", queries)
+    if wait or queries.device.type == "cpu":
+        check_numbers("queries", queries)
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from memstore.index.checks import allows
 from memstore.index.files import Content
 from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
+from memstore.transfer import to_device
 
 PLACES = 1 << 32
 FIRST_CHUNK_KEYS = 4096
@@ -116,8 +117,8 @@ class Chunk:
         self.ascending &= not self.used or int(ids[0]) > self._last_id
         self._first_id = self._first_id if self.used else int(ids[0])
         self._last_id = int(ids[-1])
-        self.keys[:, rows].copy_(keys.transpose(0, 1))
-        self.ids[rows] = ids
+        self.ids[rows], there = to_device([ids, keys], self.keys.device)
+        self.keys[:, rows].copy_(there.transpose(0, 1))
         self.alive[rows] = True
         self.used += ids.numel()
         self.count += ids.numel()
@@ -156,6 +157,17 @@ class Chunk:
         ids = self.ids[: self.used]
         alive = self.alive[: self.used]
         return alive.clone() if allowed is None else alive & allows(allowed, ids)
+
+    # Rows on the host, so that nobody waits for a device to name them.
+    def run_of(self, allowed: range | Tensor | None) -> Tensor | None:
+        """Rows ``[n]`` of blocks that are ``allowed``, where all ids follow one another and a range is; else None."""
+        first, last = self._first_id, self._last_id
+        one_run = self.ascending and self.count == self.used == last - first + 1
+        if not one_run or not (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
+            return None
+        wanted = range(first, last + 1) if allowed is None else allowed
+        start = max(0, wanted.start - first)
+        return torch.arange(start, max(start, min(last + 1, wanted.stop) - first))
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""

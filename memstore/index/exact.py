@@ -123,14 +123,13 @@ class ExactIndex(VectorIndex):
         Products of bfloat16 keys are rounded to bfloat16, which is several times as fast.
         """
         checks.check_allowed(allowed)
-        grouped = self._grouped(queries)
+        grouped = self._grouped(queries, wait=False)  # what is not finite shows in the scores
         parts: list[Tensor] = []
         ids: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self.device)]
         tile_keys = TILE_KEYS if self.device.type == "cpu" else SCORES_ON_A_DEVICE // max(1, grouped.shape[1])
-        for number, wanted in self._chunks.wanted(allowed).items():
-            chunk = self._chunks.by_number[number]
-            # Rows on the host where all count, so that nobody waits for a device to name them.
-            rows = torch.arange(chunk.used) if wanted is None else wanted.nonzero().squeeze(1)
+        for chunk in self._chunks.by_number.values():
+            rows = chunk.run_of(allowed)
+            rows = chunk.wanted(allowed).nonzero().squeeze(1) if rows is None else rows
             for tile in chunk.tiles(max(1, tile_keys // self.keys_per_block), rows):
                 heads = [_rounded_scores(tile, grouped[head], head) for head in range(self.key_heads)]
                 parts.append(torch.stack(heads))
@@ -176,8 +175,8 @@ class ExactIndex(VectorIndex):
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         self._chunks.replace(tensors)
 
-    def _grouped(self, queries: Tensor) -> Tensor:
-        checks.check_queries(queries, self.key_heads, self.key_dim)
+    def _grouped(self, queries: Tensor, *, wait: bool = True) -> Tensor:
+        checks.check_queries(queries, self.key_heads, self.key_dim, wait=wait)
         # The query heads of one key head become more rows of one product: [G, R, D].
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from memstore.memory.shared import Handle, Shared, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.tensors import from_record, read_rows
 from memstore.memory.usage import Deleting
-from memstore.memory.view import LayerView
+from memstore.memory.view import LayerView, gathered
 from memstore.store.contract import Batch
 from memstore.stored import check_whole
 
@@ -202,6 +202,10 @@ class Document:
             if layer not in self._views:
                 self._views[layer] = LayerView(self._handle, layer)
             return self._views[layer]
+
+    def gather(self, layers: Sequence[int], blocks: Sequence[int], *, device: torch.device) -> list[dict[str, Tensor]]:
+        """The states of ``blocks [K]`` in each of ``layers``: see ``LayerView.gather``. To a GPU in one copy."""
+        return gathered([self.layer(layer) for layer in layers], blocks, device)
 
     def views(self) -> list[LayerView]:
         """The layers that were asked for so far."""

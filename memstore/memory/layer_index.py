@@ -112,6 +112,11 @@ class LayerIndex:
         with self._lock:
             return 0 if self._index is None else self._index.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies; asking it from elsewhere takes copies."""
+        return self._handle.shared.index_device
+
     def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> SearchResult:
         """Search all blocks that are complete and committed now."""
         with self._lock, own_types():
@@ -127,12 +132,13 @@ class LayerIndex:
             index = self._synced()
             if not index.capabilities.dense:
                 raise InvalidArgument(cannot_score(self._handle.shared.index))
-            return index.score(queries, allowed=allowed)
+            scores, blocks = index.score(queries.to(self.device), allowed=allowed)
+            return scores.to(queries.device), blocks.to(queries.device)
 
     def route(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
         """Route among all blocks that are complete and committed now; see ``VectorIndex.route``."""
         with self._lock, own_types():
-            return self._synced().route(queries, top_k, allowed=allowed)
+            return self._synced().route(queries.to(self.device), top_k, allowed=allowed)
 
     def build(self) -> None:
         """Bring the index up to the last commit, let it finish, measure it, and keep it beside the store.

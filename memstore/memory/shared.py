@@ -122,6 +122,12 @@ class Shared:
         """The stored hashes of the histories of documents."""
         return HistoryRuns(self.store)
 
+    @cached_property
+    def index_device(self) -> torch.device:
+        """Where indexes lie: on a GPU that was asked for, where they can."""
+        there = self.device.type == "cuda" and lies_on_devices(self.index)
+        return self.device if there else torch.device("cpu")
+
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
         spec = self.spec
@@ -131,7 +137,7 @@ class Shared:
             key_dim=spec.key_dim,
             keys_per_block=spec.keys_per_block,
             dtype=index_dtype(spec.key_dtype),
-            **({"device": self.device} if self.device.type == "cuda" and lies_on_devices(self.index) else {}),
+            **({} if self.index_device.type == "cpu" else {"device": self.index_device}),
         )
 
     @cached_property

@@ -19,6 +19,7 @@ from memstore.memory.places import dropped, dropped_message
 from memstore.memory.shared import Handle
 from memstore.memory.tensors import decode_block_rows, read_last_block
 from memstore.store.cache import BlockRefs, StaleBlocks
+from memstore.transfer import to_device
 
 T = TypeVar("T")
 
@@ -102,9 +103,13 @@ class LayerView:
         if device is not None:
             device = _as_device(device)
         states = self._steadily(ids, lambda state: self._read(ids, state, device))
-        if ids and self._handle.id is not None:
-            self._shared.blocks.count(self._handle.id, len(ids))
+        self._count(ids)
         return states
+
+    def _count(self, blocks: list[int]) -> None:
+        """Note that ``blocks`` were gathered."""
+        if blocks and self._handle.id is not None:
+            self._shared.blocks.count(self._handle.id, len(blocks))
 
     def stored(self, blocks: Tensor | Sequence[int]) -> list[Tensor]:
         """Complete ``blocks [K]`` as the store has them, verified: ``[K, ...]`` for each of ``block_layouts``.
@@ -315,6 +320,24 @@ def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
         return list(map(index, blocks))
     except TypeError:
         raise InvalidArgument(f"blocks must be a sequence of integers, not {type(blocks).__name__}.") from None
+
+
+def gathered(
+    views: Sequence[LayerView], blocks: Tensor | Sequence[int], device: torch.device
+) -> list[dict[str, Tensor]]:
+    """``gather`` of the same ``blocks`` of several layers of a document; to a GPU they go in one copy."""
+    if not views:
+        return []
+    device, ids, shared = _as_device(device), _as_ids(blocks), views[0]._shared
+    state = views[0]._handle.current()
+    plain = shared.spec.codec == "none" or max(ids, default=0) < views[0]._stop(state)
+    if device.type != "cuda" or not plain or shared.blocks.holds_on(device):
+        return [view.gather(ids, device=device) for view in views]
+    rows = [row for view in views for row in view.stored(ids)]
+    for view in views:
+        view._count(ids)
+    moved, each = to_device(rows, device), len(rows) // len(views)
+    return [decode_block_rows(shared.spec, moved[start : start + each]) for start in range(0, len(rows), each)]
 
 
 def _as_device(device: object) -> torch.device:

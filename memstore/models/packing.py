@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.transfer import numbers
+
 
 # Rows lie at the beginning of their stream and are filled up at its end, where causal attention does not look; so
 # training needs no padding mask, whatever the padding was. The landmark belongs to the model, not to the tokenizer:
@@ -41,7 +43,7 @@ class Packing:
         self.rows = rows
         self.items = max(self.lengths, default=0)
         """M"""
-        starts = torch.tensor(self.offsets[:1] if self.aligned else self.offsets, device=device).unsqueeze(1)
+        starts = numbers(self.offsets[:1] if self.aligned else self.offsets, device).unsqueeze(1)
         rank = torch.arange(tokens, device=device).unsqueeze(0) if mask is None else mask.long().cumsum(1) - 1
         self.slots = rank + (starts + rank).div(text, rounding_mode="floor")
         """``[B or 1, T]``: where each token went."""
@@ -66,7 +68,7 @@ class Packing:
         most = max(self.blocks)
         if self.aligned:
             return stream[:, self.block_size - 1 - self.offsets[0] :: self.block_size][:, :most]
-        first = self.block_size - 1 - torch.tensor(self.offsets, device=stream.device)
+        first = self.block_size - 1 - numbers(self.offsets, stream.device)
         at = first[:, None] + self.block_size * torch.arange(most, device=stream.device)
         at = at.clamp(max=stream.shape[1] - 1)
         return stream.gather(1, at.unsqueeze(-1).expand(-1, -1, stream.shape[-1]))
@@ -89,7 +91,7 @@ class Packing:
     def _behind(self, partial: Tensor, stream: Tensor) -> Tensor:
         """Each row's waiting items, then its stream, without a gap."""
         both = torch.cat([partial, stream], 1)
-        starts = torch.tensor(self.offsets, device=stream.device)[:, None]
+        starts = numbers(self.offsets, stream.device)[:, None]
         place = torch.arange(max(self.offsets) + stream.shape[1], device=stream.device)[None]
         at = torch.where(place < starts, place, place - starts + partial.shape[1]).clamp(max=both.shape[1] - 1)
         return both.gather(1, at.unsqueeze(-1).expand(-1, -1, both.shape[-1]))
@@ -99,14 +101,14 @@ class Packing:
         left = [o + n - d for o, n, d in zip(self.offsets, self.lengths, done, strict=True)]
         if len(set(done)) == 1:
             return stream[:, done[0] : done[0] + max(left)]
-        at = torch.tensor(done, device=stream.device)[:, None] + torch.arange(max(left), device=stream.device)
+        at = numbers(done, stream.device)[:, None] + torch.arange(max(left), device=stream.device)
         at = at.clamp(max=stream.shape[1] - 1)
         return stream.gather(1, at.unsqueeze(-1).expand(-1, -1, stream.shape[-1]))
 
     @property
     def real(self) -> Tensor:
         """``[B, M]``: False for what only fills a row up."""
-        lengths = torch.tensor(self.lengths, device=self.ids.device)
+        lengths = numbers(self.lengths, self.ids.device)
         return torch.arange(self.items, device=self.ids.device) < lengths[:, None]
 
     @property

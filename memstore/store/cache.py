@@ -35,6 +35,7 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.store.contract import ITEM_BYTES, BlockKeys, BlockStore, Bytes, Key, Layout
+from memstore.transfer import to_device
 
 HOST_BYTES = 256 << 20
 """Bytes of host memory for blocks of a store on disk, unless ``BlockCache`` is told otherwise."""
@@ -143,7 +144,7 @@ class BlockCache:
         self._block_bytes = sum(layout.nbytes for layout in layouts)
         self._workers = workers
         on = _pool_device(device) if device_bytes else torch.device("cpu")
-        self._host = PagePool(host_bytes, layouts, torch.device("cpu"), pinned=on.type == "cuda")
+        self._host = PagePool(host_bytes, layouts, torch.device("cpu"))
         self._device = PagePool(device_bytes, layouts, on)
         self._disk = TierCounts()
         self._gathered: Counter[int] = Counter()
@@ -165,10 +166,10 @@ class BlockCache:
         if not blocks.blocks:
             rows = empty_rows(self._layouts)
             return rows if device is None else [each.to(device) for each in rows]
-        if device is not None and self._device.capacity and device == self._device.device:
+        if device is not None and self.holds_on(device):
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
         rows = self._from_host(blocks, unchanged)
-        return rows if device is None else [_copied_to(each, device) for each in rows]
+        return rows if device is None else to_device(rows, device)
 
     def where(self, blocks: BlockRefs) -> list[str]:
         """The tier that each block would be read from now: "device", "host" or "disk". Nothing is counted or moved."""
@@ -237,6 +238,10 @@ class BlockCache:
             pools = {tier: asdict(pool.counts) | {"held_bytes": pool.nbytes} for tier, pool in held.items()}
             return pools | {"disk": asdict(self._disk), "left_out": self._left_out}
 
+    def holds_on(self, device: torch.device) -> bool:
+        """Whether blocks are kept on ``device``."""
+        return bool(self._device.capacity) and device == self._device.device
+
     def close(self) -> None:
         """Stop reading ahead; returns when the thread has ended. Closing twice is allowed."""
         with self._lock:
@@ -279,7 +284,7 @@ class BlockCache:
             found, missing = pool.take(names)
         if not missing:
             return found
-        rows = [_copied_to(each, pool.device) for each in below(blocks.only(missing) if found else blocks)]
+        rows = to_device(below(blocks.only(missing) if found else blocks), pool.device)
         with self._lock:
             pool.put([names[place] for place in missing], rows)
         return rows if not found else [_merged(*pair, missing) for pair in zip(found, rows, strict=True)]
@@ -318,20 +323,19 @@ def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
     rest = torch.ones(total, dtype=torch.bool)
     rest[at] = False
     rows = found.new_empty(total, *found.shape[1:])
-    rows[_copied_to(at, rows.device)] = others
-    rows[_copied_to(rest.nonzero()[:, 0], rows.device)] = found
+    there, elsewhere = to_device([at, rest.nonzero()[:, 0]], rows.device)
+    rows[there], rows[elsewhere] = others, found
     return rows
 
 
 class PagePool:
     """Named blocks in the pages of one slab, allocated when the first comes. Not for several threads at once."""
 
-    def __init__(self, budget: int, layouts: Sequence[Layout], device: torch.device, *, pinned: bool = False) -> None:
-        """``layouts`` are those of the records of a block; ``pinned`` keeps host memory where a GPU can fetch it."""
+    def __init__(self, budget: int, layouts: Sequence[Layout], device: torch.device) -> None:
+        """``layouts`` are those of the records of a block."""
         self.device = device
         self.counts = TierCounts()
         self._layouts = list(layouts)
-        self._pinned = pinned
         self._block_bytes = sum(layout.nbytes for layout in layouts)
         self._kept = S3Fifo(budget // (self._block_bytes + BOOKKEEPING_BYTES))
         self._slab: _Slab | None = None
@@ -384,7 +388,7 @@ class PagePool:
 
     def _allocate(self) -> _Slab:
         if self.device.type == "cpu":
-            return _HostSlab(self.capacity, self._layouts, pinned=self._pinned)
+            return _HostSlab(self.capacity, self._layouts)
         return _DeviceSlab(self.capacity, self._layouts, self.device)
 
 
@@ -399,12 +403,12 @@ class _Slab(Protocol):
 
 
 class _HostSlab:
-    def __init__(self, pages: int, layouts: Sequence[Layout], *, pinned: bool) -> None:
+    def __init__(self, pages: int, layouts: Sequence[Layout]) -> None:
         fields = [(str(number), _NUMBERS[layout.dtype], layout.shape) for number, layout in enumerate(layouts)]
         page = np.dtype(fields, align=True)
         self._layouts = dict(zip(page.names or (), layouts, strict=True))
         # NumPy leaves what it allocates untouched, always: memory is taken as pages are used.
-        self._pages = _pinned(pages, page) if pinned else np.empty(pages, page)
+        self._pages = np.empty(pages, page)
 
     def select(self, pages: _Numbers) -> list[Tensor]:
         # As fast as copying memory, where index_select of bytes takes half as long again.
@@ -418,11 +422,6 @@ class _HostSlab:
             self._pages[name][pages] = numbers.numpy()[chosen]
 
 
-def _pinned(pages: int, page: np.dtype[Any]) -> npt.NDArray[Any]:
-    memory: Bytes = torch.empty(pages * page.itemsize, dtype=torch.uint8, pin_memory=True).numpy()
-    return memory.view(page)
-
-
 class _DeviceSlab:
     def __init__(self, pages: int, layouts: Sequence[Layout], device: torch.device) -> None:
         self._device = device
@@ -430,25 +429,14 @@ class _DeviceSlab:
         self._records = [torch.empty(pages, *shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
     def select(self, pages: _Numbers) -> list[Tensor]:
-        at = _copied_to(torch.from_numpy(pages), self._device)
+        (at,) = to_device([torch.from_numpy(pages)], self._device)
         return [records.index_select(0, at) for records in self._records]
 
     def fill(self, pages: _Numbers, rows: Sequence[Tensor], chosen: _Numbers) -> None:
-        at, taken = (_copied_to(torch.from_numpy(numbers), self._device) for numbers in (pages, chosen))
+        at, taken, *rows = to_device([torch.from_numpy(pages), torch.from_numpy(chosen), *rows], self._device)
         for records, source in zip(self._records, rows, strict=True):
             with torch.inference_mode(records.is_inference()):
-                records.index_copy_(0, at, _copied_to(source, self._device).index_select(0, taken))
-
-
-def _copied_to(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``. To a GPU by way of pinned memory: nobody waits, and gaps between rows stay behind.
-
-    PyTorch hands out the same pinned memory again, but only when the GPU has read it.
-    """
-    if device.type != "cuda" or x.device.type != "cpu":
-        return x.to(device)
-    staged = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return staged.copy_(x).to(device, non_blocking=True)
+                records.index_copy_(0, at, source.index_select(0, taken))
 
 
 def empty_rows(layouts: Sequence[Layout]) -> list[Tensor]:

@@ -10,11 +10,13 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import memstore
 from memstore.attention.retrieval import Retrieval
@@ -91,18 +93,37 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
         with memstore.open(path, **given) as memory, memstore.attach(model, memory, document="d", **options) as reader:
             with torch.no_grad():
                 run.results["logits"] = model(prompt).logits
-            run.results["tokens"] = run.count(
-                "generate", lambda: model.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)
-            )
+            run.results["tokens"] = write(run, model, prompt)
             both = torch.cat([prompt, prompt.flip(1)])
             mask = torch.ones_like(both)
             mask[1, :5] = 0
             run.results["padded"] = model.generate(both, attention_mask=mask, max_new_tokens=4, **GREEDY)
             run.results["beams"] = model.generate(prompt, max_new_tokens=4, num_beams=2, **GREEDY)
             run.results["found"] = [found.block for found in reader.search(prompt[0], 3)]
-        run.count("generate without a memory", lambda: model.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY))
+        write(run, model, prompt, "generate without a memory")
+        with memstore.open(path) as memory, memstore.attach(model, memory, document="d", **options):
+            step(run, model, prompt, DynamicCache())
 
     return case
+
+
+def write(run: Run, writer: Any, prompt: Tensor, name: str = "generate") -> Any:
+    """Tokens after ``prompt``; what twice as many need tells what a token needs, without the prompt."""
+    run.count(f"{name} twice", lambda: writer.generate(prompt, max_new_tokens=2 * NEW_TOKENS, **GREEDY))
+    return run.count(name, lambda: writer.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY))
+
+
+def step(run: Run, model: Any, prompt: Tensor, cache: Any) -> None:
+    """A token while nothing changes behind it: the one of some that waits and copies least."""
+    steps: list[dict[str, int]] = []
+    with torch.no_grad():
+        model(prompt, past_key_values=cache, use_cache=True)
+        for token in prompt[0, :NEW_TOKENS]:
+            one = token[None, None]  # on the device already, as what was written last is
+            run.count("token", partial(model, one, past_key_values=cache, use_cache=True))
+            steps += [run.counted["token"]] if run.counted else []
+    if steps:
+        run.counted["token"] = min(steps, key=lambda counts: (counts["sync"], counts["h2d"]))
 
 
 def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) -> Callable[[Run], None]:
@@ -114,9 +135,8 @@ def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) ->
             one.read(run.ids(200).cpu())
             with torch.no_grad():
                 run.results["logits"] = model(prompt, past_key_values=one.cache(), use_cache=True).logits
-            run.results["tokens"] = run.count(
-                "generate", lambda: one.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)
-            )
+            run.results["tokens"] = write(run, one, prompt)
+            step(run, model, prompt, one.cache())
             if searches:
                 run.results["found"] = [found.block for found in one.search(prompt[0], 3)]
         with memstore.attach(model, path, **options) as one:

@@ -18,18 +18,25 @@ QUICK = ("attach", "index", "memory")
 SEGMENTS = 10
 MOST: dict[str, dict[str, float]] = {
     "attach": {
-        "kernels per layer and token beside the model's": 17,
-        "syncs per token beside the model's": 0.1,
-        "syncs per segment read": 13,
-        "copies to the device per segment read": 16,
-        "strided copies per segment read": 4,
-        "pageable copies per segment read": 14,
-        "copies to the host per segment read": 9,
+        "kernels per layer and token beside the model's": 3,
+        "syncs per token beside the model's": 0,
+        "syncs while a list stays": 0,
+        "copies to the device per token": 0,
+        "syncs per segment read": 2,  # for the list, and transformers' own
+        "copies to the device per segment read": 3.2,  # tokens and places, the blocks, what the index adds
+        "strided copies per segment read": 0,
+        "pageable copies per segment read": 0.1,  # one for the whole call
+        "copies to the host per segment read": 2,  # the segment, the list
     },
-    "drt": {"syncs per token": 7.5, "copies to the device per token": 9},
+    "drt": {
+        "syncs while a list stays": 0,
+        "copies to the device while a list stays": 0,
+        "syncs per token": 1.4,  # one is transformers' own
+        "copies to the device per token": 0.3,
+    },
     "landmark": {"syncs per token": 75, "copies to the device per token": 31},
     "landmark, lists of a segment": {"syncs per token": 27, "copies to the device per token": 20},
-    "memorizing": {"syncs per token": 4.5, "copies to the device per token": 4.5},
+    "memorizing": {"syncs per token": 7, "copies to the device per token": 5.1},  # the index is searched there
     "index": {"syncs per search": 1, "syncs per score": 4},
     "memory": {"syncs per search": 1, "copies to the device per repeated gather": 1},
     "train drt": {"syncs per step": 0},
@@ -85,11 +92,17 @@ def rates(counts: dict[str, dict[str, int]]) -> dict[str, float]:
     """Figures by what one token, segment, search or step needs."""
     found: dict[str, float] = {}
     if generated := counts.get("generate"):
-        bare = counts.get("generate without a memory", dict.fromkeys(generated, 0))
-        more = {kind: (generated[kind] - bare[kind]) / NEW_TOKENS for kind in generated}
+        twice, nothing = counts["generate twice"], dict.fromkeys(generated, 0)
+        bare, bare_twice = (counts.get(f"generate without a memory{more}", nothing) for more in ("", " twice"))
+        more = {k: (twice[k] - generated[k] - (bare_twice[k] - bare[k])) / NEW_TOKENS for k in generated}
         found["kernels per layer and token beside the model's"] = more["kernel"] / LAYERS
         found["syncs per token beside the model's"] = found["syncs per token"] = more["sync"]
         found["copies to the device per token"] = more["h2d"]
+    if token := counts.get("token"):
+        found["syncs while a list stays"], found["copies to the device while a list stays"] = (
+            token["sync"],
+            token["h2d"],
+        )
     if read := counts.get("read of 10 segments"):
         found["syncs per segment read"] = read["sync"] / SEGMENTS
         found["copies to the device per segment read"] = read["h2d"] / SEGMENTS

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.models.packing import Packing
+from memstore.transfer import numbers
 
 FEW = 4
 """Segments of at most this many stream items are attended item by item, instead of by whole blocks."""
@@ -58,7 +59,7 @@ class DRTPacking(Packing):
         """Which list each place of a segment uses, ``[B or 1, C]``: 0 is that of before, ``1 + j`` its block j's."""
         if not self.by_item:
             return torch.arange(self._frames, device=device)[None]
-        starts = torch.tensor(self.offsets[:1] if self.aligned else self.offsets, device=device)[:, None]
+        starts = numbers(self.offsets[:1] if self.aligned else self.offsets, device)[:, None]
         place = starts + self.shift + torch.arange(self.items, device=device)
         return place.div(self.block_size, rounding_mode="floor")
 

@@ -24,6 +24,7 @@ from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
 from memstore.readers.stock.draft import StockDraft, TraceEntry
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
 from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
+from memstore.transfer import to_device
 
 if TYPE_CHECKING:
     from memstore.memory import Document
@@ -53,7 +54,7 @@ class Call:
         ``observers`` are told what every layer retrieves; lists that were searched for go into ``trace``.
         """
         self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
-        self.room = 0 if reading else ROOM
+        self.room, self.device = 0 if reading else ROOM, torch.device("cpu")
         self.candidates = seen.candidates if retrieve else Candidates(())
         self.slots = selection.slots(self.candidates)
         self.observers, self.trace = observers, trace
@@ -71,6 +72,8 @@ class Call:
         """What ``query`` chooses."""
         self.padding: Tensor | None = None
         self.codes: dict[int, Tensor] = {}
+        self._ahead: dict[tuple[int, int], States] = {}
+        """States of a list that layers further on will ask for."""
         self._memo: dict[object, Any] = {}
         self._step_memo: dict[object, Any] = {}
         everything = self.selection.everything(self.candidates)
@@ -81,12 +84,19 @@ class Call:
     def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
         """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
         self.tokens, self.padding, self.device = tokens, padding, device
+        self._ahead.clear()
         self.selection.search_seconds = 0.0
         self._step_memo.clear()
         if len(self._memo) > MEMOS:
             self._memo.clear()
         self.positions = self._local_positions()
         self._check_positions()
+
+    @property
+    def turned(self) -> bool:
+        """Whether the model turns queries and keys to their positions: where nobody wants them as they are."""
+        stays = self.length and self.tokens == 1 and self.selection.retrieval.every == "segment"
+        return not (self.reading or self.observers or (self.selection.by_layer and not stays))
 
     def end(self) -> None:
         """The forward pass has succeeded: its tokens are local tokens now."""
@@ -100,7 +110,7 @@ class Call:
         """Take over the rows that beam search goes on with."""
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows)
-        self.codes = {layer: codes.index_select(0, rows.cpu()) for layer, codes in self.codes.items()}
+        self.codes = {layer: codes.index_select(0, rows) for layer, codes in self.codes.items()}
 
     # Choosing blocks
 
@@ -188,9 +198,9 @@ class Call:
     def _placement(self, chosen: CandidateLists | None) -> Placement:
         key = ("placement", id(chosen))
         if key not in self._memo:
-            blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long)
+            blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long, device=self.device)
             if chosen is not None:
-                blocks, slots = self.candidates.blocks()[chosen.numbers], chosen.slots
+                blocks, slots = self._where(chosen)
             placement = place(
                 self.selection.retrieval.positions,
                 sink=self.seen.sink,
@@ -204,6 +214,25 @@ class Call:
         placement = self._memo[key][1]
         assert isinstance(placement, Placement)
         return placement
+
+    def _where(self, chosen: CandidateLists, *along: Tensor) -> list[Tensor]:
+        """Blocks and slots of a list on the device, and in the same copy what else has to go there."""
+        key = ("where", id(chosen))
+        if key not in self._memo:
+            blocks, slots, *there = to_device(
+                [self.candidates.blocks()[chosen.numbers], chosen.slots, *along], self.device
+            )
+            self._memo[key] = (chosen, blocks, slots)
+            return there or [blocks, slots]
+        _, *where = self._memo[key]
+        return to_device(along, self.device) or where
+
+    def bring(self, tokens: Tensor, device: torch.device) -> Tensor:
+        """``tokens [T]`` on ``device``, in one copy with where the blocks stand that they will see."""
+        self.device = device
+        if self.last_chosen is None:
+            return to_device([tokens], device)[0]
+        return self._where(self.last_chosen, tokens)[0]
 
     @property
     def start(self) -> int:
@@ -236,7 +265,7 @@ class Call:
         if key not in self._memo:
             rows = self.layers[0].keys.shape[0] if positions.shape[1] > 1 else 1
             flat = positions.expand(max(rows, len(positions)), -1, -1).flatten(0, 1)
-            self._memo[key] = (positions, rotary.cos_sin(flat.to(self.device)))
+            self._memo[key] = (positions, rotary.cos_sin(flat))
         cos_sin: CosSin | None = self._memo[key][1]
         return cos_sin
 
@@ -275,7 +304,7 @@ class Call:
         key = ("positions", id(chosen), sink, direct)
         if key not in self._memo:
             placement = self._placement(chosen)
-            parts = [torch.arange(self.start - direct, self.start)[None, None]]
+            parts = [torch.arange(self.start - direct, self.start, device=self.device)[None, None]]
             if chosen is not None:
                 parts.insert(0, placement.retrieved)
             if sink:
@@ -332,14 +361,25 @@ class Call:
     def _gathered(self, plan: LayerPlan, chosen: CandidateLists) -> States:
         """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
         places, located = self._located(chosen)
-        keys, values = gather(located, plan.index, self.device)  # [n, G, S, D]
+        keys, values = self._blocks_of(plan, chosen, located)  # [n, G, S, D]
         rows, lists, groups = *chosen.numbers.shape[:2], plan.key_heads
         if rows == lists == 1:  # a list is in ascending order, so its blocks are what was gathered
             return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         heads = max(lists, groups)
         head = torch.arange(heads) // (heads // groups)
-        pick = (places.repeat_interleave(heads // lists, dim=1), head[None, :, None])
-        return keys[pick], values[pick]
+        pick = to_device([places.repeat_interleave(heads // lists, dim=1), head[None, :, None]], self.device)
+        return keys[*pick], values[*pick]
+
+    def _blocks_of(self, plan: LayerPlan, chosen: CandidateLists, located: list[tuple[Document, list[int]]]) -> States:
+        """The blocks of a list: on a CPU as they are wanted, on a GPU with those of all layers that will want them."""
+        if (plan.index, id(chosen)) not in self._ahead:
+            wanted = [plan.index]
+            if self.device.type != "cpu":
+                later = self.layers[plan.index + 1 :]
+                wanted += [states.plan.index for states in later if states.stale and states.chosen is chosen]
+            for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
+                self._ahead[layer, id(chosen)] = states
+        return self._ahead.pop((plan.index, id(chosen)))
 
     # Masks
 
@@ -393,7 +433,7 @@ class Call:
     def _within(self, states: LayerStates, sliding: int) -> Tensor:
         """``[B or 1, heads or 1, T, prefix + local]``: less than ``sliding`` positions back."""
         local = self._all_local_positions()
-        prefix = states.prefix_positions.to(self.device)
+        prefix = states.prefix_positions
         batch = max(len(local), len(prefix))
         keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)
         return self.positions[:, None, :, None] - keys[:, :, None, :] < sliding
@@ -444,7 +484,8 @@ class LayerStates(CacheLayerMixin):
         if self.stale:
             self._fetch_prefix(k, v)
         queries = q
-        q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
+        if not call.turned:
+            q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
         keys, values = self._append(k, v)
         mask = call.mask(self, q.dtype)
         call.tell(self, queries, q, keys, mask, **options)
@@ -567,7 +608,7 @@ class LayerStates(CacheLayerMixin):
         if self.fetched is not None:
             self.fetched = replace(self.fetched, chosen=self.fetched.chosen.rows(beam_idx.cpu()))
         if len(self.prefix_positions) > 1:
-            self.prefix_positions = self.prefix_positions.index_select(0, beam_idx.cpu())
+            self.prefix_positions = self.prefix_positions.index_select(0, beam_idx)
         if self.plan.index == 0:
             self.call.reorder(beam_idx)
 

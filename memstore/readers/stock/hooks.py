@@ -59,8 +59,7 @@ class Hooks:
     def install(self, stack: ExitStack) -> None:
         """Put them into the model, until ``stack`` is closed."""
         plans = self.architecture.layers
-        if any(plan.module in _PLANS for plan in plans):
-            raise InvalidArgument("this model has a memory attached already; leave that block first")
+        check_free(self.model)
         stack.callback(self._end)
         stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
         for plan in plans:
@@ -84,7 +83,7 @@ class Hooks:
         outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
         self._next, self._states_only = call, not logits
         try:
-            ids = tokens.to(self.model.device)[None]
+            ids = call.bring(tokens, self.model.device)[None]
             if logits:
                 result: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
                 return result
@@ -232,6 +231,12 @@ class Hooks:
         return hook
 
 
+def check_free(model: nn.Module) -> None:
+    """Raise ``InvalidArgument`` where ``model`` has a memory, and so cannot be given one, or be tried out for one."""
+    if any(module in _PLANS for module in model.modules()):
+        raise InvalidArgument("this model has a memory attached already; leave that block first")
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -272,10 +277,16 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hand an attention layer position embeddings that leave queries and keys as they are."""
-    if _PLANS[module][1].rotary.part == "none" or kwargs.get("position_embeddings") is None:
+    """Hand an attention layer the position embeddings of the memory; or some that leave queries and keys as they are.
+
+    Without positions they are wanted where they are stored, searched with, or looked at.
+    """
+    hooks, plan = _PLANS[module]
+    given, call = kwargs.get("position_embeddings"), hooks._call
+    if plan.rotary.part == "none" or given is None:
         return None
-    return args, {**kwargs, "position_embeddings": identity(kwargs["position_embeddings"])}
+    turns = call.local_cos_sin(plan.rotary) if call is not None and call.turned else None
+    return args, {**kwargs, "position_embeddings": identity(given) if turns is None else turns}
 
 
 def _padding(mask: Tensor | None, total: int) -> Tensor | None:

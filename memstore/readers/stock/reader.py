@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memstore.attention import Router, pooled
 from memstore.attention.retrieval import Retrieval
@@ -26,7 +26,7 @@ from memstore.readers.reader import Job, Place, Reader
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.draft import TraceEntry
-from memstore.readers.stock.hooks import Hooks
+from memstore.readers.stock.hooks import Hooks, check_free
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.routers import load_router
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
@@ -76,6 +76,8 @@ class StockReader(Reader):
         **shared: Any,
     ) -> None:
         """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        if isinstance(model, nn.Module):
+            check_free(model)
         self.architecture = examine(model)
         super().__init__(model, memory, document, **shared)
         self.window, self.sink, self.segment = window, sink, segment
@@ -201,7 +203,7 @@ class StockReader(Reader):
             )
         window = self.window if self._tail else None
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
-        states = DocumentStates(own, self.block_size)
+        states = DocumentStates(own, self.block_size, self.memory.spec.layers, self.model.device)
         return Call(self.selection, seen, states.read, observers=self.observers, trace=self.trace)
 
     @contextmanager
@@ -277,7 +279,8 @@ class StockReader(Reader):
             sizes, first = (self.architecture.hidden_size, self.memories[0].spec.key_dim), stored[0]
             if first is not None:
                 # A memory without a router is empty; any router will do for the nothing that is in it.
-                self.selection.routers[layer] = [Router.from_arrays(arrays or first, *sizes) for arrays in stored]
+                routers = [Router.from_arrays(arrays or first, *sizes) for arrays in stored]
+                self.selection.routers[layer] = [router.to(self.model.device) for router in routers]
 
     def _keep_trained(self, layer: int, router: Router) -> None:
         """Codes are compared with those of the memory's own router, so a memory never changes it."""
@@ -346,11 +349,11 @@ class StockReader(Reader):
         selection, options = self.selection, self.retrieval
         if not selection.by_layer:
             states = self.hooks.query_states(tokens, layer)
-            return selection.routed(candidates, layer, selection.encode(layer, states[None])[0], tokens)
+            return selection.routed(candidates, layer, selection.encode(layer, states[None])[0], tokens).cpu()
         asking = self.hooks.asking(tokens)[layer]
         queries = asking if options.query == "all" else asking[:, -options.span :]  # [H, t, D]
-        scores = candidates.score(layer, [queries.float().cpu()] * candidates.memories, selection.short)
-        return pooled(scores, pool=options.pool, lists=1)[0]
+        scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
+        return pooled(scores, pool=options.pool, lists=1)[0].cpu()
 
 
 def _code_dim(architecture: Architecture) -> int:

@@ -9,6 +9,8 @@ closing the memory in between, computes the same states.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from memstore.readers.stock.call import Call
 from memstore.readers.stock.draft import TraceEntry
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
+from memstore.transfer import to_host
 
 
 class Made(NamedTuple):
@@ -32,6 +35,8 @@ class Made(NamedTuple):
     blocks: list[tuple[Tensor, Tensor]]
     """Keys and values of each layer, ``[n, G, S, D]``, from the incomplete last block on."""
     landmarks: dict[int, Tensor]
+    arrived: Callable[[], None]
+    """Waits until blocks and landmarks are in host memory."""
 
 
 class SegmentReading:
@@ -57,7 +62,8 @@ class SegmentReading:
         sliding = [plan.sliding or 0 for plan in hooks.architecture.layers if plan.local]
         span = self.selection.retrieval.span
         keep = max([window, span, *sliding]) + segment + self.spec.block_size
-        self.states = RecentStates(job.document, self.spec.block_size, keep=keep)
+        device = hooks.model.device
+        self.states = RecentStates(job.document, self.spec.block_size, self.spec, device, keep=keep)
         self.codes = {
             layer: RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
             for layer in ([] if self.selection.by_layer else self.selection.index_layers)
@@ -67,13 +73,12 @@ class SegmentReading:
 
     def _load(self) -> None:
         size = self.spec.block_size
-        for layer in range(self.spec.layers):
-            self.states.load(layer, self.tokens)
-        first = next(iter(self.states.start.values()))
+        first = self.states.load(self.tokens)
         blocks = range(first // size, -(-self.tokens // size))
         for layer, codes in self.codes.items():
             stored = self.document.layer(layer).landmarks(blocks)  # [n, 1, S, dim]
-            codes.extend(stored[:, 0].flatten(0, 1)[: self.tokens - first], at=first)
+            kept = stored[:, 0].flatten(0, 1)[: self.tokens - first]
+            codes.extend(kept.to(self.hooks.model.device), at=first)
 
     def compute(self, tokens: Tensor) -> Made:
         """Read the next ``tokens [T]``, which lie within one segment."""
@@ -94,10 +99,9 @@ class SegmentReading:
         self._score(tokens, logits)
         self._keep(call)
         call.release()
-        blocks, landmarks = self._blocks(len(tokens))
-        self._settle(blocks, len(tokens))
+        made = self._made(tokens)
         self.tokens += len(tokens)
-        return Made(tokens, blocks, landmarks)
+        return made
 
     # Lists come from the tokens before the segment, not from its own: strictly causal, so a perplexity measured while
     # reading is honest, and a text gives the same states however it is cut. Layers that choose for themselves have no
@@ -110,24 +114,28 @@ class SegmentReading:
 
     def _keep(self, call: Call) -> None:
         """Keep the states of the segment, rounded to what is stored of them."""
-        dtype = getattr(torch, self.spec.dtype)
         for layer, states in enumerate(call.layers):
             assert states.fresh is not None
-            keys, values = (x[0].detach().to("cpu", dtype) for x in states.fresh)
+            keys, values = (x[0].detach() for x in states.fresh)
             self.states.extend(layer, keys, values, at=self.tokens)
         for layer, recent in self.codes.items():
             recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
-    def _blocks(self, new: int) -> tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]]:
+    def _made(self, tokens: Tensor) -> Made:
         """States of all layers as blocks, and landmarks, from the incomplete last block on."""
-        size = self.spec.block_size
-        tokens = range(self.tokens // size * size, self.tokens + new)
-        states = [self.states.read(layer, tokens) for layer in range(self.spec.layers)]
-        blocks = [(as_blocks(keys, size).contiguous(), as_blocks(values, size).contiguous()) for keys, values in states]
+        size, layers = self.spec.block_size, self.spec.index_layers
+        stretch = range(self.tokens // size * size, self.tokens + len(tokens))
+        states = [self.states.read(layer, stretch) for layer in range(self.spec.layers)]
+        blocks = [(as_blocks(keys, size), as_blocks(values, size)) for keys, values in states]
         if self.selection.by_layer:
-            means = {i: sub_block_means(blocks[i][0], self.spec.keys_per_block) for i in self.spec.index_layers}
-            return blocks, means
-        return blocks, {layer: as_blocks(codes.read(tokens)[None], size) for layer, codes in self.codes.items()}
+            landmarks = [sub_block_means(blocks[layer][0], self.spec.keys_per_block) for layer in layers]
+        else:
+            landmarks = [as_blocks(self.codes[layer].read(stretch)[None], size) for layer in layers]
+        copies, arrived = to_host([*chain(*blocks), *landmarks])
+        count = 2 * len(blocks)
+        of_layers = list(zip(copies[:count:2], copies[1:count:2], strict=True))
+        self._settle(blocks, len(tokens))
+        return Made(tokens, of_layers, dict(zip(layers, copies[count:], strict=True)), arrived)
 
     # With a codec reading goes on with what the memory gives back of complete blocks, so a text that was interrupted
     # between segments ends in the same states, bit for bit. One that is read in pieces that end within a segment has
@@ -146,6 +154,7 @@ class SegmentReading:
     def commit(self, made: Made) -> None:
         """Store it, in one transaction."""
         options, self.job.options = self.job.options, None
+        made.arrived()
         with self.document.append(made.tokens, reading=options) as batch:
             for layer, (keys, values) in enumerate(made.blocks):
                 batch.put(layer, landmarks=made.landmarks.get(layer), k=keys, v=values)
@@ -168,52 +177,72 @@ class SegmentReading:
 
 
 class RecentStates(DocumentStates):
-    """States of the last tokens of a document; what is older comes from the store."""
+    """States of the last tokens of a document, where the model is; what is older comes from the store.
 
-    def __init__(self, document: Document, block_size: int, *, keep: int) -> None:
-        super().__init__(document, block_size)
-        self.keep = keep
+    They lie in buffers with room for twice as many tokens as are kept: those move to the front when a buffer is full.
+    """
+
+    def __init__(
+        self, document: Document, block_size: int, spec: MemorySpec, device: torch.device, *, keep: int
+    ) -> None:
+        super().__init__(document, block_size, spec.layers, device)
+        self.keep, self.dtype = keep, getattr(torch, spec.dtype)
         self.start: dict[int, int] = {}
-        self.runs: dict[int, States] = {}
-        self._older: dict[tuple[int, range], States] = {}
+        self.count: dict[int, int] = {}
+        """Of each layer, the first token whose states are kept, and how many follow it."""
+        self.buffers: dict[int, States] = {}
 
     def read(self, layer: int, tokens: range) -> States:
         """Keys and values ``[G, n, D]`` of ``tokens``."""
-        if layer in self.runs and tokens.start >= self.start[layer]:
-            first = tokens.start - self.start[layer]
-            keys, values = self.runs[layer]
-            return keys[:, first : first + len(tokens)], values[:, first : first + len(tokens)]
-        if (layer, tokens) not in self._older:
+        if layer in self.start and tokens.start >= self.start[layer]:
+            return self._piece(layer, tokens.start - self.start[layer], len(tokens))
+        if tokens not in self._there:
             # What is asked for again and again is the sink; anything else here is asked for once, after reopening.
-            self._older = {key: states for key, states in self._older.items() if key[0] != layer}
-            self._older[layer, tokens] = super().read(layer, tokens)
-        return self._older[layer, tokens]
+            if len(self._there) > 1:
+                self._there.clear()
+            self._there[tokens] = self._read(range(self.layers), tokens)
+        return self._there[tokens][layer]
 
-    def load(self, layer: int, tokens: int) -> None:
-        """Fetch the states of the last tokens of a document of ``tokens`` tokens."""
+    def load(self, tokens: int) -> int:
+        """Fetch the states of the last tokens of a document of ``tokens`` tokens; the first of those tokens."""
         first = max(self.document.blocks.start, (tokens - self.keep) // self.block_size) * self.block_size
         if first < tokens:
-            self.start[layer], self.runs[layer] = first, super().read(layer, range(first, tokens))
+            for layer, states in enumerate(self._read(range(self.layers), range(first, tokens))):
+                self.extend(layer, *states, at=first)
+        return first
 
     def extend(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
-        """Add states ``[G, n, D]`` of the tokens from ``at`` on; only the most recent ones are kept."""
-        if layer in self.runs:
-            before = self.runs[layer]
-            keys, values = torch.cat((before[0], keys), 1), torch.cat((before[1], values), 1)
-            at = self.start[layer]
-        excess = max(0, keys.shape[1] - self.keep) // self.block_size * self.block_size
-        self.start[layer] = at + excess
-        self.runs[layer] = (keys[:, excess:].contiguous(), values[:, excess:].contiguous())
+        """Add states ``[G, n, D]`` of the tokens from ``at`` on, rounded to what is stored of them."""
+        if layer not in self.buffers:
+            self.start[layer], self.count[layer] = at, 0
+            self.buffers[layer] = self._buffer(keys), self._buffer(values)
+        if self.count[layer] + keys.shape[1] > self._room:
+            excess = (self.count[layer] - self.keep) // self.block_size * self.block_size
+            self.start[layer] += excess
+            self.count[layer] -= excess
+            kept = [x.clone() for x in self._piece(layer, excess, self.count[layer])]  # they may overlap their place
+            self._put(layer, 0, *kept)
+        self._put(layer, self.count[layer], keys, values)
+        self.count[layer] += keys.shape[1]
 
     def replace(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
         """Put states ``[G, n, D]`` in the place of those of the tokens from ``at`` on."""
-        first = at - self.start[layer]
-        after = first + keys.shape[1]
-        old_keys, old_values = self.runs[layer]
-        self.runs[layer] = (
-            torch.cat((old_keys[:, :first], keys, old_keys[:, after:]), 1),
-            torch.cat((old_values[:, :first], values, old_values[:, after:]), 1),
-        )
+        self._put(layer, at - self.start[layer], keys, values)
+
+    @property
+    def _room(self) -> int:
+        return 2 * self.keep + self.block_size
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape[0], self._room, like.shape[2], dtype=self.dtype, device=like.device)
+
+    def _put(self, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+        for buffer, new in zip(self.buffers[layer], (keys, values), strict=True):
+            buffer[:, first : first + new.shape[1]] = new
+
+    def _piece(self, layer: int, first: int, count: int) -> States:
+        keys, values = self.buffers[layer]
+        return keys[:, first : first + count], values[:, first : first + count]
 
 
 class RecentCodes:

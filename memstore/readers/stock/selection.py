@@ -17,6 +17,7 @@ from memstore.readers.stock.architecture import Architecture, LayerPlan
 from memstore.readers.stock.short import ShortDocuments
 from memstore.readers.stock.visible import Candidates
 from memstore.readers.stock.words import DocumentWords
+from memstore.transfer import to_host
 
 SAMPLE_TOKENS = 2048
 """Tokens of the document, and as many of general text: a document that repeats itself must not decide alone."""
@@ -118,9 +119,8 @@ class Selection:
         return CandidateLists(numbers, numbers, torch.full(numbers.shape, float("nan")))
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
-        """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, on the CPU, where the index is."""
-        on_cpu = hidden.detach().cpu()
-        return torch.stack([router.encode(on_cpu) for router in self.routers[layer]], dim=2)
+        """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``."""
+        return torch.stack([router.encode(hidden.detach()) for router in self.routers[layer]], dim=2)
 
     def route(
         self, candidates: Candidates, layer: int, rows: Sequence[Tensor], query: Tensor | None = None
@@ -134,7 +134,8 @@ class Selection:
         return self._chosen(lists, begun)
 
     def _chosen(self, lists: list[tuple[Tensor, Tensor]], begun: float) -> CandidateLists:
-        numbers, scores = (torch.stack(parts) for parts in zip(*lists, strict=True))
+        (numbers, scores), wait = to_host([torch.stack(parts) for parts in zip(*lists, strict=True)])
+        wait()
         by_time = torch.arange(numbers.shape[-1]).expand(numbers.shape)
         self.search_seconds += time.perf_counter() - begun
         return CandidateLists(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
@@ -176,10 +177,10 @@ class Selection:
         options, codes = self.retrieval, self._asking(codes)
         scores = candidates.score(layer, [each[None] for each in codes.unbind(1)], self.short)[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
-        by_states = inherited(blocks, candidates.consecutive())
+        by_states = inherited(blocks, candidates.consecutive(blocks.device))
         if query is None or not options.words:
             return by_states
-        return by_states + options.words * self.words.score(candidates, query)
+        return by_states + options.words * self.words.score(candidates, query).to(by_states.device)
 
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
@@ -193,7 +194,7 @@ class Selection:
         chosen = []
         for queries in rows:
             queries = queries if whole or options.query == "all" else queries[:, -options.span :]
-            one_for_all = [queries.detach().float().cpu()] * candidates.memories
+            one_for_all = [queries.detach().float()] * candidates.memories
             scores = candidates.score(plan.index, one_for_all, self.short)  # [H, t, N]
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
             chosen.append((numbers, best))

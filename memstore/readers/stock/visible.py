@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memstore.readers.stock.short import SHORT, Short, ShortDocuments, incomplete_landmarks
+from memstore.transfer import to_device
 
 if TYPE_CHECKING:
     from memstore.memory import Document
@@ -93,19 +94,22 @@ class Candidates:
         numbers = torch.arange(len(self))
         return numbers + self._shifts[self._parts_of(numbers)]
 
-    def consecutive(self) -> Tensor:
+    def consecutive(self, device: torch.device | None = None) -> Tensor:
         """``[N]``: True where a candidate directly follows the one before it in the same document."""
-        parts = self._parts_of(torch.arange(len(self)))
-        follows = torch.ones(len(self), dtype=torch.bool)
+        follows = torch.ones(len(self), dtype=torch.bool, device=device)
         follows[:1] = False
-        follows[1:] = parts[1:] == parts[:-1]
+        if len(self.parts) > 1:
+            parts = self._parts_of(torch.arange(len(self)))
+            follows[1:] = to_device([parts[1:] == parts[:-1]], follows.device)[0]
         return follows
 
     def score(self, layer: int, queries: Sequence[Tensor], short: ShortDocuments) -> Tensor:
-        """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``.
+        """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``, where the index is.
 
         ``queries[m] [H, T, D]`` are those for the landmarks of memory ``m``: each memory has a router of its own.
         """
+        index = self.parts[0][0].document.layer(layer).index
+        queries = [each.to(None if index is None else index.device) for each in queries]
         scores = queries[0].new_empty((*queries[0].shape[:2], len(self)), dtype=torch.float32)
         together: dict[int, list[tuple[range, Short]]] = {}
         stop = 0
@@ -145,12 +149,15 @@ def _best(landmarks: Tensor, queries: Tensor) -> Tensor:
     return best
 
 
-def gather(located: Sequence[tuple[Document, list[int]]], layer: int, device: torch.device) -> States:
-    """Keys and values ``[n, G, S, D]`` of blocks of documents, on ``device``."""
-    states = [document.layer(layer).gather(blocks, device=device) for document, blocks in located]
-    if len(states) == 1:
-        return states[0]["k"], states[0]["v"]
-    return torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])
+def gather(
+    located: Sequence[tuple[Document, list[int]]], layers: Sequence[int], device: torch.device
+) -> Iterator[States]:
+    """Keys and values ``[n, G, S, D]`` of blocks of documents in each of ``layers``, on ``device``."""
+    for states in zip(*(document.gather(layers, blocks, device=device) for document, blocks in located), strict=True):
+        if len(states) == 1:
+            yield states[0]["k"], states[0]["v"]
+        else:
+            yield torch.cat([s["k"] for s in states]), torch.cat([s["v"] for s in states])
 
 
 @dataclass(frozen=True)
@@ -201,19 +208,27 @@ def visible(
 
 
 class DocumentStates:
-    """Position-free states of runs of tokens of one document, read from its store."""
+    """Position-free states of runs of tokens of one document, read from its store to ``device``."""
 
-    def __init__(self, document: Document, block_size: int) -> None:
-        self.document, self.block_size = document, block_size
+    def __init__(self, document: Document, block_size: int, layers: int, device: torch.device) -> None:
+        self.document, self.block_size, self.layers, self.device = document, block_size, layers, device
+        self._there: dict[range, list[States]] = {}
 
     def read(self, layer: int, tokens: range) -> States:
         """Keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
+        if self.device.type == "cpu":
+            return self._read([layer], tokens)[0]
+        if tokens not in self._there:  # of all layers at once, and once: copies to a device are better few
+            self._there[tokens] = self._read(range(self.layers), tokens)
+        return self._there[tokens][layer]
+
+    def _read(self, layers: Sequence[int], tokens: range) -> list[States]:
         size = self.block_size
         blocks = range(tokens.start // size, -(-tokens.stop // size))
-        states = self.document.layer(layer).gather(list(blocks))
         skip = tokens.start - blocks.start * size
-        keys, values = (as_tokens(states[name])[:, skip : skip + len(tokens)] for name in ("k", "v"))
-        return keys, values
+        kept = slice(skip, skip + len(tokens))
+        gathered = self.document.gather(layers, blocks, device=self.device)
+        return [(as_tokens(states["k"])[:, kept], as_tokens(states["v"])[:, kept]) for states in gathered]
 
 
 def as_tokens(blocks: Tensor) -> Tensor:
@@ -223,7 +238,7 @@ def as_tokens(blocks: Tensor) -> Tensor:
 
 def as_blocks(tokens: Tensor, block_size: int) -> Tensor:
     """A run of tokens ``[G, n, D]`` as blocks ``[ceil(n / S), G, S, D]``, the last one padded with zeros."""
-    missing = -tokens.shape[1] % block_size
-    padded = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
-    blocks: Tensor = padded.unflatten(1, (-1, block_size))
+    if missing := -tokens.shape[1] % block_size:
+        tokens = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
+    blocks: Tensor = tokens.unflatten(1, (-1, block_size))
     return blocks.transpose(0, 1)

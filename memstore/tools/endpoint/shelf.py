@@ -41,14 +41,14 @@ class Shelf:
     def open(self, url: str, *, create: bool = False) -> Served:
         """The memory at ``url``; with ``create`` it is made where it is not there."""
         try:
-            memory = memstore.open(url, mode="r", index=self.index)
+            memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         except NotFound:
             if not create:
                 raise
             name, loaded = self._load(self.model or SMOLLM2, "auto")
             with attached(loaded, url, document=None) as reader:
                 reader.memory.put_info("model", model_info(name, loaded))
-            memory = memstore.open(url, mode="r", index=self.index)
+            memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         self.stack.enter_context(memory)
         name, loaded = self._load(chosen_name(memory, self.model), str(memory.model_info().get("dtype", "auto")))
         reader = several(loaded, memory, None, top_k=self.top_k, on_error=self.on_error)

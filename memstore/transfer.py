@@ -1,0 +1,85 @@
+"""Copies between host memory and a GPU: many tensors at once, by way of pinned memory, while both go on working."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16
+"""Bytes: every tensor begins at a multiple, so that it can be seen in its own type."""
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on ``device``: those of the host go to a GPU in one copy, without gaps between their rows.
+
+    Nobody waits: PyTorch hands out the same pinned memory again, but only when the GPU has read it.
+    """
+    if device.type != "cuda":
+        return [each.to(device) for each in tensors]
+    host = [each for each in tensors if each.device.type == "cpu"]
+    if not host:
+        return list(tensors)
+    staged = torch.empty(_length(host), dtype=torch.uint8, pin_memory=True)
+    for part, each in zip(_parts(staged, host), host, strict=True):
+        part.copy_(each)
+    with _beside(device) as stream:
+        there = staged.to(device, non_blocking=True)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    there.record_stream(torch.cuda.current_stream(device))
+    moved = _parts(there, host)
+    return [next(moved) if each.device.type == "cpu" else each for each in tensors]
+
+
+def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Contiguous copies of the tensors in host memory, and what waits until they are there.
+
+    From a GPU it is one copy, beside whatever is computed next.
+    """
+    if not tensors or tensors[0].device.type != "cuda":
+        return [each.clone(memory_format=torch.contiguous_format) for each in tensors], lambda: None
+    device = tensors[0].device
+    packed = torch.empty(_length(tensors), dtype=torch.uint8, device=device)
+    for part, each in zip(_parts(packed, tensors), tensors, strict=True):
+        part.copy_(each)
+    host = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True)
+    with _beside(device) as stream:
+        host.copy_(packed, non_blocking=True)
+        packed.record_stream(stream)
+        arrived = stream.record_event()
+    return list(_parts(host, tensors)), arrived.synchronize
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """``values`` as int64 ``[n]`` on ``device``; a single one needs no copy."""
+    if len(values) == 1:
+        return torch.full((1,), values[0], dtype=torch.int64, device=device)
+    return to_device([torch.tensor(values, dtype=torch.int64)], device)[0]
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A stream of its own for copies, after what was asked for so far."""
+    stream = _streams.setdefault(device, torch.cuda.Stream(device)) if device not in _streams else _streams[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _length(tensors: Sequence[Tensor]) -> int:
+    return sum(-(-each.nbytes // ALIGNED) * ALIGNED for each in tensors)
+
+
+def _parts(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Pieces of ``buffer [bytes]``, contiguous tensors of the types and shapes of ``like``."""
+    start = 0
+    for each in like:
+        length = math.prod(each.shape) * each.itemsize
+        yield buffer[start : start + length].view(each.dtype).view(each.shape)
+        start += -(-length // ALIGNED) * ALIGNED
