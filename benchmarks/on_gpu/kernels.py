@@ -190,6 +190,25 @@ def _others(
 
     yield "flash", limited(SDPBackend.FLASH_ATTENTION)
     yield "cuDNN", limited(SDPBackend.CUDNN_ATTENTION)
+    if shape == "8K":  # one shape: to compile another takes time that other rows need
+        yield "FlexAttention", _flex(q, k, v)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    """Causal attention by FlexAttention, compiled at the first call."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    made: list[Callable[[], object]] = []
+
+    def attend() -> object:
+        if not made:
+            length = q.shape[2]
+            mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device=str(q.device))
+            compiled = torch.compile(flex_attention)
+            made.append(lambda: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
+        return made[0]()
+
+    return attend
 
 
 def _rotating(call: Call, turns: list[list[Tensor]]) -> Callable[[], Tensor]:

@@ -108,6 +108,8 @@ class MemoryTrainer(Trainer):
         self.optimisation = optimisation
         self.fresh = fresh
         """Whether the model began with random weights."""
+        self.losses: Tensor | None = None
+        """The sum of those that nobody has looked at."""
         self.tokens = 0
         """Tokens trained on since this process began."""
         self.tokens_before = 0
@@ -141,9 +143,17 @@ class MemoryTrainer(Trainer):
         """Forward and backward of one batch. Raises ``TrainingDiverged`` for a loss that is not finite."""
         self.tokens += inputs["input_ids"].numel() * self.args.world_size
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if not bool(torch.isfinite(loss)):
-            raise self.diverged(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+        self.losses = loss.detach() + (0 if self.losses is None else self.losses)
+        if loss.device.type == "cpu":
+            self.check_loss()
         return loss
+
+    # On a GPU a look at every loss would wait for every step.
+    def check_loss(self) -> None:
+        """Raise ``TrainingDiverged`` if a loss was not finite since the last look: then their sum is not."""
+        losses, self.losses = self.losses, None
+        if losses is not None and not bool(torch.isfinite(losses)):
+            raise self.diverged(f"the loss is {losses.item()} at step {self.state.global_step + 1}")
 
     def diverged(self, what: str) -> TrainingDiverged:
         """The error that ends a training whose numbers are not finite."""
@@ -170,6 +180,7 @@ class MemoryTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means of ``parts`` to what is logged."""
+        self.check_loss()
         means = {name: float(torch.stack(values).mean()) for name, values in self.parts.items()}
         self.parts.clear()
         super().log({**logs, **means}, start_time)
@@ -303,6 +314,7 @@ class CheckpointCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add what the Trainer does not know of, and last of all the word that the checkpoint is whole."""
+        self._trainer.check_loss()
         self._trainer.check_weights()
         folder = self._trainer.run.checkpoints / f"checkpoint-{state.global_step}"
         self._trainer.keep(folder)
