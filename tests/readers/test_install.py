@@ -67,6 +67,13 @@ def test_two_memories_at_once_are_refused_and_the_first_stays() -> None:
         attached.read(tokens(120))
 
 
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModel, match="cpu and meta; load it onto one"):
+        attach(model, "ram:", **SIZES)
+
+
 def test_attaching_twice_in_a_row_works() -> None:
     model = tiny("llama")
     results = []

@@ -140,6 +140,9 @@ def examine(model: PreTrainedModel) -> Architecture:
 
 
 def _examine(model: PreTrainedModel) -> Architecture:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:  # masks, rotations and states of the memory lie on one
+        raise _unsupported(model, f"its weights lie on {' and '.join(devices)}; load it onto one, without device_map")
     config = model.config.get_text_config(decoder=True)
     seen = _run_probe(model)
     expected = int(config.num_hidden_layers)
