@@ -385,6 +385,8 @@ def growth(folder: Path) -> Iterator[Row]:
         yield {"row": "forget the first", "s": _seconds(lambda: memory.forget("0"))}
     with memstore.open(folder / "documents") as memory:
         yield {"row": "first look for a name, another process", "s": _seconds(lambda: memory.document("1"))}
+    with memstore.open(folder / "documents") as memory:
+        yield {"row": "documents(), another process", "s": _seconds(memory.documents)}
 
 
 def _append_tiny(document: Document) -> None:
