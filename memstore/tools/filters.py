@@ -40,8 +40,8 @@ class Filter:
 
     def names(self, memory: Memory, among: Sequence[str]) -> list[str]:
         """Those of ``among`` that are wanted. Raises ``NotFound`` where none is."""
-        facts = memory.facts()[0]
-        found = [name for name in among if self._fits(name, _dict(facts.get(FACT + name)))]
+        facts = facts_of(memory)
+        found = [name for name in among if self._fits(name, facts[name])]
         if not found:
             raise NotFound(f"none of {len(among):,} documents fits --match, --meta and --since: memstore ls shows them")
         return found
@@ -53,6 +53,12 @@ class Filter:
         if any(noted.get(key) != value for key, value in self.meta.items()):
             return False
         return self.since is None or ((when := time_of(fact)) is not None and when >= self.since)
+
+
+def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
+    """What is known of the file of each document, and was noted of it; of most that are no files nothing."""
+    facts = memory.facts()[0]
+    return {each.name: _dict(facts.get(FACT + each.name)) for each in memory.documents()}
 
 
 def time_of(fact: Mapping[str, Any]) -> datetime | None:

@@ -7,18 +7,20 @@ from typing import Any
 from unicodedata import normalize
 
 import memstore
+from memstore.tools.filters import facts_of, time_of
 from memstore.tools.options import Index, MemoryUrl
 from memstore.tools.output import Json, Page, Report, bar, flattened
 
-_DOCUMENT = ("document", "tokens", "blocks", "searchable")
-_RULES = ("pinned", "expires")
+_DOCUMENT = ("document", "tokens", "blocks", "full")
+_WHERE_ANY = ("pinned", "expires", "changed", "meta")
 
 
 def ls(memory: MemoryUrl) -> Report:
     """List the documents of a memory.
 
-    Searchable are the blocks that are complete; the last tokens of a document wait for theirs. Which documents are
-    pinned, and when they expire, is told where any is or does.
+    Full are the blocks that have all their tokens; a document's last block, where it is not full, is found by stock
+    models alone. Which documents are pinned, when they expire, when their files have changed last, and what was noted
+    of them, is told where there is any.
 
     Example:
 
@@ -28,21 +30,24 @@ def ls(memory: MemoryUrl) -> Report:
     """
     with memstore.open(memory, mode="r") as opened:
         rules = opened.stats()["rules"]
+        files = facts_of(opened)
         documents = [
             {
                 "document": document.name,
                 "tokens": len(document),
                 "blocks": len(document.blocks),
-                "searchable": sum(map(len, document.present(document.complete_blocks))),
+                "full": sum(map(len, document.present(document.complete_blocks))),
                 "pinned": document.name in rules["pinned"],
                 "expires": rules["expires"].get(document.name),
+                "changed": None if (when := time_of(files[document.name])) is None else f"{when:%Y-%m-%d %H:%M}",
+                "meta": files[document.name].get("meta", {}),
             }
             for document in opened.documents()
         ]
 
     def text(page: Page) -> None:
-        columns = [*_DOCUMENT, *(rule for rule in _RULES if any(document[rule] for document in documents))]
-        rows = [[document[column] for column in columns] for document in documents]
+        columns = [*_DOCUMENT, *(column for column in _WHERE_ANY if any(document[column] for document in documents))]
+        rows = [[_told(document[column]) for column in columns] for document in documents]
         alike = Counter(normalize("NFC", str(document["document"])) for document in documents)
         for row in rows:
             if alike[normalize("NFC", str(row[0]))] > 1:  # two names that look the same, in other code points
@@ -50,6 +55,11 @@ def ls(memory: MemoryUrl) -> Report:
         page.table(columns, rows, empty="no documents yet. Add one with: memstore read TEXT MEMORY")
 
     return Report(data={"memory": memory, "documents": documents}, text=text)
+
+
+def _told(value: object) -> object:
+    """What was noted as it was given; other values as they are."""
+    return ", ".join(f"{key}={each}" for key, each in value.items()) or None if isinstance(value, dict) else value
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:

@@ -40,7 +40,7 @@ def show(memory: MemoryUrl, document: DocumentName, block: Block, *, model: Mode
         data = describe(opened, document, block)
 
     def text(page: Page) -> None:
-        page.facts({key: data[key] for key in ("document", "block", "first_token", "tokens", "searchable")})
+        page.facts({key: data[key] for key in ("document", "block", "first_token", "tokens", "full")})
         page.line()
         page.line(data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})")
         page.line()
@@ -65,7 +65,7 @@ def describe(memory: Memory, name: str, block: int) -> dict[str, Any]:
         "block": block,
         "first_token": block * memory.spec.block_size,
         "tokens": len(ids),
-        "searchable": block in document.complete_blocks,
+        "full": block in document.complete_blocks,
         "text": text,
         "text_missing": text_missing,
         "token_ids": ids,

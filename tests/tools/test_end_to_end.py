@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tools.conftest import Cli, Outcome
 
-UNKEPT = {"pinned": False, "expires": None}
+UNKEPT: dict[str, object] = {"pinned": False, "expires": None, "changed": ANY, "meta": {}}
 LOG = "".join(f"Day {i}: the keeper of the lighthouse saw {i * 7} ships and wrote them down. " for i in range(30))
 EXACT = ("--dtype", "float32")
 BLOCK = 64
@@ -88,10 +89,10 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
     done = run("ls", notes)
     if json:
         assert done.json["documents"] == [
-            {"document": "log", "tokens": n, "blocks": blocks, "searchable": n // BLOCK, **UNKEPT},
+            {"document": "log", "tokens": n, "blocks": blocks, "full": n // BLOCK, **UNKEPT},
         ]
     else:
-        assert done.out.splitlines()[-1].split() == ["log", f"{n:,}", str(blocks), str(n // BLOCK)]
+        assert done.out.splitlines()[-1].split()[:4] == ["log", f"{n:,}", str(blocks), str(n // BLOCK)]
 
     done = run("show", notes, "log", 3)
     text = LOG[3 * BLOCK : 4 * BLOCK]
@@ -153,7 +154,7 @@ def test_a_text_of_one_token_is_a_memory_like_any_other(cli: Cli, tmp_path: Path
     assert good(cli("read", text, notes, "--model", model_folder, *EXACT, "--json")).json["tokens"] == 1
     assert good(cli("ask", notes, "b", "--max-tokens", 3, "--json")).json["sources"] == []
     assert good(cli("ls", notes, "--json")).json["documents"] == [
-        {"document": "one", "tokens": 1, "blocks": 1, "searchable": 0, **UNKEPT}
+        {"document": "one", "tokens": 1, "blocks": 1, "full": 0, **UNKEPT}
     ]
     assert good(cli("show", notes, "one", 0, "--json")).json["text"] == "a"
     assert good(cli("verify", notes, "--json")).json["clean"]

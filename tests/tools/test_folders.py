@@ -371,6 +371,10 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
     assert cli("read", folder / "ship.txt", memory, "--meta", "project=boat", "--meta", "place=").code == 0
     monkeypatch.undo()
     assert asked("--meta", "project=boat") == ["ship"]
+    assert [line.split()[-2:] for line in cli("ls", memory).out.splitlines()[2:]] == [
+        ["place=island,", "project=walk"]
+    ] * 2
+    assert "2001-09-09 01:46" in cli("ls", memory).out
     assert len(asked("--meta", "place=island")) == 2
     code, message = asked("--match", "*.pdf")
     assert (code, "none of 3 documents fits" in message) == (3, True)

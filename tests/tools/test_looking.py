@@ -18,25 +18,28 @@ def test_ls_lists_the_documents(cli: Cli, memory: Path) -> None:
     done = cli("ls", memory)
     assert done.code == 0
     assert [line.split() for line in done.out.splitlines()] == [
-        ["document", "tokens", "blocks", "searchable"],
+        ["document", "tokens", "blocks", "full"],
         ["whale", "10", "3", "2"],
         ["ship", "4", "1", "1"],
     ]
 
 
+PLAIN: dict[str, object] = {"pinned": False, "expires": None, "changed": None, "meta": {}}
+
+
 def test_ls_json(cli: Cli, memory: Path) -> None:
     assert cli("ls", memory, "--json").json["documents"] == [
-        {"document": "whale", "tokens": 10, "blocks": 3, "searchable": 2, "pinned": False, "expires": None},
-        {"document": "ship", "tokens": 4, "blocks": 1, "searchable": 1, "pinned": False, "expires": None},
+        {"document": "whale", "tokens": 10, "blocks": 3, "full": 2, **PLAIN},
+        {"document": "ship", "tokens": 4, "blocks": 1, "full": 1, **PLAIN},
     ]
 
 
 def test_ls_shows_pins_and_expiry_where_there_are_any(cli: Cli, memory: Path) -> None:
     assert cli("pin", memory, "ship").code == 0
-    assert cli("ls", memory).out.splitlines()[0].split() == ["document", "tokens", "blocks", "searchable", "pinned"]
+    assert cli("ls", memory).out.splitlines()[0].split() == ["document", "tokens", "blocks", "full", "pinned"]
     assert cli("expire", memory, "whale", "--after", "30d").code == 0
     lines = [line.split() for line in cli("ls", memory).out.splitlines()]
-    assert lines[0] == ["document", "tokens", "blocks", "searchable", "pinned", "expires"]
+    assert lines[0] == ["document", "tokens", "blocks", "full", "pinned", "expires"]
     listed = {each["document"]: each for each in cli("ls", memory, "--json").json["documents"]}
     assert lines[1:] == [
         ["whale", "10", "3", "2", "no", listed["whale"]["expires"]],
@@ -48,7 +51,7 @@ def test_show_tells_tokens_and_norms(cli: Cli, memory: Path) -> None:
     shown = cli("show", memory, "whale", 1, "--json").json
     assert shown["token_ids"] == [4, 5, 6, 7]
     assert shown["first_token"] == BLOCK
-    assert shown["searchable"]
+    assert shown["full"]
     assert shown["text"] is None
     assert [sorted(layer["norms"]) for layer in shown["layers"]] == [["k", "v"], ["k", "landmarks", "v"]]
     norm = shown["layers"][0]["norms"]["k"]
@@ -59,7 +62,7 @@ def test_show_tells_tokens_and_norms(cli: Cli, memory: Path) -> None:
 def test_show_leaves_the_padding_of_the_last_block_out(cli: Cli, memory: Path) -> None:
     shown = cli("show", memory, "whale", 2, "--json").json
     assert shown["tokens"] == 2
-    assert not shown["searchable"]
+    assert not shown["full"]
     assert shown["layers"][0]["norms"]["k"]["vectors"] == 4
     assert shown["layers"][0]["norms"]["k"]["min"] > 0
 

@@ -54,7 +54,7 @@ export class Block {
     return [
       h("h2", {}, `Block ${count(answer.block)}`),
       h("p", { class: "facts" }, `tokens ${count(answer.first_token)} to ${count(end)}`,
-        answer.searchable ? "" : " · incomplete: it can be found when it is full"),
+        answer.searchable ? "" : " · incomplete: only stock models find it before it is full"),
       h("h3", {}, "Tokens"),
       h("div", { class: "pieces" }, tokens(answer, norms)),
       field && h("p", { class: "facts" }, `shade: norm of ${field} in layer ${answer.layer}, from ${short(Math.min(...norms))} to ${short(Math.max(...norms))}`),
