@@ -13,6 +13,7 @@ On a CPU, where nothing is to be differentiated, tiles are computed head by head
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -192,9 +193,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
 
 
+@lru_cache(maxsize=16)  # a copy to a GPU for every token else
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """``[H]`` slopes of Press et al. 2022: ``2 ** (-8 h / H)``, interleaved where ``H`` is no power of two."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
-    return torch.tensor(slopes, device=device)
+    with torch.inference_mode(False):  # what is made inside of it cannot be trained with
+        return torch.tensor(slopes, device=device)
