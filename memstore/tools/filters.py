@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
@@ -63,9 +64,13 @@ def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
 
 def time_of(fact: Mapping[str, Any]) -> datetime | None:
     """When a document's file was changed last, or was read where it is no file; None where nobody knows."""
-    if isinstance(modified := fact.get("modified"), int):
-        return datetime.fromtimestamp(modified / 1e9, UTC)
-    return datetime.fromisoformat(read) if isinstance(read := fact.get("read"), str) else None
+    modified, read = fact.get("modified"), fact.get("read")
+    with suppress(ValueError, OverflowError, OSError):  # whoever made the memory may have noted anything
+        if isinstance(modified, int):
+            return datetime.fromtimestamp(modified / 1e9, UTC)
+        if isinstance(read, str):
+            return datetime.fromisoformat(read).astimezone(UTC)
+    return None
 
 
 def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
@@ -79,13 +84,13 @@ def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
 
 def parse_since(text: str) -> datetime:
     """A time that is some hours, days or weeks ago (``7d``), or a date. Raises ``InvalidArgument``."""
-    if found := _AGO.fullmatch(text.strip()):
-        return datetime.now(UTC) - timedelta(hours=min(int(found[1]), 10**6) * _HOURS[found[2].lower()])
     try:
+        if found := _AGO.fullmatch(text.strip()):
+            return datetime.now(UTC) - timedelta(hours=int(found[1]) * _HOURS[found[2].lower()])
         return datetime.fromisoformat(text.strip()).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InvalidArgument(
-            f"--since is a time ago, such as 12h, 7d or 2w, or a date, such as 2026-03-01, not {text!r}"
+            f"--since is a time ago, such as 12h, 7d or 2w, or a date, such as 2026-03-01, not {text[:80]!r}"
         ) from None
 
 

@@ -18,6 +18,7 @@ import pytest
 import memstore
 from memstore.tools import read as verb
 from memstore.tools.files import find
+from memstore.tools.filters import parse_since, time_of
 from memstore.tools.markup import html_text
 from tests.tools.conftest import Cli, tiny_spec
 
@@ -180,6 +181,29 @@ def test_the_pages_of_a_pdf_file_are_read(tmp_path: Path) -> None:
     (found,) = find([str(tmp_path / "blank.pdf")])
     with pytest.raises(memstore.InvalidArgument, match="no text, only pictures"):
         found.text()
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"modified": 10**30},
+        {"modified": -(10**18) * 9},
+        {"read": "now"},
+        {"read": "0001-01-01T00:00:00+23:59"},
+        {"read": 5},
+    ],
+)
+def test_a_time_that_is_none_is_not_known(fact: dict[str, Any]) -> None:
+    when = time_of(fact)
+    assert when is None or when.tzinfo is not None
+    assert time_of({"read": "2026-03-01"}) > parse_since("2026-02-01")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("since", ["99999999w", "9" * 5000 + "d", "0001-01-01T00:00+23:59", "x" * 5000])
+def test_a_time_that_never_was_is_refused_in_one_line(since: str) -> None:
+    with pytest.raises(memstore.InvalidArgument, match="--since is a time ago") as caught:
+        parse_since(since)
+    assert len(str(caught.value)) < 200
 
 
 def files_in(folder: Path) -> dict[str, int | str | None]:
