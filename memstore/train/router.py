@@ -79,8 +79,10 @@ class Asked:
         return self._queries[text]
 
     def evidence(self, question: Question) -> list[range]:
-        """The blocks of each paragraph that an answer needs."""
-        return [self.pool.blocks(paragraph, self.size) for paragraph in question.evidence]
+        """The blocks of each paragraph that an answer needs, as far as they are full."""
+        last = len(self.blocks) - 1
+        found = [self.pool.blocks(paragraph, self.size) for paragraph in question.evidence]
+        return [range(min(each.start, last), min(each.stop, last + 1)) for each in found]
 
 
 class RouterRanker(Ranker):

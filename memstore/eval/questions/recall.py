@@ -35,18 +35,13 @@ class Pool:
         return cls(torch.tensor([token for part in parts for token in part]), tuple(starts))
 
     def blocks(self, paragraph: int, block_size: int) -> range:
-        """The blocks that hold a token of a paragraph, as far as they are complete."""
+        """The blocks that hold a token of a paragraph; the last one of the pool need not be full."""
         first, last = self.starts[paragraph], self.starts[paragraph + 1] - 1
-        complete = len(self.tokens) // block_size
-        return range(min(first // block_size, complete - 1), min(last // block_size + 1, complete))
+        return range(first // block_size, last // block_size + 1)
 
     def texts(self, block_size: int, tokenizer: Any) -> list[str]:
-        """The text of each complete block."""
-        complete = len(self.tokens) // block_size
-        return [
-            str(tokenizer.decode(self.tokens[block * block_size : (block + 1) * block_size]))
-            for block in range(complete)
-        ]
+        """The text of each block."""
+        return [str(tokenizer.decode(block)) for block in self.tokens.split(block_size)]
 
 
 def recall(

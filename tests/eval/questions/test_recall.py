@@ -51,8 +51,8 @@ def test_fusing_puts_first_what_both_have() -> None:
 def test_a_paragraph_is_found_by_any_block_that_it_reaches_into() -> None:
     pool = Pool.of(["abcdef", "ghijklmn", "op"], byte_tokenizer())  # with the separator 8, 10 and 4 bytes
     assert pool.starts == (0, 8, 18, 22)
-    assert [list(pool.blocks(paragraph, 4)) for paragraph in range(3)] == [[0, 1], [2, 3, 4], [4]]
-    assert "".join(pool.texts(4, byte_tokenizer())) == "abcdef\n\nghijklmn\n\nop"
+    assert [list(pool.blocks(paragraph, 4)) for paragraph in range(3)] == [[0, 1], [2, 3, 4], [4, 5]]
+    assert "".join(pool.texts(4, byte_tokenizer())) == "abcdef\n\nghijklmn\n\nop\n\n"
 
 
 def test_recall_counts_all_the_evidence_and_any_of_it() -> None:
