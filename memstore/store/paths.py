@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -83,14 +85,33 @@ def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:
 def check_single(folder: Path, *names: str) -> None:
     """Raise ``ReadOnlyMemory`` where one of the files, which are written in place, is also there under other names."""
     for name in names:
-        facts = find(folder / name)
-        if facts and facts.st_nlink > 1:
+        if not is_single(folder / name):
             raise ReadOnlyMemory(
-                f"{folder / name} is one file under {facts.st_nlink} names (hard links): writing would change it under "
-                "all of them, in a backup too. Close the memory, give it a file of its own "
-                f"(cp {name} own && mv own {name}), and try again; mode='r' reads it as it is",
+                f"{folder / name} is one file under several names (hard links): writing would change it under all of "
+                f"them, in a backup too. Close the memory, give it a file of its own (cp {name} own && mv own {name}), "
+                "and try again; mode='r' reads it as it is",
                 memory=folder,
             )
+
+
+def is_single(path: Path) -> bool:
+    """Whether nothing is at ``path``, or a file without another name than those of ``part_of``."""
+    while (facts := find(path)) is not None and facts.st_nlink > 1:
+        with os.scandir(path.parent) as entries:
+            parts = sum(is_part_of(entry.name, path.name) and entry.inode() == facts.st_ino for entry in entries)
+        if (now := find(path)) is not None and now.st_nlink == facts.st_nlink:  # else one went in between
+            return facts.st_nlink == 1 + parts
+    return True
+
+
+def part_of(file: Path) -> Path:
+    """A new name beside ``file``, under which it is made. It has both for a moment, or where its maker was killed."""
+    return file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+
+
+def is_part_of(name: str, file: str) -> bool:
+    """Whether ``name`` is one that ``part_of`` gives to a file called ``file``."""
+    return re.fullmatch(re.escape(file) + r"\.[0-9a-f]{8}", name) is not None
 
 
 def _check(path: Path, facts: os.stat_result, kind: int) -> None:

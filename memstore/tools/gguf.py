@@ -114,7 +114,9 @@ def convert(gguf: Path, folder: Path) -> None:
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a bar that has no switch
         try:
             _check_size(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+            loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=torch.float32, output_loading_info=True, **options
+            )
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         # gguf and transformers raise whatever a broken or unknown file leads them to.
         except UnsupportedModel:
@@ -122,6 +124,8 @@ def convert(gguf: Path, folder: Path) -> None:
         except Exception as error:
             why = str(error).strip().partition("\n")[0]
             raise UnsupportedModel(f"transformers cannot read {gguf}: {why or type(error).__name__}") from error
+        if missing := sorted(told["missing_keys"]):  # transformers would go on with random numbers
+            raise UnsupportedModel(f"{gguf} lacks {len(missing):,} of its model's weights, such as {missing[0]}")
         config = loaded.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config

