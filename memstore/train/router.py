@@ -52,7 +52,7 @@ TESTED = 300
 """Questions of a set that are asked to compare routers."""
 
 
-class Asked:
+class AskedPool:
     """A set of questions as hidden states, each computed once."""
 
     def __init__(self, asked: QuestionSet, reader: StockReader, advance: Callable[[int], None]) -> None:
@@ -88,7 +88,7 @@ class Asked:
 class RouterRanker(Ranker):
     """What a router finds among states, as an attached memory would, without words."""
 
-    def __init__(self, router: Router, asked: Asked, name: str = "router") -> None:
+    def __init__(self, router: Router, asked: AskedPool, name: str = "router") -> None:
         super().__init__()
         self.name, self._router, self._asked = name, router, asked
         self._codes = torch.cat([_signs(router.encode(part)) for part in asked.blocks.split(SEGMENT)])
@@ -146,7 +146,7 @@ def train_router(
     chosen = asked.of(options.half)
     with memstore.attach(model, "ram:", tokenizer=tokenizer) as reader:
         assert isinstance(reader, StockReader), "a stock model has no other"
-        sets = [Asked(each, reader, advance) for each in (asked, *tested)]
+        sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
         save_router(out, trained, sets[0].layer, reader.architecture)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
@@ -160,7 +160,7 @@ def train_router(
     }
 
 
-def _compared(asked: Asked, trained: Router, reader: StockReader) -> list[dict[str, Any]]:
+def _compared(asked: AskedPool, trained: Router, reader: StockReader) -> list[dict[str, Any]]:
     questions = asked.set.of("held-out", TESTED)
     fitted = reader.fitted(asked.pool.tokens)[asked.layer]
     rankers = (
@@ -172,7 +172,7 @@ def _compared(asked: Asked, trained: Router, reader: StockReader) -> list[dict[s
 
 
 def _trained(
-    asked: Asked, questions: Sequence[Question], router: Router, options: RouterOptions
+    asked: AskedPool, questions: Sequence[Question], router: Router, options: RouterOptions
 ) -> tuple[list[float], Router]:
     chance, few = random.Random(options.seed), min(BATCH, len(questions))
     size = router.basis.square().mean().sqrt()  # then one learning rate suits every model
@@ -207,7 +207,7 @@ def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
-def _mined(asked: Asked, questions: Sequence[Question], router: Router) -> dict[str, list[int]]:
+def _mined(asked: AskedPool, questions: Sequence[Question], router: Router) -> dict[str, list[int]]:
     """Blocks that ``router`` takes for the evidence of each question."""
     ranker, found = RouterRanker(router, asked), dict[str, list[int]]()
     for question in questions:
@@ -217,7 +217,7 @@ def _mined(asked: Asked, questions: Sequence[Question], router: Router) -> dict[
 
 
 def _loss(
-    asked: Asked,
+    asked: AskedPool,
     batch: Sequence[Question],
     mined: dict[str, list[int]],
     chance: random.Random,
