@@ -30,7 +30,7 @@ from memstore.eval.questions.rankers import Ranker
 from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import Half, Question, QuestionSet
 from memstore.kernels import best_products
-from memstore.readers.kinds import STOCK, encode, kind_of
+from memstore.readers.kinds import encode
 from memstore.readers.stock.reader import StockReader
 from memstore.readers.stock.routers import save_router
 
@@ -141,11 +141,10 @@ def train_router(
         InvalidArgument: no stock model, or too few questions.
     """
     options = options or RouterOptions()
-    if kind_of(model) is not STOCK:
-        raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
     chosen = asked.of(options.half)
     with memstore.attach(model, "ram:", tokenizer=tokenizer) as reader:
-        assert isinstance(reader, StockReader), "a stock model has no other"
+        if not isinstance(reader, StockReader):
+            raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
         save_router(out, trained, sets[0].layer, reader.architecture)
