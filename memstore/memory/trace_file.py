@@ -40,10 +40,22 @@ Array = npt.NDArray[Any]
 
 TIERS = ("device", "host", "disk", "own")
 """Where states were when they were asked for; "own" are tensors of the call itself, which were never stored."""
+ELSEWHERE = ("sink", "window", "question", "answer")
+"""What attention goes to beside what was retrieved: of the document its sink and its window; of the call the tokens
+of its first forward pass, and those that came after. What is left of 1 went to none of these."""
 
 _COUNTS = struct.Struct("<II")  # looks, bytes of JSON
-_HEAD = struct.Struct("<IIHIHI?ff")  # layer, row, number of its documents, R, H, K, offsets?, search, gather
-_FIELDS = {"document": "<i2", "blocks": "<i8", "offsets": "<i8", "scores": "<f4", "weights": "<f2", "tiers": "i1"}
+_HEAD = struct.Struct("<IIHIHIBff")  # layer, row, number of its documents, R, H, K, which of _OPTIONAL, search, gather
+_FIELDS = {
+    "document": "<i2",
+    "blocks": "<i8",
+    "offsets": "<i8",
+    "scores": "<f4",
+    "weights": "<f2",
+    "tiers": "i1",
+    "elsewhere": "<f2",
+}
+_OPTIONAL = ("offsets", "elsewhere")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,10 +79,17 @@ class Look:
     local attention was merged in; for grouped cross attention the weights of the blocks. NaN where unknown."""
     tiers: Array
     """``[R, K]`` int8: index into ``TIERS``, where the states were when they were asked for; -1 for none."""
+    elsewhere: Array | None = None
+    """``[H, 4]`` float32: the part of attention that went to each of ``ELSEWHERE``. None where that is not known."""
     search_us: float = 0.0
     """Microseconds of searching; 0 where another layer or an earlier step had searched."""
     gather_us: float = 0.0
     """Microseconds of gathering; 0 where the states were there from an earlier step."""
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the states were brought for this step: those of a list that stays are there from the step before."""
+        return self.gather_us > 0
 
     def by_list(self, head: int | None = None) -> tuple[Array, Array]:
         """Lists ``[n]``, and the weights ``[n, K]`` that all query heads of each give it, or ``head`` alone.
@@ -133,10 +152,8 @@ def decode(data: bytes) -> list[Look]:
 
 def _head(look: Look, documents: int) -> bytes:
     (lists, entries), heads = look.blocks.shape, len(look.weights)
-    has_offsets = look.offsets is not None
-    return _HEAD.pack(
-        look.layer, look.row, documents, lists, heads, entries, has_offsets, look.search_us, look.gather_us
-    )
+    has = sum(1 << place for place, field in enumerate(_OPTIONAL) if getattr(look, field) is not None)
+    return _HEAD.pack(look.layer, look.row, documents, lists, heads, entries, has, look.search_us, look.gather_us)
 
 
 def _decode(data: bytes) -> list[Look]:
@@ -148,10 +165,12 @@ def _decode(data: bytes) -> list[Look]:
     arrays: list[dict[str, Array | None]] = [dict.fromkeys(_FIELDS) for _ in heads]
     for field, dtype in _FIELDS.items():
         for head, found in zip(heads, arrays, strict=True):
-            _, _, _, rows, query_heads, entries, has_offsets, _, _ = head
-            if field == "offsets" and not has_offsets:
+            _, _, _, rows, query_heads, entries, has, _, _ = head
+            if field in _OPTIONAL and not has & 1 << _OPTIONAL.index(field):
                 continue
             shape = (query_heads if field == "weights" else rows, entries)
+            if field == "elsewhere":
+                shape = (query_heads, len(ELSEWHERE))
             found[field] = np.frombuffer(data, dtype, shape[0] * shape[1], at).reshape(shape)
             at += shape[0] * shape[1] * np.dtype(dtype).itemsize
     return [_look(head, lists, found) for head, found in zip(heads, arrays, strict=True)]
@@ -159,7 +178,9 @@ def _decode(data: bytes) -> list[Look]:
 
 def _look(head: tuple[Any, ...], lists: list[list[str]], arrays: dict[str, Any]) -> Look:
     layer, row, documents, _, _, _, _, search_us, gather_us = head
-    arrays["weights"] = arrays["weights"].astype(np.float32)
+    for field in ("weights", "elsewhere"):
+        if arrays[field] is not None:
+            arrays[field] = arrays[field].astype(np.float32)
     return Look(layer=layer, row=row, documents=lists[documents], search_us=search_us, gather_us=gather_us, **arrays)
 
 
@@ -167,7 +188,8 @@ assert set(_FIELDS) <= {field.name for field in fields(Look)}
 
 
 NAME = "traces.sqlite"
-VERSION = 1
+VERSION = 2
+"""Version 1 is the same without ``Look.elsewhere``."""
 _ROOM = 64 << 10  # bytes; a log and its table begin with half of that
 WAIT = 5.0
 """Seconds to wait for another process that writes."""
@@ -312,8 +334,11 @@ class TraceFile:
         try:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA secure_delete = ON")
-            if not self._version(connection):
+            version = self._version(connection)
+            if not version:
                 connection.executescript(_TABLES)
+            elif version < VERSION:
+                connection.execute(f"PRAGMA user_version = {VERSION}")
             connection.set_progress_handler(None, 0)  # its tables are ours, and it may live long
         except BaseException:
             connection.close()

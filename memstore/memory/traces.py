@@ -19,12 +19,14 @@ import numpy as np
 from memstore._version import __version__
 from memstore.errors import DamagedError, NotFound
 from memstore.memory.recorder import Recorder
-from memstore.memory.trace_file import TIERS, Array, Look, Step, TraceFile, decode, delete
+from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, TraceFile, decode, delete
 from memstore.store.contract import BlockStore
 from memstore.stored import anything, fit, members, parse
 
-__all__ = ["MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
+__all__ = ["ELSEWHERE", "KEPT", "MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
 
+KEPT = "kept"
+"""Beside ``TIERS``: what a step did not have to bring, for it was there from the step before."""
 MAX_BYTES = 64 << 20
 """Bytes that the traces of a memory take: the oldest traces leave first, then the oldest looks of the one in hand."""
 
@@ -174,6 +176,16 @@ def traces_of(store: BlockStore, folder: Path | None, url: str) -> Traces:
         return Traces(folder, url)
     with _guard:
         return _in_memory.setdefault(store, Traces(None, url))
+
+
+def counted(step: Step) -> list[int]:
+    """How many entries of its lists a step had from each of ``TIERS``, and how many were kept from the step before."""
+    counts, own = [0] * (len(TIERS) + 1), TIERS.index("own")
+    for look in step.looks:
+        tiers = look.tiers[(look.blocks >= 0) & (look.tiers >= 0) & (look.tiers < len(TIERS))]
+        for tier, number in enumerate(np.bincount(tiers, minlength=len(TIERS)).tolist()):
+            counts[tier if look.fetched or tier == own else len(TIERS)] += number
+    return counts
 
 
 def most_weight(

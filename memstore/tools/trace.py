@@ -165,6 +165,7 @@ def _look(look: Look) -> dict[str, Any]:
         "offsets": None if look.offsets is None else look.offsets.tolist(),
         "scores": _numbers(look.scores),
         "weights": _numbers(look.weights),
+        "fetched": look.fetched,
         "tiers": [[names[tier + 1] for tier in row] for row in look.tiers.tolist()],
         "search_us": round(look.search_us, 1),
         "gather_us": round(look.gather_us, 1),
@@ -236,7 +237,7 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
         tier
         for step in data["steps"]
         for look in step["looks"]
-        if look["gather_us"]
+        if look["fetched"]
         for row in look["tiers"]
         for tier in row
         if tier is not None

@@ -40,6 +40,8 @@ def memory() -> Iterator[Memory]:
 def record(memory: Memory, blocks: int, steps: int, *, entries: int = 3, document: str = "whale") -> Trace:
     """Two layers of two heads that share a list; the list of step ``s`` begins with block ``7 s`` modulo ``blocks``.
 
+    From the fourth step on it counts as one that was there.
+
     That block has weight 0.5, the others 0.1, in layer 0; half of it in layer 1.
     """
     entries = min(entries, blocks)
@@ -48,14 +50,14 @@ def record(memory: Memory, blocks: int, steps: int, *, entries: int = 3, documen
         for step in range(steps):
             recorder.begin()
             for layer in range(2):
-                recorder.look(look_at(layer, (7 * step + np.arange(entries)) % blocks, document, tier=min(step, 2)))
+                recorder.look(look_at(layer, (7 * step + np.arange(entries)) % blocks, document, step))
             recorder.token(step)
     trace = memory.traces.last()
     assert trace is not None
     return trace
 
 
-def look_at(layer: int, blocks: Any, document: str, tier: int) -> Look:
+def look_at(layer: int, blocks: Any, document: str, step: int) -> Look:
     entries = len(blocks)
     weights = np.full((2, entries), 0.1, np.float32)
     weights[:, 0] = 0.5
@@ -67,7 +69,8 @@ def look_at(layer: int, blocks: Any, document: str, tier: int) -> Look:
         blocks=np.array(blocks, np.int64)[None],
         scores=np.linspace(3, 1, entries, dtype=np.float32)[None],
         weights=weights / (layer + 1),
-        tiers=np.full((1, entries), tier, np.int8),
+        tiers=np.full((1, entries), min(step, 2), np.int8),
+        gather_us=9.0 if step < 3 else 0.0,
     )
 
 
@@ -145,9 +148,9 @@ def test_drawable_text_is_one_line_of_letters_that_the_font_has() -> None:
 def test_tiers_are_counted_at_each_step(memory: Memory) -> None:
     figure = tiers(record(memory, 20, 4))
     bars = {each.get_label(): [bar.get_height() for bar in each] for each in figure.axes[0].containers}
-    assert bars == {"device": [6, 0, 0, 0], "host": [0, 6, 0, 0], "disk": [0, 0, 6, 6]}
+    assert bars == {"device": [6, 0, 0, 0], "host": [0, 6, 0, 0], "disk": [0, 0, 6, 0], "kept": [0, 0, 0, 6]}
     looks = {(each[0].get_facecolor(), each[0].get_hatch()) for each in figure.axes[0].containers}
-    assert len(looks) == 3
+    assert len(looks) == 4
 
 
 def test_margins_of_a_trace_are_leads_of_the_best_block(memory: Memory) -> None:

@@ -58,6 +58,20 @@ def test_an_empty_file_is_no_traces(path: Path) -> None:
         assert record(memory).number == 1
 
 
+def test_a_file_of_version_1_is_read_and_goes_on(path: Path) -> None:
+    with memstore.open(path) as memory:
+        before = record(memory)
+        with sqlite3.connect(path / NAME) as connection:  # what version 2 adds to a step, none of these has
+            connection.execute("PRAGMA user_version = 1")
+        connection.close()
+        assert before.tokens() == [100, 101, 102]
+        after = record(memory)
+        assert [trace.number for trace in memory.traces.list()] == [before.number, after.number]
+        with sqlite3.connect(path / NAME) as connection:
+            assert connection.execute("PRAGMA user_version").fetchone() == (trace_file.VERSION,)
+        connection.close()
+
+
 def test_a_newer_file_is_refused(path: Path) -> None:
     with memstore.open(path) as memory:
         record(memory)

@@ -81,6 +81,9 @@ def assert_same(one: Look, other: Look) -> None:
     for field in ("document", "blocks", "offsets", "scores", "tiers"):
         np.testing.assert_array_equal(getattr(one, field), getattr(other, field), field)
     np.testing.assert_allclose(one.weights, other.weights, rtol=1e-3)
+    assert (one.elsewhere is None) == (other.elsewhere is None)
+    if one.elsewhere is not None and other.elsewhere is not None:
+        np.testing.assert_allclose(one.elsewhere, other.elsewhere, rtol=1e-3)
     assert (one.search_us, one.gather_us) == (other.search_us, other.gather_us)
 
 
@@ -89,6 +92,7 @@ def test_what_was_recorded_is_read_back(memory: Memory) -> None:
         make_look(1),
         make_look(2, layer=7, row=3, lists=1, heads=9, entries=5, search_us=12.0, gather_us=0.5),
         make_look(3, offsets=np.arange(6).reshape(2, 3), documents=["ship"], weights=np.full((4, 3), np.nan)),
+        make_look(5, elsewhere=np.full((4, 4), 0.125, np.float32)),
         make_look(4, lists=3, heads=3, entries=0),
     ]
     with memory.traces.record(**FACTS) as writer:

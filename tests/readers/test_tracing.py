@@ -179,6 +179,27 @@ def test_weights_are_those_of_the_plain_model_that_sees_everything() -> None:
             np.testing.assert_allclose(look.weights[:, place], expected, atol=1e-3)
 
 
+def test_attention_that_went_elsewhere_is_that_of_the_plain_model() -> None:
+    model = tiny("llama", attn_implementation="eager")
+    with reading(model, Retrieval(top_k="all", positions="true")) as attached:
+        with attached.record():
+            answer = generate(model, prompt(), max_new_tokens=5, do_sample=False)
+        steps = last(attached.memories[0]).steps()
+    ids = torch.cat([tokens(LENGTH)[None], answer], dim=1)
+    for step in steps:
+        with torch.no_grad():
+            plain = model(ids[:, : LENGTH + PROMPT + step.number], output_attentions=True).attentions
+        for look in step.looks:
+            own, window = plain[look.layer][0, :, -1], (int(look.blocks.max()) + 1) * BLOCK
+            ends = (SIZES["sink"], window, LENGTH, LENGTH + PROMPT)
+            sink, _, *parts = own.tensor_split(ends, dim=1)
+            assert look.elsewhere is not None
+            expected = torch.stack([part.sum(-1) for part in (sink, *parts)], dim=-1)
+            np.testing.assert_allclose(look.elsewhere, expected, atol=1e-3)
+            np.testing.assert_allclose(look.elsewhere.sum(1) + look.weights.sum(1), 1, atol=5e-3)
+    assert max(float(look.elsewhere[:, 3].max()) for look in steps[-1].looks if look.elsewhere is not None) > 0.01
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_a_trace_says_what_the_attached_trace_says(share: Any) -> None:
     model = tiny("llama")

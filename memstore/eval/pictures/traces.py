@@ -9,7 +9,7 @@ import numpy as np
 
 from memstore.errors import InvalidArgument
 from memstore.eval.pictures.canvas import Numbers, bins, count_axis, drawable, ink, new_figure, pooled, separate
-from memstore.memory.traces import TIERS, Look, Step, Trace, most_weight
+from memstore.memory.traces import KEPT, TIERS, Look, Step, Trace, counted, most_weight
 
 ROWS = 32
 """Blocks that have a row of their own."""
@@ -17,8 +17,14 @@ COLUMNS = 400
 """Steps that have a column of their own; more are put together."""
 WORDS = 72
 """Steps under which their token can be written."""
-SHADES = {"device": ("white", ""), "host": ("0.75", ""), "disk": ("0.35", ""), "own": ("white", "////")}
-"""Grey and hatch of each tier: the darker, the further away."""
+SHADES = {
+    "device": ("white", ""),
+    "host": ("0.75", ""),
+    "disk": ("0.35", ""),
+    "own": ("white", "////"),
+    KEPT: ("white", ".."),
+}
+"""Grey and hatch of each tier: the darker, the further away. What was kept came from nowhere."""
 
 Block = tuple[str, int]
 
@@ -64,9 +70,12 @@ def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None 
 
 
 def tiers(trace: Trace) -> Any:
-    """Blocks that each step looked at, by the tier that they were in. Raises ``InvalidArgument`` for none."""
+    """Blocks that each step looked at, by the tier that they were brought from, or kept from the step before.
+
+    Raises ``InvalidArgument`` for none.
+    """
     steps = _steps(trace)
-    counts = np.array([[float(_in_tier(step, tier)) for step in steps] for tier in range(len(TIERS))])
+    counts = np.array([counted(step) for step in steps], float).T
     if not counts.sum():
         raise InvalidArgument(f"trace {trace.number} retrieved nothing; there is nothing to draw")
     parts = bins(len(steps), COLUMNS // 4)
@@ -79,7 +88,7 @@ def tiers(trace: Trace) -> Any:
     )
     axes = figure.subplots()
     below = np.zeros(len(parts))
-    for name, row in zip(TIERS, counts, strict=True):
+    for name, row in zip((*TIERS, KEPT), counts, strict=True):
         if row.any():
             shade, hatch = SHADES[name]
             style = {"color": shade, "hatch": hatch, "edgecolor": "black", "linewidth": 0.4}
@@ -152,10 +161,6 @@ def _rows(by_step: list[dict[Block, float]]) -> tuple[list[Block], Numbers, int]
         rest = [max((weight for block, weight in each.items() if block not in best), default=0.0) for each in by_step]
         cells = np.vstack([cells, rest])
     return best, cells, others
-
-
-def _in_tier(step: Step, tier: int) -> int:
-    return sum(int(((look.tiers == tier) & (look.document >= 0)).sum()) for look in step.looks)
 
 
 def _leads(looks: Sequence[Look], layer: int | None) -> Numbers:

@@ -65,6 +65,8 @@ class Call:
         """Start again without local tokens."""
         self.length = 0
         self.tokens = 0
+        self.prompt = 0
+        """Tokens of the first forward pass."""
         self.chosen_at: int | None = None
         self.last_chosen: CandidateLists | None = None
         self.query: Tensor | None = None
@@ -84,6 +86,7 @@ class Call:
     def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
         """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
         self.tokens, self.padding, self.device = tokens, padding, device
+        self.prompt = self.prompt if self.length else tokens
         self._ahead.clear()
         self.selection.search_seconds = 0.0
         self._step_memo.clear()
@@ -663,6 +666,8 @@ class StockChoice(Choice):
             query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # without the rest of the prompt
             keys=self.keys,
             mask=None if self.mask is None else self.mask[:, :, -1:],
+            prefix=self.states.prefix,
+            prompt=call.prompt,
             options=self.options,
             search_us=self.search_us,
             gather_us=self.gather_us,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -55,6 +56,10 @@ class StockDraft(Draft):
     """``[B, heads, n, D]``"""
     mask: Tensor | None
     """``[B or 1, heads or 1, 1, M]``"""
+    prefix: int
+    """Keys of the memory, with which ``keys`` begins: sink, list and window."""
+    prompt: int
+    """Keys of the first forward pass, which follow."""
     options: dict[str, Any]
     search_us: float
     gather_us: float
@@ -69,15 +74,17 @@ class StockDraft(Draft):
         for places in together.values():
             steps = [drafts[place] for place in places]
             lists = _lists(steps[0])
-            for place, step, rows in zip(places, steps, _weights(steps).cpu().numpy(), strict=True):
-                looks[place] = [step._look(row, lists[row % len(lists)], weights) for row, weights in enumerate(rows)]
+            for place, step, *parts in zip(places, steps, *(x.cpu().numpy() for x in _weights(steps)), strict=True):
+                rows = enumerate(zip(*parts, strict=True))
+                looks[place] = [step._look(row, lists[row % len(lists)], *weights) for row, weights in rows]
         return looks
 
-    def _look(self, row: int, lists: _Lists, weights: Array) -> Look:
+    def _look(self, row: int, lists: _Lists, weights: Array, elsewhere: Array) -> Look:
         return Look(
             layer=self.layer,
             row=row,
             weights=weights,
+            elsewhere=elsewhere,
             search_us=self.search_us,
             gather_us=self.gather_us,
             **lists._asdict(),
@@ -95,8 +102,11 @@ class _Lists(NamedTuple):
 
 
 @torch.no_grad()
-def _weights(steps: Sequence[StockDraft]) -> Tensor:
-    """``[steps, B, H, K]`` float32: the attention that each retrieved block got, best score first."""
+def _weights(steps: Sequence[StockDraft]) -> tuple[Tensor, Tensor]:
+    """The attention that each retrieved block got, best score first, and what went elsewhere.
+
+    ``[steps, B, H, K]`` and ``[steps, B, H, 4]``, both float32.
+    """
     fetched, keys = steps[0].fetched, steps[-1].keys  # those of the last step include those of all before it
     scale, softcap, sinks = (steps[0].options.get(name) for name in ("scale", "softcap", "sinks"))
     q = torch.cat([step.query for step in steps], dim=2)
@@ -106,12 +116,17 @@ def _weights(steps: Sequence[StockDraft]) -> Tensor:
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     entries = fetched.chosen.numbers.shape[-1]
-    retrieved = scores.softmax(-1)[..., fetched.start :][..., : entries * steps[0].block_size]
+    attention = scores.softmax(-1)
+    end, prefix = fetched.start + entries * steps[0].block_size, steps[0].prefix
+    ends = (0, fetched.start, end, prefix, prefix + steps[0].prompt, keys.shape[2])
+    sink, _, *direct = (attention[..., low:high].sum(-1) for low, high in pairwise(ends))
+    elsewhere = torch.stack((sink, *direct), dim=-1)  # [B, H, steps, 4]
+    retrieved = attention[..., fetched.start : end]
     weights: Tensor = retrieved.unflatten(-1, (entries, -1)).sum(-1)  # [B, H, steps, K]
     order = _order(fetched).to(weights.device)
     of_head = torch.arange(weights.shape[1]) * order.shape[1] // weights.shape[1]
     best_first: Tensor = weights.gather(-1, order[:, of_head, None].expand_as(weights))
-    return best_first.permute(2, 0, 1, 3).float()
+    return best_first.permute(2, 0, 1, 3).float(), elsewhere.permute(2, 0, 1, 3).float()
 
 
 def _order(fetched: FetchedList) -> Tensor:
