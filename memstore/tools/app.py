@@ -40,6 +40,7 @@ from memstore.tools.read import read
 from memstore.tools.search import search
 from memstore.tools.serve import serve
 from memstore.tools.show import show
+from memstore.tools.torture import torture
 from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
@@ -127,6 +128,7 @@ for function in (
     serve,
     mcp,
     trust,
+    torture,
     demo,
     completion,
 ):

@@ -10,10 +10,10 @@ import os
 import random
 from pathlib import Path
 
+from memstore.testing.processes import Say, run
 from tests.faults import lmdb_pages
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import SIZES, STORES, State, World, files_of
 
 STEPS = 60

@@ -6,8 +6,8 @@ import signal
 
 import memstore
 from memstore.errors import MemstoreError
+from memstore.testing.processes import Say, run
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import State, World, Wrong, check_all, sound
 
 

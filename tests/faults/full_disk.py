@@ -15,9 +15,9 @@ from pathlib import Path
 import memstore
 from memstore import Memory
 from memstore.errors import StoreFull
+from memstore.testing.processes import Say, run
+from memstore.testing.small_disk import may_mount, mount_small_disk
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
-from tests.faults.small_disk import may_mount, mount_small_disk
 from tests.faults.world import SIZES, STORES, State, World, check_all, sound
 
 MOST_STEPS = 400

@@ -19,9 +19,9 @@ import memstore
 import memstore.tools.app  # a command that begins with imports would be interrupted in these
 from memstore.__main__ import main
 from memstore.errors import NotFound
+from memstore.testing.processes import Say, fork, run
 from tests.faults.kill_readings import same_beginning
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, fork, run
 from tests.faults.world import STORES, sound
 from tests.tools.conftest import save_tiny_model
 

@@ -19,9 +19,9 @@ import memstore
 from memstore import Memory, Retrieval
 from memstore.errors import NotFound
 from memstore.models.drt import DRTReader
+from memstore.testing.processes import Say, run
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import STORES, digest, sound
 from tests.models.drt import make
 from tests.models.drt import tokens as drt_tokens

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import memstore
 from memstore.errors import NotFound
+from memstore.testing.processes import Say, run
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import STORES, World, Wrong, check_all, digest, sound
 
 STEPS = 4  # of a round that nobody kills

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from memstore import Memory
-from tests.faults.processes import Bytecodes, Ending, Say, fork, may_trace, run, step_through
+from memstore.testing.processes import Bytecodes, Ending, Say, fork, may_trace, run, step_through
 
 _MOST_INSTRUCTIONS = 2_000
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import memstore
 from memstore.errors import ReadOnlyMemory
+from memstore.testing.processes import Say, run
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import STORES, State, World, check_all, sound
 
 NOBODY = 65534  # the number of a user without rights

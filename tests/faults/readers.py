@@ -21,8 +21,8 @@ from torch import Tensor
 import memstore
 from memstore import Memory
 from memstore.errors import MemstoreError, NotFound
+from memstore.testing.processes import PATIENCE, Say, fork
 from tests.faults.outcome import Outcome
-from tests.faults.processes import PATIENCE, Say, fork
 from tests.faults.world import (
     LAYERS,
     NAMES,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import lmdb
 
+from memstore.testing.processes import Say, run
 from tests.faults.bit_flips import STEPS
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import SIZES, STORES, State, World, files_of
 
 PAGE, SECTOR = 4096, 512  # bytes

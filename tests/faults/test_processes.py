@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import sys, time
-from tests.faults.processes import fork
+from memstore.testing.processes import fork
 
 def compute(say):
     while True:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import memstore
 from memstore.errors import MemstoreError
+from memstore.testing.processes import Say, run
 from tests.faults.bit_flips import make
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Say, run
 from tests.faults.world import SIZES, STORES, State, World, check_all, files_of
 
 

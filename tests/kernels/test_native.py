@@ -13,7 +13,7 @@ import pytest
 
 from memstore import folders
 from memstore.kernels import native
-from tests.faults.processes import Say, run
+from memstore.testing.processes import Say, run
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER or sys.platform != "linux", reason="needs Linux and a C compiler")

@@ -18,8 +18,8 @@ from memstore.store import Batch, Layout, LmdbStore, Record
 from memstore.store.lmdb import erasing
 from memstore.store.lmdb import store as lmdb_store
 from memstore.store.lmdb.erasing import Survey, erase_unused
+from memstore.testing.processes import run
 from memstore.testing.stores import BLOCKS, block, put_blocks, same, value
-from tests.faults.processes import run
 from tests.faults.read_only import NOBODY
 
 Fill = Callable[[lmdb.Environment], None]

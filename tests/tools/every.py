@@ -27,6 +27,7 @@ FILLED = {
     "MODEL": "smollm2",
     "KIND": "similarity",
     "[NUMBER]": "1",
+    "[STORE...]": "numpy",
 }
 """What to give for an argument, by its metavar."""
 OPTIONS = {"--after": "30d", "--out": "{tmp}/picture.png"}
@@ -39,7 +40,7 @@ MORE = {
 """What a verb needs beside that."""
 INSTEAD = {"import": {"MEMORY": "{tmp}/imported.mem"}}
 """Where a metavar means something else."""
-LONG = ("chat", "demo", "train", "eval", "mcp", "serve", "view")
+LONG = ("chat", "demo", "train", "eval", "mcp", "serve", "torture", "view")
 """Verbs that take minutes, or do not end by themselves: of these the help is asked for."""
 MAKES = {"chat": "MEMORY", "mcp": "MEMORY", "read": "MEMORY", "import": "MEMORY"}
 """Verbs that make their memory where there is none."""

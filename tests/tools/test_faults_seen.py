@@ -19,10 +19,10 @@ import memstore
 from memstore.memory.entry import HEADER
 from memstore.store import Batch, LmdbStore, Record
 from memstore.store.lmdb.writer import WriterLock
+from memstore.testing.processes import run
 from memstore.tools.app import main
 from tests import forks
 from tests.faults.lmdb_pages import by_kind
-from tests.faults.processes import run
 from tests.tools.conftest import Cli, Outcome, append, tiny_spec
 from tests.tools.test_failures import flip
 from tests.tools.test_read_ask import wait_for_tokens

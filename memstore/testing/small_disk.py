@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tests.faults.processes import run
+from memstore.testing.processes import run
 
 _NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000  # of <linux/sched.h>
 _PRIVATE = 1 << 18 | 1 << 14  # of <linux/mount.h>: nothing done here is seen outside, for all mounts below

@@ -1,0 +1,449 @@
+"""What a store of key-value states does when its disk, its power or its files fail: ``memstore torture``.
+
+For any store, in a few lines: a ``Subject`` appends blocks of states, cuts them off and reads them back. Its history
+follows from a seed, so that every block that is read can be told from every other: those that were committed last,
+those of an earlier commit, and those that nobody wrote. What is looked at is only what it serves, in a new process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from memstore.testing.processes import Ending, Say, fork, may_trace, run, step_through
+from memstore.testing.small_disk import may_mount, mount_small_disk
+
+States = npt.NDArray[np.float32]
+SHAPE = (2, 2, 16, 32)
+"""Of a block: keys and values, heads, tokens, head size; 8 KiB."""
+STEPS = 24
+"""Commits of a whole history."""
+PAGE = 4096
+"""Bytes that a disk writes at once: what is exchanged, or brought back."""
+DISK_BYTES = 8 << 20
+"""Of the disk that fills."""
+
+
+class Subject(ABC):
+    """A store under test: the blocks of one text, in order. Each change is committed when its call returns."""
+
+    name = "store"
+    """What the report calls it, with its version."""
+
+    @abstractmethod
+    def __init__(self, folder: Path) -> None:
+        """Open the store in ``folder``, or make it. What is damaged may be refused here, by any exception."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many blocks there are."""
+
+    @abstractmethod
+    def append(self, states: States) -> None:
+        """Add blocks ``[n, *SHAPE]`` of float32 behind the others."""
+
+    @abstractmethod
+    def cut(self, blocks: int) -> None:
+        """Keep the first ``blocks`` alone."""
+
+    @abstractmethod
+    def read(self, block: int) -> States:
+        """Block number ``block``, bit for bit; what is damaged is refused by any exception."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing open
+        """Let go of files."""
+
+    @staticmethod
+    def files(folder: Path) -> list[Path]:
+        """The files that hold what is stored, and that are damaged: all of them, unless a subclass knows better."""
+        return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.stat().st_size]
+
+
+# Its blocks are known by their numbers, which no two steps share: an older block is not the one in its place now.
+@dataclass(frozen=True)
+class History:
+    """All that is done to a subject: it follows from the seed."""
+
+    seed: int
+
+    def states(self, steps: int = STEPS) -> list[tuple[int, ...]]:
+        """The blocks that there are after 0, 1, ... ``steps`` commits, by number."""
+        found: list[tuple[int, ...]] = [()]
+        for step in range(steps):
+            kept, added = self._step(step, len(found[-1]))
+            found.append((*found[-1][:kept], *(step * 8 + each for each in range(added))))
+        return found
+
+    def do(self, subject: Subject, step: int, blocks: int) -> None:
+        """Commit number ``step``, on top of ``blocks`` blocks."""
+        kept, added = self._step(step, blocks)
+        if kept < blocks:
+            subject.cut(kept)
+        else:
+            subject.append(np.stack([self.block(step * 8 + each) for each in range(added)]))
+
+    def block(self, number: int) -> States:
+        """Its states."""
+        return np.random.default_rng([self.seed, number]).standard_normal(SHAPE, dtype=np.float32)
+
+    def digests(self) -> dict[bytes, int]:
+        """Digest of a block -> its number."""
+        numbers = {number for state in self.states() for number in state}
+        return {_digest(self.block(number)): number for number in numbers}
+
+    def _step(self, step: int, blocks: int) -> tuple[int, int]:
+        """How many blocks stay, and how many come: one of the two changes."""
+        rng = random.Random(f"{self.seed} {step}")  # noqa: S311 - what is done is to be repeatable
+        if blocks > 8 and rng.random() < 0.25:
+            return rng.randrange(blocks // 2, blocks), 0
+        return blocks, rng.randint(1, 4)
+
+
+@dataclass
+class Seen:
+    """What a new process read: of each block its number, -1 for one that nobody wrote, or the error."""
+
+    blocks: list[int | str] = field(default_factory=list)
+    error: str = ""
+    """Why nothing could be read."""
+    ended: str = ""
+    """How the process ended, where a signal ended it."""
+
+    def verdict(self, states: Sequence[tuple[int, ...]], under_way: tuple[int, ...] | None = None) -> str:
+        """What it was, where the last of ``states`` was committed last, and perhaps ``under_way`` after it."""
+        last = states[-1]
+        if self.ended or self.error:
+            return "crashed" if self.ended else "refused"
+        served = [number for number in self.blocks if isinstance(number, int)]
+        whole = len(served) == len(self.blocks)
+        if whole and tuple(served) in (last, under_way):
+            return "right"
+        if whole and tuple(served) in states:
+            return "earlier"
+        if all(number in (at(last, i), at(under_way or last, i)) for i, number in self._numbered()):
+            return "torn" if under_way and len(self.blocks) != len(last) else self._shortened(last)
+        return "wrong"
+
+    def _numbered(self) -> list[tuple[int, int]]:
+        return [(i, number) for i, number in enumerate(self.blocks) if isinstance(number, int)]
+
+    def _shortened(self, last: tuple[int, ...]) -> str:
+        return "lost" if len(self.blocks) < len(last) else "refused"
+
+
+def at(state: tuple[int, ...], place: int) -> int | None:
+    """The number of the block there, if there is one."""
+    return state[place] if place < len(state) else None
+
+
+VERDICTS = {
+    "right": "all that was committed was read",
+    "refused": "an error, and nothing wrong was served",
+    "earlier": "an earlier commit as a whole, without a word",
+    "lost": "what was committed is not there, without a word",
+    "torn": "a part of a commit is there",
+    "wrong": "states were served that do not belong there",
+    "crashed": "the process was ended by a signal, or never ended",
+}
+BAD = ("lost", "torn", "wrong", "crashed")
+"""What no store should do. ``earlier`` cannot be avoided where the page alone is older that names the last commit."""
+
+
+@dataclass
+class Outcome:
+    """What one fault did to one subject."""
+
+    fault: str
+    rounds: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    blocks: int = 0
+    """Blocks that had been committed, over all rounds that were damaged and not served wrong."""
+    read: int = 0
+    """Those of them that could still be read."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """One of each verdict: where, and what was said."""
+    seconds: float = 0.0
+
+    def add(self, verdict: str, seen: Seen, expected: int, where: str) -> None:
+        """Count a round."""
+        self.rounds += 1
+        self.verdicts[verdict] += 1
+        if verdict in ("right", "refused"):
+            self.blocks += expected
+            self.read += sum(isinstance(each, int) for each in seen.blocks)
+        words = seen.ended or seen.error or next((each for each in seen.blocks if isinstance(each, str)), "")
+        self.examples.setdefault(verdict, f"{where}: {words}" if words else where)
+
+    @property
+    def broken(self) -> bool:
+        """Whether it did what no store should."""
+        return any(self.verdicts[verdict] for verdict in BAD)
+
+
+Make = type[Subject]
+
+
+def look(make: Make, history: History, folder: Path) -> Seen:
+    """Open the store in a new process, and read every block."""
+
+    def reading(say: Say) -> None:
+        digests = history.digests()
+        try:
+            subject = make(folder)
+            blocks: list[int | str] = []
+            for block in range(len(subject)):
+                try:
+                    blocks.append(digests.get(_digest(subject.read(block)), -1))
+                except Exception as error:  # noqa: BLE001 - whatever a store refuses with
+                    blocks.append(_told(error))
+            say(json.dumps(blocks))
+        except Exception as error:  # noqa: BLE001
+            say(json.dumps(_told(error)))
+
+    ending = run(reading)
+    if not ending.lines or ending.code:
+        return Seen(ended=f"it ended with {ending.code} {ending.last}")
+    found = json.loads(ending.last)
+    return Seen(error=found) if isinstance(found, str) else Seen(blocks=found)
+
+
+def write(make: Make, history: History, folder: Path, start: int, stop: int, say: Say) -> None:
+    """Commit steps ``start`` to ``stop``, and tell of each once its call has returned."""
+    states = history.states()
+    subject = make(folder)
+    for step in range(start, stop):
+        history.do(subject, step, len(states[step]))
+        say(str(step + 1))
+    subject.close()
+
+
+def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+    """Close it, and open it in a new process: nothing else happens."""
+    outcome = Outcome("restart")
+    for _ in range(rounds):
+        history, place = History(rng.randrange(1 << 30)), _new(folder)
+        _whole(make, history, place, STEPS)
+        states = history.states()
+        seen = look(make, history, place)
+        outcome.add(_unharmed(seen.verdict(states)), seen, len(states[-1]), f"seed {history.seed}")
+    return outcome
+
+
+def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+    """End the writing process by SIGKILL, at a system call (where that can be traced) or a moment; then go on."""
+    outcome, history, place, done = Outcome("kill"), History(rng.randrange(1 << 30)), _new(folder), 0
+    calls, seconds, traced = 400.0, 0.2, may_trace()
+    for number in range(rounds):
+        if done >= STEPS - 4:
+            history, place, done = History(rng.randrange(1 << 30)), _new(folder), 0
+
+        def body(say: Say, history: History = history, place: Path = place, done: int = done) -> None:
+            write(make, history, place, done, STEPS, say)
+
+        if traced and number % 2 == 0:
+            ending = step_through(body, rng.randrange(int(calls)) + 1, 0)
+            calls *= 0.7 if ending.code == 0 else 1.3
+        else:
+            child = fork(body)
+            time.sleep(rng.random() * seconds)  # the moment is what is tried
+            ending = child.kill()
+            seconds *= 0.7 if ending.code == 0 else 1.3
+        told = max([done, *(int(line) for line in ending.lines if line.isdigit())])
+        seen = look(make, history, place)
+        found, verdict = _interrupted(history, seen, told)
+        verdict = _could_not_write(ending) or verdict
+        outcome.add(verdict, seen, len(history.states()[found]), f"seed {history.seed}, killed after commit {told}")
+        done = found if verdict == "right" else STEPS
+    return outcome
+
+
+def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+    """Fill the disk while it writes: an error, what was committed stands, and with room it goes on."""
+    outcome = Outcome("fill")
+    if not may_mount():
+        return outcome
+    for number in range(rounds):
+        history, place, room = History(rng.randrange(1 << 30)), _new(folder), int(2 ** rng.uniform(14, 21))
+
+        def filled(say: Say, history: History = history, place: Path = place, room: int = room) -> None:
+            mount_small_disk(place, DISK_BYTES)
+            ballast = place / "ballast"
+            with ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, DISK_BYTES - room)
+            writing = run(lambda tell: write(make, history, place / "m", 0, STEPS, tell))
+            told = max([0, *(int(line) for line in writing.lines if line.isdigit())])
+            ballast.unlink()
+            seen, states = look(make, history, place / "m"), history.states()
+            found, verdict = _interrupted(history, seen, told)
+            if verdict == "right":
+                going_on = run(lambda tell: write(make, history, place / "m", found, STEPS, tell))
+                seen = look(make, history, place / "m") if going_on.code == 0 else Seen(error=going_on.last)
+                verdict = _unharmed(seen.verdict(states))
+            say(json.dumps([verdict, vars(seen), len(states[-1])]))
+
+        ending = run(filled)
+        verdict, seen, expected = (
+            json.loads(ending.last) if ending.code == 0 else ("crashed", {"ended": ending.last}, 0)
+        )
+        outcome.add(verdict, Seen(**seen), expected, f"seed {history.seed}, {room:,} bytes of room, round {number}")
+    return outcome
+
+
+Damage = Callable[[random.Random, Path, Sequence[Path], Sequence[Path]], str]
+"""Changes one of some files of a folder, given folders with what they were after earlier commits; where it was."""
+
+
+def _flip(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequence[Path]) -> str:
+    file, size = _chosen(rng, files)
+    at, bit = rng.randrange(size), rng.randrange(8)
+    with file.open("r+b") as data:
+        byte = os.pread(data.fileno(), 1, at)[0]
+        os.pwrite(data.fileno(), bytes([byte ^ 1 << bit]), at)
+    return f"bit {bit} of byte {at:,} of {file.relative_to(folder)}"
+
+
+def _truncate(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequence[Path]) -> str:
+    file, size = _chosen(rng, files)
+    # As often near the end, where the loss is small, as anywhere.
+    length = rng.randrange(size) if rng.random() < 0.5 else max(0, size - rng.randrange(1, 1 << 15))
+    os.truncate(file, length)
+    return f"{file.relative_to(folder)} cut from {size:,} to {length:,} bytes"
+
+
+def _swap(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequence[Path]) -> str:
+    """Two pages lie in each other's place, as after writes that a disk has put elsewhere."""
+    pages = [(file, at) for file in files for at in range(0, file.stat().st_size, PAGE)]
+    (one, here), (other, there) = rng.sample(pages, 2) if len(pages) > 1 else pages * 2
+    first, second = _page(one, here), _page(other, there)
+    _put(one, here, second[: len(first)])
+    _put(other, there, first[: len(second)])
+    return f"page {here // PAGE} of {one.relative_to(folder)} and {there // PAGE} of {other.relative_to(folder)}"
+
+
+def _roll_back(rng: random.Random, folder: Path, files: Sequence[Path], older: Sequence[Path]) -> str:
+    """A page is as it was some commits ago, as after a write that was lost."""
+    for copy in rng.sample(older, len(older)):
+        pages = [
+            (file, at)
+            for file in files
+            if (before := copy / file.relative_to(folder)).is_file()
+            for at in range(0, min(file.stat().st_size, before.stat().st_size), PAGE)
+            if _page(file, at) != _page(before, at)
+        ]
+        if pages:
+            file, at = rng.choice(pages)
+            _put(file, at, _page(copy / file.relative_to(folder), at))
+            return f"page {at // PAGE} of {file.relative_to(folder)} as after commit {copy.name}"
+    return "no page had changed"
+
+
+DAMAGES: dict[str, Damage] = {"flip": _flip, "truncate": _truncate, "swap": _swap, "roll-back": _roll_back}
+
+
+def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+    """Damage copies of a whole store, one after the other, and read what is left."""
+    outcome, history = Outcome(name), History(rng.randrange(1 << 30))
+    states, whole = history.states(), folder / "whole"
+    older = [folder / str(step) for step in range(STEPS - 8, STEPS)]
+    for step in range(STEPS):  # each commit in a process of its own, so that nothing is open when it is copied
+        _whole(make, history, whole, step + 1, start=step)
+        if (copy := folder / str(step + 1)) in older:
+            shutil.copytree(whole, copy)
+    for number in range(rounds):
+        place = folder / "damaged"
+        shutil.copytree(whole, place)
+        where = DAMAGES[name](rng, place, make.files(place), older)
+        seen = look(make, history, place)
+        outcome.add(seen.verdict(states), seen, len(states[-1]), f"round {number}, {where}")
+        shutil.rmtree(place)
+    return outcome
+
+
+FAULTS: dict[str, Callable[[Make, Path, int, random.Random], Outcome]] = {
+    "restart": restart,
+    "kill": kill,
+    "fill": fill,
+    **{
+        name: lambda make, folder, rounds, rng, name=name: damage(name, make, folder, rounds, rng)  # type: ignore[misc]
+        for name in DAMAGES
+    },
+}
+
+
+def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | None = None) -> Outcome:
+    """Meet a subject with ``rounds`` of one fault, in a folder below ``folder`` that is removed afterwards.
+
+    ``fault`` is one of ``FAULTS``. Processes are forked: call it where there is one thread and no memory is open.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="memstore-torture-", dir=folder) as place:
+        rng = random.Random(f"{seed} {fault}")  # noqa: S311 - what is done is to be repeatable
+        outcome = FAULTS[fault](make, Path(place), rounds, rng)
+    outcome.seconds = time.monotonic() - start
+    return outcome
+
+
+def _whole(make: Make, history: History, folder: Path, steps: int, start: int = 0) -> None:
+    ending = run(lambda say: write(make, history, folder, start, steps, say))
+    if ending.code:
+        raise RuntimeError(f"the store does not work at all: {ending.last or ending.code}")
+
+
+def _interrupted(history: History, seen: Seen, told: int) -> tuple[int, str]:
+    """The commit that a store holds whose writer was ended after it told of ``told`` commits, and the verdict."""
+    states = history.states()
+    under_way = states[told + 1] if told < STEPS else None
+    verdict = seen.verdict(states[: told + 1], under_way)
+    found = told + 1 if under_way is not None and tuple(seen.blocks) == under_way else told
+    return found, _unharmed(verdict) if told else verdict  # of nothing, nothing is lost
+
+
+def _unharmed(verdict: str) -> str:
+    """The verdict where no file was touched: what is refused, or as it was earlier, is lost."""
+    return "lost" if verdict in ("refused", "earlier") else verdict
+
+
+def _could_not_write(ending: Ending) -> str:
+    """A verdict, where a writer ended by an error before it was killed: it could not go on with what was there."""
+    return "lost" if ending.last.startswith("error: ") else "crashed" if ending.hung else ""
+
+
+def _digest(states: States) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(states, np.float32).tobytes(), digest_size=16).digest()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _new(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
+def _chosen(rng: random.Random, files: Sequence[Path]) -> tuple[Path, int]:
+    """A file, large ones more often, and its size."""
+    file = rng.choices(files, [file.stat().st_size for file in files])[0]
+    return file, file.stat().st_size
+
+
+def _page(file: Path, at: int) -> bytes:
+    with file.open("rb") as data:
+        return os.pread(data.fileno(), PAGE, at)
+
+
+def _put(file: Path, at: int, content: bytes) -> None:
+    with file.open("r+b") as data:
+        os.pwrite(data.fileno(), content, at)

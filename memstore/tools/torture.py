@@ -1,0 +1,127 @@
+"""``memstore torture``: what a store of states does when its disk, its power or its files fail."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memstore.errors import InvalidArgument
+from memstore.tools.output import Page, Report
+
+if TYPE_CHECKING:
+    from memstore.testing.torture import Outcome, Subject
+
+Subjects = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[STORE...]",
+        help="lmdb and zarr (memories); torch, torch-replaced, safetensors and numpy (states saved by hand); or "
+        "package.module:Class of your own. Without any: lmdb and zarr.",
+        show_default=False,
+    ),
+]
+Fault = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="restart, kill, fill (a disk), flip (a bit), truncate (a file), swap (two pages) or roll-back (a page); "
+        "may be given several times. Without it: all."
+    ),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each fault is met.")]
+Seed = Annotated[int, typer.Option(help="Chooses what is stored, and where it is damaged.")]
+Where = Annotated[
+    Path | None, typer.Option(help="A folder on the disk that is to be tried. Without it: the temporary one.")
+]
+
+
+def torture(
+    stores: Subjects = None,
+    *,
+    fault: Fault = None,
+    rounds: Rounds = 20,
+    seed: Seed = 0,
+    folder: Where = None,
+) -> Report:
+    """Kill, fill, flip, truncate: see what a store then serves.
+
+    A store is written in a process of its own and read in another one, with a fault between. Each block that it serves
+    is known: it was committed last (right), or a wrong one is served, or what was committed is gone without a word. An
+    error is what a damaged store should say. The last column is the share of blocks that could still be read then.
+
+    The exit code is 1 where anything was lost, torn or wrong, or a process was ended. Of a store of your own say
+    package.module:Class, a subclass of memstore.testing.torture.Subject: open, append, cut, read.
+
+    Example:
+
+        memstore torture lmdb torch --rounds 5
+
+    In Python: memstore.testing.torture.torture.
+    """
+    import torch
+
+    from memstore.testing.torture import BAD, FAULTS, VERDICTS, torture
+
+    chosen = {name: _subject(name) for name in stores or ("lmdb", "zarr")}
+    if unknown := sorted(set(fault or ()) - set(FAULTS)):
+        raise InvalidArgument(f"there is no fault {unknown[0]!r}; choose from {', '.join(FAULTS)}.")
+    if folder is not None and not folder.is_dir():
+        raise InvalidArgument(f"{folder} is not a folder; name one on the disk that is to be tried.")
+    torch.set_num_threads(1)  # whoever forks must have one thread
+    rows = []
+    for name, subject in chosen.items():
+        for each in fault or FAULTS:
+            if sys.stderr.isatty():
+                sys.stderr.write(f"\r\033[K{name}: {each}")
+            rows.append(_row(name, subject, torture(subject, each, rounds, seed, folder)))
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    broken = any(row[verdict] for row in rows for verdict in BAD)
+
+    def text(page: Page) -> None:
+        columns = ["store", "fault", "rounds", *VERDICTS, "still read"]
+        page.table(columns, [[row[column] for column in columns] for row in rows])
+        for row in rows:
+            for verdict in BAD:
+                if example := row["examples"].get(verdict):
+                    page.line(f"{row['store']}, {verdict}: {example}")
+
+    return Report(data={"seed": seed, "rows": rows, "verdicts": VERDICTS}, text=text, exit_code=int(broken))
+
+
+def _subject(name: str) -> type[Subject]:
+    from memstore.testing.subjects import SUBJECTS
+    from memstore.testing.torture import Subject
+
+    if name in SUBJECTS:
+        return SUBJECTS[name]
+    if not re.fullmatch(r"[\w.]+:\w+", name):
+        raise InvalidArgument(
+            f"there is no store {name!r}; choose from {', '.join(SUBJECTS)}, or name package.module:Class."
+        )
+    try:
+        found = resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgument(f"{name} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Subject)):
+        raise InvalidArgument(f"{name} must be a subclass of memstore.testing.torture.Subject.")
+    return found
+
+
+def _row(name: str, subject: type[Subject], outcome: Outcome) -> dict[str, Any]:
+    from memstore.testing.torture import VERDICTS
+
+    return {
+        "store": name,
+        "version": subject.name,
+        "fault": outcome.fault,
+        "rounds": outcome.rounds,
+        **{verdict: outcome.verdicts[verdict] for verdict in VERDICTS},
+        "still read": round(outcome.read / outcome.blocks, 3) if outcome.blocks else None,
+        "examples": outcome.examples,
+        "seconds": round(outcome.seconds, 1),
+    }

@@ -1,0 +1,58 @@
+"""The torture test finds every planted fault, and none where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.testing.broken import PLANTED
+
+
+def tortured(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    # In a process of its own, which has one thread and no memory open: it forks.
+    call = [sys.executable, "-m", "memstore", "torture", *arguments, "--json"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)["rows"]
+
+
+def test_every_planted_fault_is_found_and_none_in_a_sound_store() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.testing.broken"], capture_output=True, text=True, check=True)
+    found = {(store, fault): verdicts for store, fault, verdicts in json.loads(done.stdout)}
+    missed = {each: found[each] for each, words in PLANTED.items() if not words & set(found[each])}
+    assert missed == {}
+    wrong = {each: found[each] for each in found if each[0] == "Sound" and set(found[each]) - {"right", "refused"}}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("store", ["lmdb", pytest.param("zarr", marks=pytest.mark.slow)])
+def test_a_memory_loses_nothing_and_serves_nothing_wrong(store: str) -> None:
+    code, rows = tortured(store, "--rounds", "3")
+    assert code == 0, rows
+    assert [row["fault"] for row in rows if not row["rounds"]] == []
+
+
+def test_states_in_a_bare_file_are_served_although_a_bit_was_flipped() -> None:
+    code, (row,) = tortured("numpy", "--fault", "flip", "--rounds", "6", "--seed", "3")
+    assert (code, row["wrong"] > 0) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["torch", "--fault", "fire"], "there is no fault 'fire'; choose from restart"),
+        (["floppy"], "there is no store 'floppy'; choose from lmdb"),
+        (["tests.nothing:Store"], "cannot be imported"),
+        (["pathlib:Path"], "must be a subclass of memstore.testing.torture.Subject"),
+        (["lmdb", "--folder", "nowhere"], "is not a folder"),
+    ],
+)
+def test_what_there_is_not_is_said(arguments: list[str], words: str) -> None:
+    call = [sys.executable, "-m", "memstore", "torture", *arguments]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
