@@ -297,7 +297,7 @@ def blank(spec: MemorySpec) -> Blank:
     batch = Batch()
     values = {"format": FORMAT, "library": __version__, "spec": spec.to_dict(), "blocks_per_run": blocks_per_run(spec)}
     batch.put(HEADER, Record.from_json(values))
-    return Blank(batch, sum(layout.nbytes for layout in block_layouts(spec)))
+    return Blank(batch, sum(layout.nbytes for layout in block_layouts(spec)), token_layout(spec.block_size).nbytes)
 
 
 def read_header(store: BlockStore, url: str) -> Header:

@@ -109,6 +109,8 @@ class Blank(NamedTuple):
     """The first batch; the memory must exist with all of it, or not at all."""
     block_bytes: int
     """Bytes of one block of one layer, a hint for packing small blocks."""
+    token_bytes: int = 0
+    """Bytes of the token ids of one block, for the same; 0 where nobody says."""
 
 
 class Opened(NamedTuple):
@@ -293,8 +295,9 @@ def _open_folder(
         if folder.exists():
             return Opened(kind.open(folder, **options))  # which says what the path is instead
         raise _missing(url, mode)
-    packing = _blocks_per_value(blank.block_bytes)
-    return Opened(kind.create(folder, blocks_per_value=packing, batch=blank.batch, **options))
+    options["blocks_per_value"] = _blocks_per_value(blank.block_bytes)
+    options["tokens_per_value"] = _tokens_per_value(blank.token_bytes)
+    return Opened(kind.create(folder, batch=blank.batch, **options))
 
 
 def _has_tail(folder: Path) -> bool:
@@ -305,6 +308,14 @@ def _has_tail(folder: Path) -> bool:
 def _blocks_per_value(block_bytes: int) -> int:
     # LMDB rounds values up to pages of 4 KiB, so small blocks share values of 32 to 64 KiB.
     return max(1, (48 << 10) // block_bytes)
+
+
+def _tokens_per_value(token_bytes: int) -> int:
+    # One page of 4 KiB beside the tree. In the tree itself, where small values lie, token ids would be most of it, and
+    # opening a memory looks at all of that; more than a page, and the append of one block would write them all anew.
+    from memstore.store.records import HEADER_BYTES, padding
+
+    return max(1, (4096 - 16) // (HEADER_BYTES + token_bytes + padding(token_bytes))) if token_bytes else 1
 
 
 def _missing(url: str, mode: Mode) -> NotFound:

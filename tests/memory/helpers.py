@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,6 +42,17 @@ def make_spec(**changes: Any) -> MemorySpec:
         "fingerprint": make_fingerprint(),
     }
     return MemorySpec(**(values | changes))
+
+
+@contextmanager
+def tokens_in_the_tree() -> Iterator[None]:
+    """Inside, new memories keep each block's token ids by themselves, as those of large blocks are kept.
+
+    So a small memory has a tree of many pages, for tests that damage them.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("memstore.memory.urls._tokens_per_value", lambda token_bytes: 1)
+        yield
 
 
 def random_tokens(n: int, seed: int = 0) -> Tensor:

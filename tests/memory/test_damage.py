@@ -18,7 +18,19 @@ from memstore.errors import DamagedError, MemstoreError
 from memstore.memory import Memory, verify
 from memstore.memory.entry import NEXT_DOCUMENT, Address
 from memstore.store import Batch, BlockStore, Key, Record, Table
-from tests.memory.helpers import KEY_DIM, LAYERS, G, S, append, in_blocks, landmarks, make_spec, random_tokens, states
+from tests.memory.helpers import (
+    KEY_DIM,
+    LAYERS,
+    G,
+    S,
+    append,
+    in_blocks,
+    landmarks,
+    make_spec,
+    random_tokens,
+    states,
+    tokens_in_the_tree,
+)
 from tests.store.test_tree_damage import live_branches
 
 TOKENS = random_tokens(6 * S + 1)
@@ -240,7 +252,7 @@ def test_a_check_of_what_is_no_memory_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_a_tree_that_does_not_lead_to_its_values_is_a_finding(tmp_path: Path) -> None:
-    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+    with tokens_in_the_tree(), memstore.open(tmp_path / "m", spec=make_spec()) as memory:
         append(memory.document("whale"), random_tokens(40 * S))
         assert memory.verify() == []
     ((number, page),) = live_branches(tmp_path / "m").items()

@@ -16,7 +16,7 @@ from memstore.memory import Memory
 from memstore.memory.entry import Address
 from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
-from memstore.store import Batch
+from memstore.store import Batch, LmdbStore
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import S, append, check_content, make_spec, random_tokens
 
@@ -216,3 +216,26 @@ def test_what_a_home_is_a_branch_of_is_found_again_in_the_entry_of_its_document(
     if not kept:  # nothing tells any more where the first blocks of what came after lie
         assert memory.document("5").dropped == [range(4)]  # also what lies with rows of theirs
         assert memory.document("5").tokens(4).tolist() == LONG[4 * S : 5 * S].tolist()
+
+
+def test_opening_looks_at_one_page_of_the_tree_for_hundreds_of_small_blocks(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("long"), random_tokens(6_000 * S))
+        store = memory._shared.store
+        assert isinstance(store, LmdbStore)
+        pages = store._env.stat()
+    assert pages["leaf_pages"] + pages["branch_pages"] <= 6_000 // 200
+
+
+def test_what_is_remembered_of_values_that_were_verified_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memstore.store.lmdb.values._MOST_KNOWN", 600)
+    with memstore.open(tmp_path / "m", spec=make_spec(), host_bytes=0) as memory:
+        append(memory.document("long"), random_tokens(2_000 * S))
+        for first in range(0, 2_000, 50):
+            memory.document("long").layer(0).gather(range(first, first + 50))
+        store = memory._shared.store
+        assert isinstance(store, LmdbStore)
+        assert 0 < sum(map(len, store.values._runs.values())) <= 600
+        assert 0 < sum(map(len, store.values._known.values())) <= 600 + 50

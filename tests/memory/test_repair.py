@@ -15,7 +15,7 @@ from memstore.memory.entry import KEEPING, NEXT_DOCUMENT
 from memstore.memory.repair import Repair
 from memstore.memory.salvage import salvage
 from memstore.store import Key, Record, Table
-from tests.memory.helpers import G, S, append, check_content, make_spec, random_tokens, states
+from tests.memory.helpers import G, S, append, check_content, make_spec, random_tokens, states, tokens_in_the_tree
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of
 from tests.memory.test_dropping import check_without, lose
 
@@ -125,7 +125,10 @@ def test_a_document_that_lost_blocks_and_then_its_entry_keeps_the_others(path: P
         check_without(new.document("recovered-1"), TOKENS, [1])
 
 
-def test_a_damaged_place_far_behind_the_others_makes_no_long_document(path: Path) -> None:
+def test_a_damaged_place_far_behind_the_others_makes_no_long_document(tmp_path: Path) -> None:
+    path = tmp_path / "n"
+    with tokens_in_the_tree(), memstore.open(path, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
     flip(path, b'"name": "whale"', 10)
     last = len(TOKENS) // S
     flip(path, b"\x11\x00" + WHALE.tokens(last).to_bytes(), 2 + 9)  # a bit of the block in the key

@@ -12,7 +12,7 @@ import memstore
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory.salvage import salvage
 from tests.faults.lmdb_pages import PAGE
-from tests.memory.helpers import S, append, make_spec, random_tokens
+from tests.memory.helpers import S, append, make_spec, random_tokens, tokens_in_the_tree
 from tests.memory.test_damage import flip
 from tests.memory.test_dropping import check_without, lose
 from tests.store.test_tree_damage import live_branches
@@ -26,7 +26,7 @@ WHALE, SHIP = random_tokens(400 * S + 1), random_tokens(9, 5)
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A memory of two documents, whose tree has branches."""
     path = tmp_path_factory.mktemp("salvage") / "whole"
-    with memstore.open(path, spec=make_spec()) as memory:
+    with tokens_in_the_tree(), memstore.open(path, spec=make_spec()) as memory:
         append(memory.document("whale"), WHALE)
         append(memory.document("ship"), SHIP)
         memory.put_arrays("router", {"w": torch.ones(3)})

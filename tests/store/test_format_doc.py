@@ -57,7 +57,7 @@ def make_memory(path: Path, blocks_per_value: int) -> None:
             for layer in range(2):
                 fields = [array_record(states(block, field), "float16") for field in FIELDS]
                 batch.put(Key(Table.BLOCKS, document, layer, block), *fields)
-    LmdbStore.create(path, blocks_per_value=blocks_per_value, batch=batch).close()
+    LmdbStore.create(path, blocks_per_value=blocks_per_value, tokens_per_value=blocks_per_value, batch=batch).close()
 
 
 @pytest.mark.parametrize("blocks_per_value", [1, 4])

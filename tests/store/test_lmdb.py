@@ -270,10 +270,10 @@ def test_a_memory_that_is_being_made_is_not_taken_for_another_kind_of_file(
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = LmdbStore.create(tmp_path / "m")
-    store._use_format(3)
+    store._use_format(4)
     put_blocks(store, range(1))
     store.close()
-    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 3\); upgrade"):
+    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 4\); upgrade"):
         LmdbStore.open(tmp_path / "m")
 
 

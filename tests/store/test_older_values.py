@@ -178,5 +178,5 @@ def test_an_older_memstore_says_that_a_newer_one_wrote_a_memory(
     with closing(LmdbStore.create(tmp_path / "m")) as store:
         put_blocks(store, range(300))
     monkeypatch.setattr(LmdbStore, "_formats", (1,))
-    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 2\); upgrade"):
+    with pytest.raises(ForeignMemory, match=r"newer memstore \(format 3\); upgrade"):
         LmdbStore.open(tmp_path / "m")

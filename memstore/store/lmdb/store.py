@@ -56,11 +56,14 @@ from memstore.store.lmdb.writer import Reserve, WriterLock
 from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
 from memstore.stored import fit, table, whole
 
-FORMATS = 1, 2
+FORMATS = 1, 2, 3
 """That can be read and written; memories are made in the last one."""
-TAIL_FORMATS = 1001, 1002
+TAIL_FORMATS = 1001, 1002, 1003
 """The same, of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
-FACTS = table({"commit": whole(), "checks": whole()}, format=whole(), blocks_per_value=whole(1, MAX_ITEM + 1))
+_ITEMS = whole(1, MAX_ITEM + 1)
+FACTS = table(
+    {"commit": whole(), "checks": whole(), "tokens_per_value": _ITEMS}, format=whole(), blocks_per_value=_ITEMS
+)
 READER_PATIENCE = 10.0
 """Seconds that ``compact`` waits for those who still read an older commit."""
 
@@ -95,23 +98,31 @@ class LmdbStore(BlockStore):
 
     @classmethod
     def create(
-        cls, path: str | Path, *, blocks_per_value: int = 1, batch: Batch | None = None, map_bytes: int = MAP_BYTES
+        cls,
+        path: str | Path,
+        *,
+        blocks_per_value: int = 1,
+        tokens_per_value: int = 1,
+        batch: Batch | None = None,
+        map_bytes: int = MAP_BYTES,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
-        ``blocks_per_value`` consecutive blocks share one LMDB value. ``batch`` is written in the transaction that makes
-        the memory exist: after a kill there is either nothing, which can be created again, or all of it.
+        ``blocks_per_value`` consecutive blocks share one LMDB value, and so do the token ids of ``tokens_per_value``
+        of them. ``batch`` is written in the transaction that makes the memory exist: after a kill there is either
+        nothing, which can be created again, or all of it.
 
         Raises ``InvalidArgument`` if there is a memory already, ``NotAMemory`` if the folder holds something else,
         ``MemoryInUse``, ``ReadOnlyMemory`` or ``StoreFull``.
         """
-        if blocks_per_value < 1:
-            raise InvalidArgument(f"blocks_per_value is a positive number of blocks, not {blocks_per_value}")
+        for name, length in (("blocks_per_value", blocks_per_value), ("tokens_per_value", tokens_per_value)):
+            if length < 1:
+                raise InvalidArgument(f"{name} is a positive number of blocks, not {length}")
         folder = environments.make_folder(Path(path))
         writer = WriterLock(folder)
         store = cls._attach(folder, writer, create=True, map_bytes=map_bytes)
         try:
-            store._initialise(blocks_per_value, batch or Batch())
+            store._initialise(blocks_per_value, tokens_per_value, batch or Batch())
         except BaseException:
             store.close()
             raise
@@ -170,11 +181,12 @@ class LmdbStore(BlockStore):
                 writer.release()
             raise
 
-    def _initialise(self, blocks_per_value: int, batch: Batch) -> None:
+    def _initialise(self, blocks_per_value: int, tokens_per_value: int, batch: Batch) -> None:
         if self._facts() is not None:
             raise InvalidArgument(f"{self.path} holds a memory already; open it, or choose another folder")
         check_batch(batch)
         self._naming.lengths[Table.BLOCKS] = blocks_per_value
+        self._naming.lengths[Table.TOKENS] = tokens_per_value
         self._commit(batch.deletes, batch.puts)
         for folder in (self.path, self.path.absolute().parent):
             paths.sync_folder(folder)
@@ -187,6 +199,7 @@ class LmdbStore(BlockStore):
             raise self._other_format(facts["format"])
         self._use_format(facts["format"])
         self._naming.lengths[Table.BLOCKS] = facts["blocks_per_value"]
+        self._naming.lengths[Table.TOKENS] = facts.get("tokens_per_value", 1)
 
     def _use_format(self, number: int) -> None:
         self._format = number
@@ -274,6 +287,8 @@ class LmdbStore(BlockStore):
     def _put_facts(self, txn: Transaction) -> tuple[int, int]:
         """Say which commit this is, and what the checks of all values are then: see ``naming.py``."""
         facts, commit, total = {"format": self._format, "blocks_per_value": self.blocks_per_value}, txn.id(), 0
+        if self._format == self._formats[-1]:
+            facts["tokens_per_value"] = self._naming.lengths[Table.TOKENS]
         if self._naming.checked:
             last, total = self._checked
             if last != commit - 1:  # the first commit of this process; the facts of its own it need not read again

@@ -23,7 +23,7 @@ from memstore.store.lmdb import paging, runs
 from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.records import ValueReader, damaged, decode_value, encode_value, encode_with_sums, header_sums
 
-_MOST_KNOWN = 1 << 16  # remembered: about 16 MB
+_MOST_KNOWN = 1 << 16  # values, and header checksums of runs, that are remembered: about 16 MB and 6 MB
 _UNKNOWN = (b"", 0)
 _HEAD = 64  # bytes of a value that tell it from others: the header of its first record
 _MOST_PAGES = 1 << 48
@@ -45,6 +45,8 @@ class Values:
         self._known: dict[ValueReader, dict[bytes, tuple[bytes, int]]] = {}
         self._runs: dict[bytes, frozenset[int]] = {}
         """Header checksums of whole runs that were found to be those of their keys."""
+        self._run_sums = 0
+        """How many those are: runs of small values have hundreds."""
 
     def run(self, key: Key) -> Key:
         """The key of the LMDB value that ``key`` lies in."""
@@ -102,14 +104,16 @@ class Values:
         """Whether headers with the checksums ``sums`` are of the value that was written last under ``place``."""
         if self._naming.lengths[place[0]] == 1:
             return self._naming.holds(place, sums)
-        known = self._runs.get(place)
-        if known is None:  # walked over once, not for each of its items
+        known = self._runs.get(place, frozenset())
+        if not known.issuperset(sums):  # walked over once, not for each of its items
             all_sums = header_sums(view)
             if not self._naming.holds(place, all_sums):
                 return False
-            if len(self._runs) >= _MOST_KNOWN:
+            if self._run_sums + len(all_sums) > _MOST_KNOWN:
                 self._runs.clear()
+                self._run_sums = 0
             known = self._runs[place] = frozenset(all_sums)
+            self._run_sums += len(all_sums)
         return known.issuperset(sums)
 
     def _part(self, view: memoryview, key: Key, reader: ValueReader) -> memoryview:

@@ -92,19 +92,23 @@ class ZarrStore(BlockStore):
         shards: Store | Path | None = None,
         shard_bytes: int | None = None,
         blocks_per_value: int = 1,
+        tokens_per_value: int = 1,
         batch: Batch | None = None,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
-        ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` consecutive
-        blocks of the tail share one LMDB value. ``batch`` is there when the memory is, or there is no memory.
+        ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` and
+        ``tokens_per_value`` are those of the tail, as in ``LmdbStore.create``. ``batch`` is there when the memory is,
+        or there is no memory.
 
         Raises what ``LmdbStore.create`` raises, ``DamagedError`` also for shards whose tail has gone.
         """
         folder = _check_folder(Path(path))
         paths.check_names(folder)
         _check_tail(folder)
-        tail = Tail.create(folder / TAIL_NAME, blocks_per_value=blocks_per_value, batch=batch)
+        tail = Tail.create(
+            folder / TAIL_NAME, blocks_per_value=blocks_per_value, tokens_per_value=tokens_per_value, batch=batch
+        )
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
     @classmethod
