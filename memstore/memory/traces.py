@@ -188,6 +188,19 @@ def counted(step: Step) -> list[int]:
     return counts
 
 
+def elsewhere(looks: Iterable[Look], *, head: int | None = None) -> Array | None:
+    """``[4]``: the part of attention that went to each of ``ELSEWHERE``, the mean of all query heads, or of ``head``.
+
+    None where it is not known.
+    """
+    parts = [look.elsewhere if head is None or look.elsewhere is None else look.elsewhere[head:][:1] for look in looks]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not sum(map(len, known)):
+        return None
+    mean: Array = np.concatenate(known).mean(0)
+    return mean
+
+
 def most_weight(
     steps: Iterable[Step], *, layer: int | None = None, head: int | None = None
 ) -> list[tuple[str, int, float]]:

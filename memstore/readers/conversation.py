@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 SYSTEM = "You are a helpful assistant. You remember what was said and read before."
 PREFIX = "chat/"
 """Before a session's name: its document."""
-_SAID = "said/"
+SAID = "said/"
+"""Before the facts of a session: who said what, and when."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Conversation:
         self.name = PREFIX + session
         """Of its document."""
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
-        prefix = f"{_SAID}{session}/"
+        prefix = f"{SAID}{session}/"
         facts = reader.memory.facts()[0]
         numbered = sorted((int(key[len(prefix) :]), fact) for key, fact in facts.items() if key.startswith(prefix))
         self.turns = [Turn(**fact) for _, fact in numbered if isinstance(fact, dict)]
@@ -147,7 +148,7 @@ class Conversation:
         self.turns.append(turn)
 
     def _fact(self, number: int) -> str:
-        return f"{_SAID}{self.session}/{number}"
+        return f"{SAID}{self.session}/{number}"
 
 
 def _now() -> str:

@@ -126,6 +126,11 @@ def name_model(memory: Memory, model: str | None) -> None:
         _named_here[memory] = remember(model)
 
 
+def named_model(memory: Memory) -> str | None:
+    """The model that ``name_model`` was given for the memory."""
+    return _named_here.get(memory)
+
+
 def recorded_name(memory: Memory) -> str | None:
     """The name of the model that read the memory, None where neither the memory nor the user says it."""
     name = _named_here.get(memory) or memory.model_info().get("name")

@@ -17,7 +17,8 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0:
 Host = Annotated[str, typer.Option(help="Address to listen at. Other machines can reach all but the default.")]
 NoOpen = Annotated[bool, typer.Option("--no-open", help="Print the link only; do not open a browser.")]
 AllowWrite = Annotated[
-    bool, typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, and remove traces.")
+    bool,
+    typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, remove traces, and keep chats."),
 ]
 
 
@@ -30,11 +31,11 @@ def view(
     allow_write: AllowWrite = False,
     model: ModelThatRead = None,
 ) -> Report:
-    """Look into a memory in the browser.
+    """Look into a memory in the browser, and ask it.
 
     The page shows documents by blocks, each block down to its tokens, norms, landmark and neighbours, and for each
-    token of a trace the blocks that it used; also while another process is generating. It ends with Ctrl-C. Needs pip
-    install 'torch-memstore[web]'.
+    token of an answer where its attention went: to which blocks, and what else. It answers questions, and follows
+    what another process generates. It ends with Ctrl-C. Needs pip install 'torch-memstore[web]'.
 
     Example:
 

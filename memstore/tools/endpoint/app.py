@@ -49,12 +49,14 @@ class Endpoint:
         hosts: Sequence[str] = (),
         waiting: int = WAITING,
         sessions: int = 0,
+        trace: bool = False,
     ) -> None:
         """``token``: what requests must bear; ``hosts``: names of this server; ``waiting``: requests that may wait.
 
-        ``sessions``: conversations that each memory may keep.
+        ``sessions``: conversations that each memory may keep. ``trace``: what each answer retrieves is recorded, and
+        its receipt has the number of the trace.
         """
-        self._shelf, self._sessions = shelf, sessions
+        self._shelf, self._sessions, self._trace = shelf, sessions, trace
         self._worker = Worker(waiting)
         self._begun = int(time.time())
         self._metrics = Metrics()
@@ -120,9 +122,9 @@ class Endpoint:
                 "this server keeps no conversations: start it with --sessions NUMBER", status=403, param="metadata"
             )
         if ask.session is None:
-            job = QueuedJob(served, partial(answer, ask), tell)
+            job = QueuedJob(served, partial(answer, ask, trace=self._trace), tell)
         else:
-            job = QueuedJob(served, partial(converse, ask, self._sessions), tell, writes=True)
+            job = QueuedJob(served, partial(converse, ask, self._sessions, trace=self._trace), tell, writes=True)
         self._worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
@@ -219,8 +221,9 @@ def _reason(result: Result) -> str:
 
 
 def _receipt(result: Result) -> dict[str, Any]:
-    """What the answer was written with; what it had to do without, where that is something."""
-    return {"sources": result.sources} | ({"missing": result.missing} if result.missing else {})
+    """What the answer was written with; what it had to do without, where that is something; where it is recorded."""
+    more = {"missing": result.missing or None, "trace": result.trace}
+    return {"sources": result.sources} | {name: told for name, told in more.items() if told is not None}
 
 
 def _usage(result: Result) -> dict[str, int]:

@@ -8,6 +8,8 @@ from typing import Any
 
 MOST_TOKENS = 8192
 """Of an answer, whoever asks: one answer is computed at a time."""
+MOST_CHARACTERS = {"session": 100, "document": 512}
+"""Of names in metadata."""
 HARMLESS = {
     "metadata",
     "prompt_cache_key",
@@ -57,6 +59,8 @@ class Ask:
     """What was asked and answered before."""
     session: str | None = None
     """The conversation that goes on, which the memory keeps."""
+    documents: list[str] | None = None
+    """Those that are asked; None for all but conversations."""
     max_tokens: int
     stream: bool
     usage: bool
@@ -86,7 +90,7 @@ class Ask:
             raw=False,
             before=list(zip(words[:-1:2], words[1::2], strict=True)),
             system="\n\n".join(system) if system else None,
-            session=_session(fields.of("metadata", dict, {})),
+            session=_name(fields.of("metadata", dict, {}), "session"),
             **fields.common(256),
         )
 
@@ -135,6 +139,7 @@ class _Fields:
         """What both kinds have."""
         if not (model := self.of("model", str, "")):
             raise Refused("say in model which memory is asked; GET /v1/models tells their names", param="model")
+        document = _name(self.of("metadata", dict, {}), "document")
         limit = self.number("max_completion_tokens", None, 1, MOST_TOKENS)
         temperature = self.number("temperature", 0, 0, 2, (int, float))
         top_p = self.number("top_p", 1.0, 0, 1, (int, float))
@@ -142,6 +147,7 @@ class _Fields:
         sampled = {"do_sample": True, "temperature": float(temperature), "top_p": float(top_p), "top_k": 0}
         return {
             "model": model,
+            "documents": None if document is None else [document],
             "max_tokens": limit or self.number("max_tokens", max_tokens, 1, MOST_TOKENS),
             "stream": self.of("stream", bool, False),
             "usage": self.of("stream_options", dict, {}).get("include_usage") is True,
@@ -150,13 +156,13 @@ class _Fields:
         }
 
 
-def _session(metadata: Mapping[str, Any]) -> str | None:
-    """The name of a conversation, where metadata have one."""
-    name = metadata.get("session")
+def _name(metadata: Mapping[str, Any], what: str) -> str | None:
+    """The name of a conversation or a document, where metadata have one."""
+    name, most = metadata.get(what), MOST_CHARACTERS[what]
     if name is None:
         return None
-    if not (isinstance(name, str) and len(name) <= 100 and name.isprintable() and name.strip()):
-        raise Refused("session in metadata is a name of at most 100 characters", param="metadata")
+    if not (isinstance(name, str) and len(name) <= most and name.isprintable() and name.strip()):
+        raise Refused(f"{what} in metadata is a name of at most {most} characters", param="metadata")
     return name
 
 

@@ -36,6 +36,8 @@ class Shelf:
     """Memories that may be there at most."""
     served: dict[str, Served] = field(default_factory=dict)
     """The memories by their names."""
+    later: dict[str, str] = field(default_factory=dict)
+    """Paths of memories, by their names, that are opened when they are first asked."""
     _loaded: dict[tuple[str, str], Loaded] = field(default_factory=dict)
 
     def open(self, url: str, *, create: bool = False) -> Served:
@@ -65,6 +67,8 @@ class Shelf:
         found = self.served.get(memory)
         if found is not None and model in ("", found.model):
             return memory
+        if name in self.later:
+            return name
         if self.folder is not None and not model and NAME.fullmatch(memory):
             return memory
         raise Refused(
@@ -78,6 +82,8 @@ class Shelf:
         """The memory that was checked as ``name``, opened or made if need be. Raises ``Refused``."""
         if name in self.served:
             return self.served[name]
+        if name in self.later:
+            return self.open(self.later[name])
         assert self.folder is not None
         place = self.folder / f"{name}.mem"
         if not place.exists() and len(list(self.folder.glob("*.mem"))) >= self.most:

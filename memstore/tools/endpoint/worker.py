@@ -60,6 +60,8 @@ class Result:
     sources: list[dict[str, Any]]
     missing: list[dict[str, Any]] = field(default_factory=list)
     """Blocks that could not be read, and were left out."""
+    trace: int | None = None
+    """Its number among the traces of the memory, where it was recorded."""
 
 
 Work = Callable[["Reader", "QueuedJob"], object]
@@ -197,27 +199,29 @@ class Worker:
                 self._attach(None)
 
 
-def answer(ask: Ask, reader: Reader, job: QueuedJob) -> Result:
-    """The answer to ``ask``; the job is told its pieces as they come."""
+def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False) -> Result:
+    """The answer to ``ask``; the job is told its pieces as they come. With ``trace`` what it used is recorded."""
     # Another process may have read more, or forgotten something, since the last request.
-    reader.names = chosen_documents(reader.model, reader.memory, None) or []
+    reader.names = chosen_documents(reader.model, reader.memory, ask.documents) or []
+    for name in ask.documents or []:
+        reader.memory.document(name)  # which says what there is
     system = INSTRUCTION if ask.system is None else ask.system
     frame = None if ask.raw else Template.of(reader.tokenizer, system) or Template.plain(system)
     prompt = reader.prompt(ask.question) if frame is None else _prompt(reader, frame, ask)
     options = _options(ask, reader, job, prompt.shape[1])
     teller = Teller(reader, frame, job.tell)
     with reader.seeing(tail=ask.raw):
-        made = answered(reader, ask.question, prompt, teller, trace=False, **options)
+        made = answered(reader, ask.question, prompt, teller, trace=trace, **options)
     return _result(made, job, prompt.shape[1])
 
 
-def converse(ask: Ask, most: int, reader: Reader, job: QueuedJob) -> Result:
+def converse(ask: Ask, most: int, reader: Reader, job: QueuedJob, *, trace: bool = False) -> Result:
     """The answer to the last words of ``ask`` in its session, which keeps both; of those a memory has ``most``.
 
     What was said in other sessions is not seen.
     """
     assert ask.session is not None
-    reader.names = chosen_documents(reader.model, reader.memory, None) or []
+    reader.names = chosen_documents(reader.model, reader.memory, ask.documents) or []
     sessions = {each.name for each in reader.memory.documents() if each.name.startswith(PREFIX)}
     if PREFIX + ask.session not in sessions and len(sessions) >= most:
         raise Refused(
@@ -229,7 +233,7 @@ def converse(ask: Ask, most: int, reader: Reader, job: QueuedJob) -> Result:
         )
     conversation = reader.chat(ask.session, **({} if ask.system is None else {"system": ask.system}))
     options = _options(ask, reader, job, len(encode(reader.tokenizer, ask.question)))
-    made = conversation.say(ask.question, tell=job.tell, **options)
+    made = conversation.say(ask.question, tell=job.tell, trace=trace, **options)
     said = len(reader.memory.document(conversation.name)) - conversation.turns[-1].start
     return _result(made, job, said - len(made.tokens))
 
@@ -250,7 +254,8 @@ def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str,
 def _result(made: Answer, job: QueuedJob, length: int) -> Result:
     sources = [] if job.left.is_set() else [asdict(each) for each in made.sources(SOURCES)]
     missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
-    return Result(made.text, made.ended, length, len(made.thought) + len(made.tokens), made.seconds, sources, missing)
+    tokens = len(made.thought) + len(made.tokens)
+    return Result(made.text, made.ended, length, tokens, made.seconds, sources, missing, made.trace)
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> torch.Tensor:

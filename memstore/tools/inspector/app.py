@@ -22,6 +22,7 @@ from memstore.errors import (
     UnsupportedModel,
 )
 from memstore.tools.inspector import data, find, traced, writes
+from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
 
@@ -47,11 +48,17 @@ class Inspector:
         self._memory = memory
         self._words = Words(memory)
         self._write_token = secrets.token_urlsafe(24) if allow_write else None
-        self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts)
+        self._box = AskBox(memory, hosts=hosts, allow_write=allow_write)
+        asking = {"asking": PATHS if can_ask(memory) else ()}
+        self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts, **asking)
 
     def warm(self) -> None:
         """Load the tokenizer in a thread, so that it is there when the first text is asked for."""
         threading.Thread(target=lambda: self._words.missing, daemon=True).start()
+
+    def close(self) -> None:
+        """Break off what is being answered."""
+        self._box.close()
 
     def _routes(self) -> Any:
         from starlette.applications import Starlette
@@ -68,6 +75,7 @@ class Inspector:
                 Route("/", page),
                 *answers,
                 Route("/api/do/{action}", self._change, methods=["POST"]),
+                *(Route(path, self._box) for path in PATHS),
                 Mount("/static", StaticFiles(directory=STATIC)),
             ]
         )
@@ -76,7 +84,7 @@ class Inspector:
         memory, words = self._memory, self._words
         return {
             "memory": lambda _: data.overview(memory) | {"write_token": self._write_token},
-            "text": lambda _: {"missing": words.missing},
+            "text": lambda _: {"missing": words.missing, "several": takes_several(memory)},
             "live": lambda asked: traced.live(memory, words, asked.number("trace", -1)),
             "documents": lambda asked: data.documents(memory, asked.text("part")),
             "documents/{document}/blocks": lambda asked: data.blocks(
@@ -95,8 +103,17 @@ class Inspector:
                 memory, words, asked.document, asked.text("text"), asked.number("start", 0)
             ),
             "documents/{document}/ask": lambda asked: data.ask(memory, words, asked.document, asked.text("text")),
+            "conversations": lambda _: conversations(memory),
             "traces/{trace}": lambda asked: traced.trace(
-                memory, words, asked.trace, asked.number("start", 0), asked.number("stop", traced.MOST_STEPS)
+                memory,
+                words,
+                asked.trace,
+                range(asked.number("start", 0), asked.number("stop", traced.MOST_STEPS)),
+                asked.choice("layer"),
+                asked.choice("head"),
+            ),
+            "traces/{trace}/overview": lambda asked: traced.overview(
+                memory, asked.trace, range(asked.number("start", 0), asked.number("stop", traced.MOST_STEPS))
             ),
             "traces/{trace}/steps/{step}": lambda asked: traced.step(
                 memory, words, asked.trace, asked.step, asked.choice("layer"), asked.choice("head")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.search import Match, check_layer, search_block
+from memstore.tools.endpoint.shelf import name_of
+from memstore.tools.inspector.asking import can_ask
 from memstore.tools.inspector.words import Words, readable
 from memstore.tools.search import search_text
 from memstore.tools.show import filled, norm_summary
@@ -34,7 +36,8 @@ def overview(memory: Memory) -> dict[str, Any]:
         "layers": spec.layers,
         "index_layers": list(spec.index_layers),
         "block_size": spec.block_size,
-        "can_ask": bool(memory.model_info()),
+        "can_ask": can_ask(memory),
+        "name": name_of(memory.url),
         "dtype": spec.dtype,
         "fields": {name: list(shape) for name, shape in spec.fields.items()},
     }

@@ -5,6 +5,7 @@
   there: the cookie (which no other site can send, and no script can read) opens the page's own files and nothing else.
 - Its ``Host`` must be an address, this machine's name or the host that was asked for: a foreign name that was made to
   point here (DNS rebinding) is refused.
+- A question, which is sent to the server, needs an ``Origin`` that is our own.
 - A request that changes something needs another token in a header, which only our page can know, and an ``Origin`` that
   is our own.
 - Answers may load scripts, styles, pictures and data from here alone, run nothing inline, and stand in no frame.
@@ -46,12 +47,18 @@ class Guard:
 
     # Rebinding needs a name, and nobody can make an address point elsewhere: so an address may be any, a name must be
     # known.
-    def __init__(self, app: ASGIApp, *, token: str, write_token: str | None, hosts: Iterable[str]) -> None:
-        """``hosts`` are names for this server beside addresses; without ``write_token`` nothing can be changed."""
+    def __init__(
+        self, app: ASGIApp, *, token: str, write_token: str | None, hosts: Iterable[str], asking: Iterable[str] = ()
+    ) -> None:
+        """``hosts`` are names for this server beside addresses; without ``write_token`` nothing can be changed.
+
+        To the paths ``asking`` something may be sent all the same.
+        """
         self._app = app
         self._token = token
         self._files_token = secrets.token_urlsafe(24)
         self._write_token = write_token
+        self._asking = frozenset(asking)
         self._hosts = names_of(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +71,7 @@ class Guard:
         known = same(in_link or headers.get(READ_HEADER, ""), self._token)
         if scope["path"] == "/" or scope["path"].startswith("/static/"):
             known |= same(_cookie(headers, cookie_name), self._files_token)
-        refusal = self._refusal(scope["method"], headers, known=known)
+        refusal = self._refusal(scope["method"], headers, known=known, asks=scope["path"] in self._asking)
         added = dict(HEADERS)
         if in_link and refusal is None:
             added["set-cookie"] = f"{cookie_name}={self._files_token}; Path=/; HttpOnly; SameSite=Strict"
@@ -73,7 +80,7 @@ class Guard:
         else:
             await _refuse(_adding(send, added), refusal)
 
-    def _refusal(self, method: str, headers: dict[str, str], *, known: bool) -> str | None:
+    def _refusal(self, method: str, headers: dict[str, str], *, known: bool, asks: bool) -> str | None:
         """Why a request is refused; None where it is not."""
         host = headers.get("host", "")
         if not is_known(host, self._hosts):
@@ -82,9 +89,9 @@ class Guard:
             return "the token is missing or wrong. Open the link that memstore view has printed."
         if method in ("GET", "HEAD"):
             return None
-        if self._write_token is None:
+        if not asks and self._write_token is None:
             return "nothing can be changed here: start memstore view with --allow-write."
-        if not same(headers.get(WRITE_HEADER, ""), self._write_token):
+        if not asks and not same(headers.get(WRITE_HEADER, ""), self._write_token or ""):
             return f"a change needs the header {WRITE_HEADER}."
         if headers.get("origin", f"http://{host}") != f"http://{host}":
             return "a change must come from this page."

@@ -55,8 +55,11 @@ def serve(
         url = f"http://{in_url(host)}:{bound}/?token={inspector.token}"
         inspector.warm()
         started(url)
-        with suppress(KeyboardInterrupt):  # how a page is put away: not a failure, so exit status 0
-            server_of(inspector.app).run([listening])
+        try:
+            with suppress(KeyboardInterrupt):  # how a page is put away: not a failure, so exit status 0
+                server_of(inspector.app).run([listening])
+        finally:
+            inspector.close()
     return url
 
 

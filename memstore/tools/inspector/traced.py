@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.memory.traces import TIERS, Step, Trace, most_weight
+from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight
 from memstore.tools.inspector.data import sizes
 from memstore.tools.inspector.facts import Facts
 from memstore.tools.inspector.words import Words, readable
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.memory.trace_file import Look
+    from memstore.memory.trace_file import Array, Look
 
 MOST_STEPS = 256
 """Steps of one answer."""
 MOST_TRACES = 50
 MOST_BLOCKS = 100
 """Blocks of one answer, those with most weight."""
+MOST_PARTS = 16
+"""Blocks that the attention of a step is told by; what the others had is in its ``weight``."""
 _BEFORE = 8  # tokens before a piece of an answer that may hold the beginning of its first character
-_LISTED = 200  # characters of a question in a list
+_LISTED = 200  # characters of a question or an answer in a list
+_BEGUN = 60  # tokens of an answer in a list
 _QUIET = 60.0  # seconds without a step after which a trace counts as broken off
 _SECONDS = 2.0  # to look through traces for a block
 
@@ -59,6 +62,7 @@ def _listed(trace: Trace, words: Words) -> dict[str, Any]:
         "quiet": not facts.ended and _seconds_since(trace, facts, steps) > _QUIET,
         "started": facts.started,
         "question": _question(facts, words)[:_LISTED],
+        "answer": _answer(trace, words, ended=facts.ended),
     }
 
 
@@ -76,16 +80,28 @@ def _question(facts: Facts, words: Words) -> str:
     return facts.question or readable(words.of(facts.prompt[-40:]))
 
 
-def trace(memory: Memory, words: Words, number: int, start: int, stop: int) -> dict[str, Any]:
-    """What a trace says of itself, and its steps from ``start`` to before ``stop``, without their blocks.
+def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
+    """How the answer begins. That of a trace which has ended is decoded once: the list is asked for all the time."""
+    found = words.answers.get(trace.number)
+    if found is None:
+        ids = [token for token in trace.tokens()[:_BEGUN] if token is not None]
+        found = readable(words.of(ids).strip())[:_LISTED]
+        if ended:
+            words.answers[trace.number] = found
+    return found
 
-    Each step has the text of its token, the mean weight of what was retrieved, how many entries came from each of
-    ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
+
+def trace(
+    memory: Memory, words: Words, number: int, wanted: range, layer: int | None, head: int | None
+) -> dict[str, Any]:
+    """What a trace says of itself, and the steps ``wanted``.
+
+    Each step has the text of its token, where its attention went (of ``layer`` and ``head``, or the mean of all), how
+    many entries came from each of ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and
+    ``InvalidArgument``.
     """
-    if not 0 <= start <= stop <= start + MOST_STEPS:
-        raise InvalidArgument(f"ask for at most {MOST_STEPS} steps: start <= stop <= start + {MOST_STEPS}.")
     found = memory.traces.get(number)
-    steps = [_first_row(step) for step in found.steps(start, stop)]
+    steps = _steps(found, wanted)
     facts = Facts.of(found.info)
     pieces = _pieces(found, facts, words, steps)
     return {
@@ -97,26 +113,61 @@ def trace(memory: Memory, words: Words, number: int, start: int, stop: int) -> d
         "heads": facts.heads,
         "top_k": facts.top_k,
         "length": len(found),
-        "tiers": list(TIERS),
-        "steps": [_step(step, piece) for step, piece in zip(steps, pieces, strict=True)],
+        "tiers": [*TIERS, KEPT],
+        "elsewhere": list(ELSEWHERE),
+        "steps": [_step(step, piece, layer, head) for step, piece in zip(steps, pieces, strict=True)],
     }
 
 
-def _step(step: Step, piece: str | None) -> dict[str, Any]:
-    shares = [np.nansum(look.weights, axis=1).mean() for look in step.looks if len(look.weights)]
-    tiers = np.zeros(len(TIERS), dtype=np.int64)
-    for look in step.looks:
-        known = look.tiers[(look.blocks >= 0) & (look.tiers >= 0)]
-        tiers += np.bincount(known, minlength=len(TIERS))[: len(TIERS)]
+def _steps(trace: Trace, wanted: range) -> list[Step]:
+    if not 0 <= wanted.start <= wanted.stop <= wanted.start + MOST_STEPS:
+        raise InvalidArgument(f"ask for at most {MOST_STEPS} steps: start <= stop <= start + {MOST_STEPS}.")
+    return [_first_row(step) for step in trace.steps(wanted.start, wanted.stop)]
+
+
+def _step(step: Step, piece: str | None, layer: int | None, head: int | None) -> dict[str, Any]:
+    looks = [look for look in step.looks if layer in (None, look.layer)]
+    used = most_weight([replace(step, looks=looks)], head=head)
+    went = elsewhere(looks, head=head)
     return {
         "number": step.number,
         "token": step.token,
         "piece": piece,
         "seconds": step.seconds,
-        "weight": float(np.mean(shares)) if shares else 0.0,
-        "tiers": tiers.tolist(),
+        "kept": bool(step.looks),
+        "weight": sum(weight for *_, weight in used),
+        "blocks": [[readable(name), block, round(weight, 4)] for name, block, weight in used[:MOST_PARTS]],
+        "elsewhere": None if went is None else [round(part, 4) for part in went.tolist()],
+        "tiers": counted(step),
         "search_us": _finite(sum(look.search_us for look in step.looks)),
         "gather_us": _finite(sum(look.gather_us for look in step.looks)),
+    }
+
+
+def overview(memory: Memory, number: int, wanted: range) -> dict[str, Any]:
+    """The part of attention that went to what was retrieved: by step and layer, and by layer and query head.
+
+    Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
+    """
+    by_step: list[dict[int, list[float]]] = []
+    by_head: dict[int, list[Array]] = {}
+    for step in _steps(memory.traces.get(number), wanted):
+        of_layers: dict[int, list[float]] = {}
+        for look in (look for look in step.looks if len(look.weights)):
+            shares = np.nansum(look.weights, axis=1)
+            of_layers.setdefault(look.layer, []).append(float(shares.mean()))
+            by_head.setdefault(look.layer, []).append(shares)
+        by_step.append(of_layers)
+    layers = sorted(by_head)
+    heads = {
+        layer: np.mean([each for each in found if each.shape == found[0].shape], axis=0)
+        for layer, found in by_head.items()
+    }
+    return {
+        "layers": layers,
+        "start": wanted.start,
+        "by_step": [[round(float(np.mean(of.get(layer, [0.0]))), 3) for layer in layers] for of in by_step],
+        "by_head": [[round(share, 3) for share in heads[layer].tolist()] for layer in layers],
     }
 
 

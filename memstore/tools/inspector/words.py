@@ -41,6 +41,8 @@ class Words:
         self._loaded = False
         self._tokenizer: Any = None
         self._missing: str | None = None
+        self.answers: dict[int, str] = {}
+        """How the answers of traces begin that have ended, by their numbers."""
 
     @property
     def missing(self) -> str | None:

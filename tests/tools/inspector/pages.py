@@ -99,6 +99,7 @@ def served(memory: memstore.Memory, *, allow_write: bool = False) -> Iterator[st
         finally:
             server.should_exit = True
             thread.join()
+            inspector.close()
 
 
 @contextmanager

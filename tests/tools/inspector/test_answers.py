@@ -153,7 +153,7 @@ def test_a_trace_has_its_tokens_as_text(client: TestClient) -> None:
     assert answer["question"] == "The passkey is "
     assert (answer["length"], answer["layers"], answer["heads"], answer["ended"]) == (len(ANSWER), [0, 1], 2, True)
     assert answer["steps"][0]["weight"] == pytest.approx((0.875 + 0.75) / 2, abs=1e-3)
-    assert answer["steps"][0]["tiers"] == [0, 4, 0, 0]
+    assert answer["steps"][0]["tiers"] == [0, 4, 0, 0, 0]
     later = client.get("/api/traces/1", params={"start": 4, "stop": 6}).json()
     assert [step["piece"] for step in later["steps"]] == list(ANSWER[4:6])
     assert client.get("/api/traces/1", params={"start": 0, "stop": 10_000}).status_code == 400

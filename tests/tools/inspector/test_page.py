@@ -131,7 +131,7 @@ def test_a_token_lights_up_the_blocks_that_it_used(page: Seen) -> None:
     page.click("#answer .token:nth-child(5)")
     page.wait_for("#used h2", "Used for “4”, step 4")
     page.until("document.querySelectorAll('.row.lit').length")
-    assert page.text(f"#row-{PLACE} .gutter i") == "0.375"
+    assert page.text(f"#row-{PLACE} .gutter i") == "38%"
     assert page.text("#used li:nth-child(1) b") == f"book · {PLACE:,}"
     shades = page.run(
         "return ['#row-' + arguments[0], '.row:not(.lit)'].map(row => "
@@ -140,18 +140,24 @@ def test_a_token_lights_up_the_blocks_that_it_used(page: Seen) -> None:
     )
     assert shades[0] != shades[1]
     page.click("#used li:nth-child(2) button")
-    page.wait_for("#row-104 .gutter i", "0.250")
+    page.wait_for("#row-104 .gutter i", "25%")
 
 
 def test_layers_and_heads_can_be_chosen(page: Seen) -> None:
     page.click("#answer .token:nth-child(2)")
     page.wait_for("#used h2", "step 1")
-    page.run("const s = document.querySelector('#layer'); s.value = '1'; s.dispatchEvent(new Event('change'))")
+    page.run(
+        "const s = document.querySelector('#answer select.layer'); s.value = '1'; s.dispatchEvent(new Event('change'))"
+    )
     page.until("document.querySelectorAll('#used li').length === 2")
-    assert page.text("#used li:nth-child(1) .weight") == "0.750"
-    page.run("const s = document.querySelector('#head'); s.value = '0'; s.dispatchEvent(new Event('change'))")
-    page.wait_for("#used li:nth-child(1) .weight", "0.750")
-    page.run("const s = document.querySelector('#layer'); s.value = '0'; s.dispatchEvent(new Event('change'))")
+    assert page.text("#used li:nth-child(1) .attention") == "75%"
+    page.run(
+        "const s = document.querySelector('#answer select.head'); s.value = '0'; s.dispatchEvent(new Event('change'))"
+    )
+    page.wait_for("#used li:nth-child(1) .attention", "75%")
+    page.run(
+        "const s = document.querySelector('#answer select.layer'); s.value = '0'; s.dispatchEvent(new Event('change'))"
+    )
     page.wait_for("#used li:nth-child(1)", "book · 101")
 
 
@@ -168,7 +174,7 @@ def test_of_choices_made_quickly_the_last_one_counts(page: Seen) -> None:
         };
         document.querySelector('#answer .token:nth-child(5)').click();
         for (const value of ['1', '0']) {
-          const layer = document.querySelector('#layer');
+          const layer = document.querySelector('#answer select.layer');
           layer.value = value;
           layer.dispatchEvent(new Event('change'));
         }"""
@@ -348,13 +354,13 @@ def test_the_page_follows_a_model_that_generates_in_another_process(
             seen.wait_for("#answer .tokens", "on")
             generate(child, ids_of(encode, " two").tolist())
             seen.wait_for("#answer .tokens", "one tw")
-            seen.wait_for("#tiers", "100%")
+            seen.wait_for("#hits", "100%")
             seen.until("document.querySelector('.row.lit')")
             child.stdin.close()
             assert child.wait(PATIENCE) == 0
         seen.wait_for("#answer .tokens", "one two")
         seen.until("!document.querySelector('#traces .running')")
-        seen.wait_for("#row-16 .gutter i", "0.500")
+        seen.wait_for("#row-16 .gutter i", "50%")
 
 
 def test_a_memory_that_was_empty_shows_its_first_document(tmp_path: Path, chrome: Chrome) -> None:

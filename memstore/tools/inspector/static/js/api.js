@@ -27,6 +27,27 @@ export async function change(action, asked) {
   return answer(await reach(`/api/do/${action}`, { method: "POST", headers, body: JSON.stringify(asked) }));
 }
 
+/** What an OpenAI-compatible path answers to `asked`, event by event; throws an Error whose message is for people. */
+export async function* stream(path, asked, signal) {
+  const headers = { "content-type": "application/json" };
+  const response = await reach(path, { method: "POST", headers, body: JSON.stringify(asked), signal });
+  if (!response.ok || !response.headers.get("content-type").startsWith("text/event-stream")) return void (await answer(response));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const told = event.replace(/^data: /, "");
+      if (told === "[DONE]") continue;
+      const said = JSON.parse(told);
+      if (said.error) throw Object.assign(new Error(said.error.message), { status: 500 });
+      yield said;
+    }
+  }
+}
+
 async function reach(url, options) {
   try {
     options.headers["x-memstore-page"] = sessionStorage.getItem("token") ?? "";
@@ -44,7 +65,7 @@ async function answer(response) {
   const type = response.headers.get("content-type") ?? "";
   const body = type.startsWith("application/json") ? await response.json() : { message: await response.text() };
   if (!response.ok) {
-    const error = new Error(body.message);
+    const error = new Error(body.error?.message ?? body.message); // the first: as OpenAI has it
     error.status = response.status;
     throw error;
   }

@@ -1,6 +1,6 @@
 // One block: its tokens, norms, landmark, nearest blocks, and the traces that retrieved it.
 
-import { at, count, h, short, weight } from "./dom.js";
+import { at, count, h, percent, short } from "./dom.js";
 
 const REST = 150; // milliseconds that a block is looked at before everything is searched for its neighbours
 
@@ -57,7 +57,7 @@ export class Block {
         answer.searchable ? "" : " · incomplete: only stock models find it before it is full"),
       h("h3", {}, "Tokens"),
       h("div", { class: "pieces" }, tokens(answer, norms)),
-      field && h("p", { class: "facts" }, `shade: norm of ${field} in layer ${answer.layer}, from ${short(Math.min(...norms))} to ${short(Math.max(...norms))}`),
+      field && h("p", { class: "facts" }, `grey: norm of ${field} in layer ${answer.layer}, from ${short(Math.min(...norms))} to ${short(Math.max(...norms))}`),
       h("h3", {}, "Norms"),
       this.norms(answer),
       ...(answer.landmarks ? [h("h3", {}, `Landmark in layer ${answer.layer}`), landmark(answer.landmarks),
@@ -100,7 +100,7 @@ export class Block {
     if (!answer.traces.length) return [h("p", { class: "empty" }, `None${said} of the traces.`)];
     return [h("ul", { class: "list" }, answer.traces.map((each) => h("li", {},
       h("button", { type: "button", class: "hit", onclick: () => this.open(each.trace, each.best) },
-        h("span", { class: "where" }, h("b", {}, `trace ${each.trace}`), h("span", { class: "weight" }, weight(each.weight))),
+        h("span", { class: "where" }, h("b", {}, `trace ${each.trace}`), h("span", { class: "attention" }, percent(each.weight))),
         h("span", { class: "facts" }, `in ${count(each.steps)} steps, most in step ${count(each.best)}`)))))];
   }
 }

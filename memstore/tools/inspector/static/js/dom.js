@@ -35,8 +35,11 @@ export function short(number) {
   return Math.abs(number) >= 1000 ? count(Math.round(number)) : String(Number(number.toPrecision(3)));
 }
 
-/** A weight between 0 and 1. */
-export const weight = (number) => (number > 0 && number < 0.0005 ? "<.001" : number.toFixed(3));
+/** A part of all attention, between 0 and 1. */
+export function percent(part) {
+  if (part > 0 && part < 0.001) return "<0.1%";
+  return `${part >= 0.0995 ? Math.round(100 * part) : (100 * part).toFixed(1).replace(/\.0$/, "")}%`;
+}
 
 export function bytes(number) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

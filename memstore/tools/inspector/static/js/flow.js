@@ -4,7 +4,8 @@
 // by the browser: rows from `from` to before `to` lie below each other, moved up by `offset` pixels, and rows are added
 // and removed at both ends as that changes.
 
-import { h, marked, weight } from "./dom.js";
+import { ink } from "./attention.js";
+import { h, marked, percent } from "./dom.js";
 
 const AROUND = 400; // pixels of rows kept above and below the view
 
@@ -79,8 +80,7 @@ export class Flow {
   /** Weights by block, to be shown; `marks` is a text that is marked wherever it stands. */
   light(lit) {
     this.lit = lit;
-    const most = Math.max(1e-9, ...lit.values());
-    for (const row of this.rows.children) this.tint(row, most);
+    for (const row of this.rows.children) this.tint(row);
   }
 
   mark(text) {
@@ -191,12 +191,12 @@ export class Flow {
     return [block - 1, block + 1].map((each) => this.pages.get(each)?.text ?? "");
   }
 
-  tint(row, most = Math.max(1e-9, ...this.lit.values())) {
+  tint(row) {
     const block = Number(row.dataset.block);
     const share = this.lit.get(block);
     row.classList.toggle("lit", share !== undefined);
-    row.style.setProperty("--share", share === undefined ? 0 : share / most);
-    row.querySelector("i").textContent = share === undefined ? "" : weight(share);
+    row.style.setProperty("--share", ink(share ?? 0));
+    row.querySelector("i").textContent = share === undefined ? "" : percent(share);
     const selected = block === this.selected;
     row.classList.toggle("selected", selected);
     row.setAttribute("aria-selected", selected);

@@ -3,7 +3,7 @@
 import { at } from "./dom.js";
 
 /** `select(block)` shows a block; the others are the parts of the page. */
-export function listen({ flow, answer, search, select, closeTrace }) {
+export function listen({ flow, focus, search, select, closeTrace, help }) {
   const next = (by) => {
     const from = flow.selected ?? Math.floor(flow.place().top) - Math.max(0, by);
     select(Math.max(flow.first, Math.min(flow.stop - 1, from + by)));
@@ -16,10 +16,11 @@ export function listen({ flow, answer, search, select, closeTrace }) {
     PageUp: () => flow.scrollBy(-screen()),
     Home: () => flow.goTo(flow.first, 0),
     End: () => flow.goTo(flow.stop - 1, 1),
-    ArrowRight: () => answer.trace && answer.move(1),
-    ArrowLeft: () => answer.trace && answer.move(-1),
+    ArrowRight: () => focus().trace && focus().move(1),
+    ArrowLeft: () => focus().trace && focus().move(-1),
     "/": () => at("query").focus(),
-    Escape: () => (at("found").hidden ? answer.trace && closeTrace() : search.close()),
+    "?": help,
+    Escape: () => (at("found").hidden ? focus().trace && closeTrace() : search.close()),
   };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
@@ -27,7 +28,7 @@ export function listen({ flow, answer, search, select, closeTrace }) {
     if (writing && event.key !== "Escape") return;
     if (event.target.closest("dialog") || (event.target.closest("aside") && /^(Arrow|Page|Home|End)/.test(event.key))) return;
     if (writing) event.target.blur();
-    if (!keys[event.key] || (!flow.pages && event.key !== "/")) return;
+    if (!keys[event.key] || (!flow.pages && !["/", "?"].includes(event.key))) return;
     event.preventDefault();
     keys[event.key]();
   });

@@ -30,20 +30,25 @@ export function showDocuments(answer, chosen, choose, act) {
   fillList(at("documents"), items);
 }
 
-export function showTraces(answer, chosen, choose, remove) {
+/** `other` is the trace beside the chosen one; `beside(number)` puts one there. */
+export function showTraces(answer, chosen, other, choose, beside, remove) {
   const items = answer.traces.map((trace) =>
     h(
       "li",
-      { class: trace.number === chosen ? "chosen" : "" },
+      { class: trace.number === chosen || trace.number === other ? "chosen" : "" },
       h(
         "button",
         { type: "button", dataset: { focus: trace.number }, title: trace.question, "aria-current": trace.number === chosen, onclick: () => choose(trace.number) },
         h("span", { class: "name" }, h("span", { class: "number" }, trace.number), trace.question || "(no question)"),
-        h("span", { class: "facts" }, h("bdi", {}, trace.documents.join(", ")), ` · ${count(trace.steps)} steps`,
-          running(trace) ? h("span", { class: "running" }, " generating") : `${trace.ended ? "" : ", broken off"}, ${when(trace.started)}`),
+        trace.answer && h("span", { class: "said" }, trace.answer),
+        h("span", { class: "facts" }, running(trace) ? h("span", { class: "running" }, "generating") : `${trace.ended ? "" : "broken off, "}${when(trace.started)}`,
+          ` · ${count(trace.steps)} steps · `, h("bdi", {}, trace.documents.join(", "))),
       ),
-      canWrite() && trace.number === chosen &&
-        h("span", { class: "acts" }, h("button", { type: "button", class: "danger", onclick: () => remove(trace.number) }, "remove …")),
+      (trace.number === chosen ? canWrite() : chosen !== null) && h("span", { class: "acts" },
+        trace.number === chosen
+          ? h("button", { type: "button", class: "danger", onclick: () => remove(trace.number) }, "remove …")
+          : h("button", { type: "button", "aria-pressed": trace.number === other, onclick: () => beside(trace.number) },
+            trace.number === other ? "beside ×" : "beside")),
     ),
   );
   const more = answer.found - answer.traces.length;

@@ -5,6 +5,7 @@
 
 import { Gone, allowWrite, change, get } from "./api.js";
 import { Answer } from "./answer.js";
+import { AskBox } from "./ask.js";
 import { Block } from "./block.js";
 import { at, count, h } from "./dom.js";
 import { Flow } from "./flow.js";
@@ -14,25 +15,30 @@ import { Pages } from "./pages.js";
 import { Search } from "./search.js";
 import { Strip } from "./strip.js";
 import { showSizes, showTiers } from "./tiers.js";
-import { showUsed } from "./used.js";
+import { listenToTabs, showTab } from "./tabs.js";
+import { showUsed, together } from "./used.js";
 
 const SOON = 500; // milliseconds between two looks at a memory while a model generates
 const LATER = 2000;
 
-const state = { memory: null, document: null, documents: null, live: null, lit: [], gone: false };
+const state = { memory: null, document: null, documents: null, live: null, lit: [], gone: false, focus: null, newest: 0 };
 
-const flow = new Flow(at("flow"), (block) => run(selectBlock(block)), (place) => strip.update({ place }));
+const flow = new Flow(at("flow"), (block) => runOn("details", selectBlock(block)), (place) => strip.update({ place }));
 const strip = new Strip(at("strip"), (block) => flow.goTo(block, 0), (part) => flow.scrollBy(part * at("flow").clientHeight));
-const answer = new Answer((number, start, stop) => get(`traces/${number}`, { start, stop }), (what) => run(traceChosen(what)));
+const steps = (number, start, stop, layer, head) => get(`traces/${number}`, { start, stop, layer, head });
+const overview = (number, start, stop) => get(`traces/${number}/overview`, { start, stop });
+const answer = new Answer(at("answer"), steps, overview, (what) => run(traceChosen(answer, what)));
+const other = new Answer(at("other"), steps, overview, (what) => run(traceChosen(other, what)));
+const box = new AskBox(() => state.document?.name, () => asked(), (trace) => run(answered(trace)), tell);
 const block = new Block(
   (path, parameters) => get(`documents/${state.document.id}/blocks/${block.block}${path}`, parameters),
-  (number) => run(goTo(state.document.id, number)),
-  (trace, step) => run(openTrace(trace, step)),
+  (number) => runOn("details", goTo(state.document.id, number)),
+  (trace, step) => runOn("answer", openTrace(trace, step)),
 );
 const search = new Search(
   (text, start) => get(`documents/${state.document.id}/find`, { text, start }),
   (text) => get(`documents/${state.document.id}/ask`, { text }),
-  (number) => run(goTo(state.document.id, number)),
+  (number) => runOn("text", goTo(state.document.id, number)),
   (text, matches) => {
     flow.mark(text);
     strip.update({ matches: matches.map((each) => each.block) });
@@ -48,6 +54,12 @@ async function run(promise) {
     if (error.name !== "AbortError") tell(error);
     return false;
   }
+}
+
+/** `run`, on the part of the page where it can be seen. */
+function runOn(tab, promise) {
+  showTab(tab);
+  return run(promise);
 }
 
 function tell(error) {
@@ -160,13 +172,17 @@ async function loadDocuments() {
 }
 
 function listDocuments() {
-  showDocuments(state.documents, state.document?.id ?? null, (each) => run(openDocument(each)), (action, each) => run(act(action, each)));
+  showDocuments(state.documents, state.document?.id ?? null, (each) => runOn("text", openDocument(each)), (action, each) => run(act(action, each)));
 }
 
-// Traces
+// Traces: the one that is open, and another beside it. What was chosen last has the focus.
+
+const focus = () => (state.focus === other && other.trace ? other : answer);
 
 async function openTrace(number, step = null) {
   sayNothing();
+  if (other.trace?.number === number) other.close();
+  state.focus = answer;
   await answer.open(number, step);
   if (answer.trace?.number !== number) return;
   listTraces();
@@ -175,13 +191,35 @@ async function openTrace(number, step = null) {
   remember();
 }
 
-async function traceChosen(what) {
-  if (what === "close") return closeTrace();
-  await (answer.step === null ? showTraceUse() : showStep());
+/** Show another trace beside the open one, or no more. */
+async function openBeside(number) {
+  if (other.trace?.number === number) return closeBeside();
+  await other.open(number);
+  state.focus = answer;
+  at("pair").classList.add("two");
+  showTab("answer");
+  listTraces();
+  await showTraceUse();
+}
+
+async function closeBeside() {
+  other.close();
+  state.focus = answer;
+  at("pair").classList.remove("two");
+  listTraces();
+  if (answer.trace) await (answer.step === null ? showTraceUse() : showStep());
+}
+
+async function traceChosen(which, what) {
+  if (what === "close") return which === other ? closeBeside() : closeTrace();
+  state.focus = which;
+  await (which.step === null ? showTraceUse() : showStep());
   remember();
 }
 
 function closeTrace() {
+  if (other.trace) other.close();
+  at("pair").classList.remove("two");
   answer.close();
   at("used").hidden = true;
   state.lit = [];
@@ -191,27 +229,31 @@ function closeTrace() {
   remember();
 }
 
-/** What the chosen token, or the whole trace, used; undefined if another choice was made meanwhile. */
-async function loadUsed(path) {
-  const { trace, step, layer, head } = answer;
+/** What the chosen token of `which`, or its whole trace, used; undefined if another choice was made meanwhile. */
+async function loadUsed(which, path) {
+  const { trace, step, layer, head } = which;
   const used = await get(`traces/${trace.number}/${path}`, { layer, head });
-  const now = [answer.trace?.number, answer.step, answer.layer, answer.head];
+  const now = [which.trace?.number, which.step, which.layer, which.head];
   return [trace.number, step, layer, head].every((each, place) => each === now[place]) ? used : undefined;
 }
 
 async function showStep() {
-  const { step } = answer;
-  const used = await loadUsed(`steps/${step}`);
-  if (used) await lightUp(used, `Used for “${answer.piece().trim() || "…"}”, step ${count(step)}`);
+  const which = focus();
+  const { step } = which;
+  const used = await loadUsed(which, `steps/${step}`);
+  if (used) await lightUp(used, `Used for “${which.piece().trim() || "…"}”, step ${count(step)}`);
 }
 
 async function showTraceUse() {
-  const used = await loadUsed("used");
-  if (used) await lightUp(used, "Used by the whole trace");
+  const used = await loadUsed(answer, "used");
+  const beside = other.trace && (await loadUsed(other, "used"));
+  if (!used || beside === undefined) return;
+  if (beside) await lightUp(together(used, beside), "Used by both traces ", [answer.trace.number, other.trace.number]);
+  else await lightUp(used, "Used by the whole trace");
 }
 
-async function lightUp(used, words) {
-  showUsed(words, used, (id, number) => run(goTo(id, number)));
+async function lightUp(used, words, named = null) {
+  showUsed(words, used, (id, number) => runOn("text", goTo(id, number)), named);
   state.lit = used.blocks;
   const best = used.blocks.find((each) => each.document !== null && each.text !== null);
   if (best && !used.blocks.some((each) => each.document === state.document?.id)) {
@@ -232,7 +274,28 @@ function light() {
 }
 
 function listTraces() {
-  showTraces(state.live, answer.trace?.number ?? null, (number) => run(openTrace(number)), (number) => run(removeTrace(number)));
+  showTraces(state.live, answer.trace?.number ?? null, other.trace?.number ?? null, (number) => runOn("answer", openTrace(number)),
+    (number) => run(openBeside(number)), (number) => run(removeTrace(number)));
+}
+
+// Questions
+
+function asked() {
+  sayNothing();
+  state.newest = Math.max(0, ...(state.live?.traces ?? []).map((each) => each.number));
+  showTab("answer");
+}
+
+/** The trace of what is being answered is opened when it is there. */
+async function follow(traces) {
+  const mine = traces.find((each) => each.number > state.newest && each.steps);
+  if (box.asking && mine && answer.trace?.number !== mine.number) await openTrace(mine.number);
+}
+
+async function answered(trace) {
+  await look();
+  if (trace !== null && answer.trace?.number !== trace) await openTrace(trace);
+  else if (answer.trace?.number === trace) await showTraceUse();
 }
 
 // Changes
@@ -290,6 +353,11 @@ async function look() {
     else if (!state.document && !before.sizes.documents) await openFirst();
     else if (state.document) await find(state.document.id).then(grow, (error) => gone(state.document, error));
   }
+  await follow(live.traces);
+  if (other.trace) {
+    const beside = live.traces.find((each) => each.number === other.trace.number);
+    await (beside ? other.update(beside.steps, beside.ended) : closeBeside());
+  }
   const mine = live.traces.find((each) => each.number === trace);
   if (answer.trace?.number !== trace) return;
   if (mine) {
@@ -309,7 +377,7 @@ async function keepLooking() {
     const well = document.hidden || (await run(look()));
     const taken = performance.now() - begun;
     if (!well && at("trouble").textContent.startsWith("This page is of")) return;
-    await new Promise((later) => setTimeout(later, Math.max(state.live?.traces.some(running) ? SOON : LATER, 5 * taken)));
+    await new Promise((later) => setTimeout(later, Math.max(box.asking || state.live?.traces.some(running) ? SOON : LATER, 5 * taken)));
   }
 }
 
@@ -337,6 +405,7 @@ function submit(event) {
   const query = at("query").value;
   const place = /^#\s*([\d,]+)$/.exec(query);
   if (!state.document || !query.trim()) return search.close();
+  showTab("details"); // where what is found stands
   if (place) return goToTyped(Number(place[1].replaceAll(",", "")));
   return run(at("mode").value === "model" ? search.model(query) : search.text(query));
 }
@@ -344,15 +413,19 @@ function submit(event) {
 async function start() {
   const where = remembered();
   history.replaceState(null, "", `/${location.hash}`); // without the token
-  listen({ flow, answer, search, select: (number) => run(goTo(state.document.id, number)), closeTrace });
+  listen({ flow, focus, search, select: (number) => run(goTo(state.document.id, number)), closeTrace, help: () => at("help").showModal() });
+  listenToTabs();
+  at("explain").addEventListener("click", () => at("help").showModal());
+  at("help").querySelector("button").addEventListener("click", () => at("help").close());
   at("search").addEventListener("submit", submit);
   at("part").addEventListener("input", () => run(loadDocuments()));
   state.memory = await get("memory");
   at("mode").replaceChildren(...[["text", "as text"], ["model", "by the model"]]
     .slice(0, state.memory.can_ask ? 2 : 1).map(([value, words]) => h("option", { value }, words)));
   allowWrite(state.memory.write_token);
+  if (state.memory.can_ask) box.open(state.memory.name, state.memory.write_token !== null);
   document.title = `${state.memory.url} · memstore`;
-  at("memory").textContent = state.memory.url;
+  at("memory").replaceChildren(h("bdi", { dir: "ltr" }, state.memory.url));
   await Promise.all([loadDocuments(), look()]);
   const [first] = state.documents.documents;
   const chosen = where("document") === null ? first : await find(where("document")).catch(() => first);
@@ -366,8 +439,9 @@ async function start() {
 }
 
 async function sayWhatIsMissing() {
-  const { missing } = await get("text");
+  const { missing, several } = await get("text");
   if (missing) at("memory").append(h("span", { class: "tag", title: missing }, "token ids: no tokenizer"));
+  if (!several) at("among").value = "this"; // this kind of model goes on after one document
 }
 
 await run(start());

@@ -1,5 +1,7 @@
 // The bar beside a document: where the view is, where lit blocks and matches lie; drag it to go elsewhere.
 
+import { ink } from "./attention.js";
+
 const PAGE = 0.9;
 
 export class Strip {
@@ -53,8 +55,7 @@ export class Strip {
     const size = Math.max(18, y(place.bottom) - y(place.top));
     pen.fillRect(0, Math.min(y(place.top), height - size), width, size);
     for (const block of this.matches) bar(block, "--found", 0, width * 0.4, 0.9);
-    const most = Math.max(1e-9, ...this.lit.values());
-    for (const [block, share] of this.lit) bar(block, "--lit", width * 0.4, width, 0.25 + (0.75 * share) / most);
+    for (const [block, share] of this.lit) bar(block, "--lit", width * 0.4, width, 0.25 + 0.75 * ink(share));
   }
 
   drag(event) {

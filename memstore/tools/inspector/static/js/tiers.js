@@ -15,15 +15,16 @@ export function showTiers(answer) {
   const totals = tiers.map((_, tier) => answer.steps.reduce((sum, step) => sum + step.tiers[tier], 0));
   const all = totals.reduce((sum, each) => sum + each, 0);
   const hits = totals[tiers.indexOf("device")] + totals[tiers.indexOf("host")];
-  const stored = all - totals[tiers.indexOf("own")];
+  const fetched = hits + totals[tiers.indexOf("disk")];
   const legend = tiers.map((name, tier) => h("li", {}, h("span", { class: `swatch ${name}` }), name,
-    h("b", {}, all ? `${short((100 * totals[tier]) / all)}%` : "–")));
+    h("b", {}, count(totals[tier]))));
   box.replaceChildren(
-    h("h2", { id: "tiers-title" }, "Tiers and cache"),
+    h("h2", { id: "tiers-title" }, "Fetched from"),
     chart(steps, tiers),
     h("ul", { class: "legend" }, legend),
     h("dl", {},
-      h("dt", {}, "found in the cache"), h("dd", { id: "hits" }, stored ? `${short((100 * hits) / stored)}% of ${count(stored)}` : "–"),
+      h("dt", { title: "Those that a list keeps from the step before are not fetched" }, "fetched blocks found in memory"),
+      h("dd", { id: "hits" }, fetched ? `${short((100 * hits) / fetched)}% of ${count(fetched)}` : all ? "none fetched" : "–"),
       h("dt", {}, "search, a step"), h("dd", {}, `${short(mean(steps, "search_us"))} µs`),
       h("dt", {}, "gather, a step"), h("dd", {}, `${short(mean(steps, "gather_us"))} µs`)),
   );

@@ -1,0 +1,90 @@
+"""The ask box: the routes of ``memstore serve``, for the memory that the page shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from memstore.errors import MemstoreError
+from memstore.readers.conversation import PREFIX, SAID
+from memstore.tools.inspector.words import readable
+from memstore.tools.models import named_model, recorded_name
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from memstore.memory import Memory
+    from memstore.tools.endpoint.app import Endpoint
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+"""What can be asked for; the page has answers of its own to the rest."""
+SESSIONS = 1000
+"""Conversations that a memory may keep, where the page may change it."""
+MOST_TURNS = 40
+
+
+class AskBox:
+    """An ASGI application that answers from a memory and records what each answer used.
+
+    It opens the memory for itself, and loads the model, when something is first asked.
+    """
+
+    def __init__(self, memory: Memory, *, hosts: Iterable[str], allow_write: bool) -> None:
+        """With ``allow_write`` it also goes on with conversations, which the memory keeps."""
+        self._memory, self._hosts, self._sessions = memory, tuple(hosts), SESSIONS if allow_write else 0
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._made: Endpoint | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._endpoint().app(scope, receive, send)
+
+    def close(self) -> None:
+        """Break off what is being answered."""
+        if self._made is not None:
+            self._made.close()
+        self._stack.close()
+
+    def _endpoint(self) -> Endpoint:
+        from memstore.tools.endpoint.app import Endpoint
+        from memstore.tools.endpoint.shelf import Shelf, name_of
+
+        with self._lock:
+            if self._made is None:
+                url = self._memory.url
+                shelf = Shelf(self._stack, model=named_model(self._memory), later={name_of(url): url})
+                self._made = Endpoint(shelf, hosts=self._hosts, sessions=self._sessions, trace=True)
+            return self._made
+
+
+def can_ask(memory: Memory) -> bool:
+    """Whether a model can be asked: the memory says which, or the user has, and it can be opened again."""
+    return recorded_name(memory) is not None and not memory.url.startswith("ram:")
+
+
+def takes_several(memory: Memory) -> bool:
+    """Whether the memory's model sees several documents at a time, as far as is known without loading it."""
+    from memstore.tools.models import chosen_name, kind_named
+
+    try:
+        return bool(kind_named(chosen_name(memory)).reader_class().several)
+    except MemstoreError:  # whoever asks is told why
+        return True
+
+
+def conversations(memory: Memory) -> dict[str, Any]:
+    """The conversations that the memory keeps, and the last that was said in each."""
+    said: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for key, fact in memory.facts()[0].items():
+        session, slash, number = key.removeprefix(SAID).rpartition("/")
+        if key.startswith(SAID) and slash and number.isdecimal() and isinstance(fact, dict):
+            said.setdefault(session, []).append((int(number), fact))
+    told = []
+    for session, turns in said.items():
+        last = [fact for _, fact in sorted(turns, key=lambda turn: turn[0])[-MOST_TURNS:]]
+        shown = [{name: readable(str(fact.get(name, ""))) for name in ("role", "text", "time")} for fact in last]
+        told.append({"session": readable(session), "document": readable(PREFIX + session), "turns": shown})
+    return {"conversations": told}

@@ -1,0 +1,103 @@
+// The ask box: a question, a beginning to go on from, or a chat; answered as it is written.
+
+import { get, stream } from "./api.js";
+import { at, h } from "./dom.js";
+
+export class AskBox {
+  /** `named()` is the document on the page; `begun()` is called when an answer begins, `ended(trace)` when it has ended. */
+  constructor(named, begun, ended, tell) {
+    Object.assign(this, { named, begun, ended, tell });
+    this.stop = null;
+    this.turns = [];
+    at("ask").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.stop) this.stop.abort();
+      else this.ask();
+    });
+    at("question").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      if (!this.stop) at("ask").requestSubmit();
+    });
+    at("question").addEventListener("input", () => grow());
+    at("how").addEventListener("change", () => this.turnTo());
+    at("session").addEventListener("change", () => this.turnTo());
+  }
+
+  /** Let things be asked: of a memory called `name`; `chats` where these may be kept in it. */
+  open(name, chats) {
+    this.name = name;
+    at("ask").hidden = false;
+    if (chats) at("how").append(h("option", { value: "chat" }, "chat"));
+  }
+
+  get asking() {
+    return this.stop !== null;
+  }
+
+  /** Another way to ask was chosen: of a chat, what was said is shown. */
+  async turnTo() {
+    const chat = at("how").value === "chat";
+    at("session").hidden = !chat;
+    at("among").hidden = chat;
+    this.turns = [];
+    if (chat) {
+      const { conversations } = await get("conversations").catch((error) => (this.tell(error), { conversations: [] }));
+      at("sessions").replaceChildren(...conversations.map((each) => h("option", { value: each.session })));
+      this.turns = conversations.find((each) => each.session === at("session").value)?.turns ?? [];
+    }
+    this.show();
+  }
+
+  async ask() {
+    const words = at("question").value;
+    if (!words.trim()) return at("question").focus();
+    const how = at("how").value;
+    const before = how === "chat" ? this.turns : [];
+    const answer = { role: "assistant", text: "" };
+    this.turns = [...before, { role: "user", text: words }, answer];
+    this.stop = new AbortController();
+    at("ask").querySelector("button").textContent = "Stop";
+    this.show("The model is being loaded, or reads the question …");
+    this.begun();
+    let last = {};
+    try {
+      for await (const told of stream(...this.request(how, words), this.stop.signal)) {
+        const [choice] = told.choices;
+        answer.text += choice?.delta?.content ?? choice?.text ?? "";
+        if (told.trace !== undefined) last = told;
+        this.show(answer.text ? "" : "The model reads the question …");
+      }
+      at("question").value = "";
+      grow();
+    } catch (error) {
+      if (error.name !== "AbortError") this.tell(error);
+    } finally {
+      this.stop = null;
+      at("ask").querySelector("button").textContent = "Ask";
+      if (how !== "chat") this.turns = [];
+      this.show();
+      await this.ended(last.trace ?? null);
+    }
+  }
+
+  request(how, words) {
+    const metadata = how === "chat" ? { session: at("session").value || "chat" } : at("among").value === "this" ? { document: this.named() } : {};
+    const asked = { model: this.name, stream: true, metadata };
+    if (how === "raw") return ["/v1/completions", { ...asked, prompt: words }];
+    return ["/v1/chat/completions", { ...asked, messages: [{ role: "user", content: words }] }];
+  }
+
+  show(status = "") {
+    const box = at("asked");
+    box.hidden = !this.turns.length;
+    box.replaceChildren(...this.turns.map((turn) => h("p", { class: turn.role }, turn.text)),
+      ...(status ? [h("p", { class: "facts", role: "status" }, status)] : []));
+    box.scrollTop = box.scrollHeight;
+  }
+}
+
+/** As many lines as were written, up to six. */
+function grow() {
+  at("question").rows = Math.min(6, at("question").value.split("\n").length);
+}
