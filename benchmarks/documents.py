@@ -1,14 +1,18 @@
-"""A question over many short documents, beside the same text in one document.
+"""Many short documents: a question over them beside the same text in one document, and reading them from files.
 
     python benchmarks/documents.py --documents 1000
+    python benchmarks/documents.py --reading 1000 4000 10000
 
-A tiny model with random weights, so that what is measured is the choice, not the model: ``ask`` with two tokens, and
-``search``. The first of each reads what the memory knows of every document; the median of the others is told beside it.
+A tiny model with random weights, so that what is measured is the memory, not the model. The first: ``ask`` with two
+tokens, and ``search``; the first of each reads what the memory knows of every document; the median of the others is
+told beside it. The second: processor time that ``memstore read`` takes for each note of a folder of so many, and the
+seconds and imports of a new process that reads the same folder again, where nothing has changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,25 +26,58 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
 from memstore.eval.resources import hardware
+from memstore.tools.read import read
 from tests.instruct import instruct_model, instruct_tokenizer
+
+TEXT = "Note {0}: the key of house {0} hangs behind beam {0}. "
 
 
 def main() -> None:
     """Run it and print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=1_000)
+    parser.add_argument("--reading", type=int, nargs="+", metavar="NOTES")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    texts = [f"Note {i}: the key of house {i} hangs behind beam {i}. " for i in range(options.documents)]
     with tempfile.TemporaryDirectory() as scratch:
-        many, one = measure(Path(scratch) / "many", texts), measure(Path(scratch) / "one", ["".join(texts)])
+        if options.reading:
+            measure_reading(Path(scratch), options.reading)
+        else:
+            compare(Path(scratch), options.documents)
+    print(hardware())
+
+
+def compare(scratch: Path, documents: int) -> None:
+    """Questions over so many documents, beside one of the same text."""
+    texts = [TEXT.format(i) for i in range(documents)]
+    many, one = measure(scratch / "many", texts), measure(scratch / "one", ["".join(texts)])
     for name in many:
         (first, later), (first_one, later_one) = many[name], one[name]
         print(
-            f"{name:<7}{options.documents:,} documents {first:.3f} s, then {later:.3f} s; one {first_one:.3f} s, then "
+            f"{name:<7}{documents:,} documents {first:.3f} s, then {later:.3f} s; one {first_one:.3f} s, then "
             f"{later_one:.3f} s: {later / later_one:.1f}"
         )
-    print(hardware())
+
+
+def measure_reading(scratch: Path, sizes: list[int]) -> None:
+    """Read folders of so many notes, each into a memory of its own, and again."""
+    model = scratch / "model"
+    instruct_model().save_pretrained(model)
+    instruct_tokenizer().save_pretrained(model)
+    for size in sizes:
+        notes, memory = scratch / f"notes{size}", scratch / f"{size}.mem"
+        notes.mkdir()
+        for i in range(size):
+            (notes / f"{i}.md").write_text(TEXT.format(i))
+        begun = time.process_time()
+        read([str(notes)], str(memory), model=str(model), block_size=16, json=True)
+        each = (time.process_time() - begun) / size
+        command = [sys.executable, "-X", "importtime", "-m", "memstore", "read", str(notes), str(memory)]
+        begun = time.perf_counter()
+        again = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds = time.perf_counter() - begun
+        loaded = "with" if "| torch\n" in again.stderr else "without"
+        print(f"{size:,} notes: {1000 * each:.2f} ms of processor time each; again {seconds:.1f} s, {loaded} PyTorch")
 
 
 def measure(memory: Path, texts: list[str]) -> dict[str, tuple[float, float]]:

@@ -57,8 +57,10 @@ def _put_homes(batch: Batch, home: Home, number: int, of: Places) -> None:
         put_home(batch, of.node, of.number)
 
 
-def forking(shared: Shared, of: int | None, state: DocumentState, name: str, blocks: int, number: int) -> Batch:
-    """What makes document ``number``, which begins with the first ``blocks`` blocks of the document ``of``.
+def forking(
+    shared: Shared, of: int | None, state: DocumentState, name: str, blocks: int, number: int
+) -> tuple[Batch, DocumentState]:
+    """What makes document ``number``, which begins with the first ``blocks`` blocks of ``of``, and its state then.
 
     Only the incomplete last block, if it is among them, is copied. Raises ``DamagedError`` and ``NotFound``.
     """
@@ -81,7 +83,7 @@ def forking(shared: Shared, of: int | None, state: DocumentState, name: str, blo
     if blocks > whole:
         _copy_block(batch, shared, parent, places, whole, fork.tokens - whole * size)
     batch.put(places.entry, fork.to_record())
-    return batch
+    return batch, fork
 
 
 def _copy_block(batch: Batch, shared: Shared, parent: Places, places: Places, block: int, tokens: int) -> None:

@@ -227,7 +227,7 @@ class Document:
             batch, after = truncation(self._shared, self._handle.id, before, n_blocks, fresh)
             if after.home == fresh:
                 batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
-            self._shared.store.write(batch)
+            self._write(batch, self._handle.id, after)
         for view in self.views():
             if view.index:
                 view.index.cut(before, after)
@@ -248,9 +248,9 @@ class Document:
             if child.id is not None:
                 raise InvalidArgument(f"there is a document {name!r} already; choose another name, or forget it first.")
             number = self._shared.next_document()
-            batch = forking(self._shared, self._handle.id, state, name, blocks, number)
+            batch, fork = forking(self._shared, self._handle.id, state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.store.write(batch)
+            self._write(batch, number, fork)
         return child
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
@@ -268,7 +268,7 @@ class Document:
             batch = Batch()
             batch.put(Address(number).entry, state.to_record())
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.store.write(batch)
+            self._write(batch, number, state)
 
     def pass_over(self, blocks: int) -> None:
         """Go on ``blocks`` blocks later: those between are dropped ones, as in a document that this one is copied from.
@@ -281,8 +281,9 @@ class Document:
             if places is None or state.tokens % self._shared.spec.block_size:
                 raise InvalidArgument(f"document {self.name!r} does not end with a complete block.")
             batch = Batch()
-            batch.put(places.entry, state.passed_over(blocks, self._shared.spec.block_size).to_record())
-            self._shared.store.write(batch)
+            after = state.passed_over(blocks, self._shared.spec.block_size)
+            batch.put(places.entry, after.to_record())
+            self._write(batch, places.number, after)
 
     def located(self) -> tuple[DocumentState, Places | None]:
         """Its entry, and where its blocks lie; None before its first append."""
@@ -345,8 +346,17 @@ class Document:
             batch = append.compose(number, self._read_tokens(now, last))
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.retention.write(batch, number, Deleting(self._shared, {number: append.after}).forget)
+            with self._shared.catalog.committing() as changed:
+                forget = Deleting(self._shared, {number: append.after}).forget
+                self._shared.retention.write(batch, number, forget)
+                changed[number] = append.after
             self._handle.committed(number, append.after)
+
+    def _write(self, batch: Batch, number: int, after: DocumentState) -> None:
+        """Commit ``batch``, which makes ``after`` the entry of document ``number``."""
+        with self._shared.catalog.committing() as changed:
+            self._shared.store.write(batch)
+            changed[number] = after
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ from memstore.memory.entry import HASH_BYTES, DocumentState
 from memstore.memory.places import Places
 from memstore.memory.spec import Fingerprint, MemorySpec
 from memstore.store.contract import Bytes
+
+MOST_HELD = 64 << 20
+"""Bytes of histories that are held, so that texts are compared with documents that were compared before."""
 
 if TYPE_CHECKING:  # no tensors are imported here: the child process of `verify` starts in a tenth of the time
     from torch import nn
@@ -104,39 +107,109 @@ def digest_at(history: Runs, places: Places, state: DocumentState, block: int, s
     return hash_before(history, places, state, block, spec.fingerprint).hex()
 
 
-def agreeing(history: Runs, places: Places, state: DocumentState, hashes: Bytes, least: int, size: int) -> int:
-    """How many first blocks have the history that ``hashes [n, HASH_BYTES]`` say, if more than ``least``; else 0.
-
-    ``size`` is the number of tokens in a block. Raises ``DamagedError``.
-    """
-    if state.digest is None or state.first:
-        return 0
-
-    def differs(block: int) -> bool:
-        return _row(history, places, block) != bytes(hashes[block])
-
-    most = min(len(hashes), state.tokens // size)
-    if least >= most or differs(least):  # most documents have nothing in common with the text: one look at each
-        return 0
-    return bisect_left(range(most), True, least, most, key=differs)
-
-
-# Documents whose first blocks have left, or that have no digest, are not found for reuse.
-def known_prefix(
-    candidates: Iterable[tuple[DocumentState, Places]], history: Runs, hashes: Bytes, size: int
-) -> tuple[str, int] | None:
-    """The document, by name, that has most blocks of the history ``hashes``, and how many; None if none has any."""
-    found: tuple[str, int] | None = None
-    for state, places in candidates:
-        try:
-            count = agreeing(history, places, state, hashes, found[1] if found else 0, size)
-        except DamagedError:
-            continue  # verify names it; here it only means that nothing of this document is used
-        if count:
-            found = state.name, count
-    return found
-
-
 def _row(history: Runs, places: Places, block: int) -> bytes:
     ((_, row),) = history.read(places, range(block, block + 1))
     return row.numpy().tobytes()
+
+
+class Beginnings:
+    """The documents of a store in the order of their histories: one that begins as a text does stands beside it.
+
+    So a text is compared with a few documents, however many there are: with none where no other has its first block,
+    else with those that a search by halves meets. Documents whose first blocks have left, or that have no digest, are
+    not among them.
+    """
+
+    def __init__(
+        self,
+        state: Callable[[int], DocumentState | None],
+        places: Callable[[int, DocumentState], Places],
+    ) -> None:
+        """``state`` and ``places`` are those of a document as it is now."""
+        self._state, self._places = state, places
+        self._changed: dict[int, None] = {}
+        self._first: dict[int, bytes] = {}
+        self._groups: dict[bytes, list[int]] = {}
+        """Hash of the first block -> documents that begin with it, in the order of their histories."""
+        self._held: dict[int, bytes] = {}
+        """Histories that were read, of documents that others begin like."""
+
+    def changed(self, documents: Iterable[int]) -> None:
+        """These documents are new, others than they were, or gone."""
+        self._changed.update(dict.fromkeys(documents))
+
+    def find(self, history: Runs, hashes: Bytes, size: int) -> tuple[int, int] | None:
+        """A document that has most first blocks of the history ``hashes [n, HASH_BYTES]``, and how many.
+
+        None where none has the first. ``size`` is the number of tokens in a block; damaged documents are left out.
+        """
+        for document in self._changed:
+            self._remove(document)
+        while self._changed:
+            self._add(self._changed.popitem()[0], history, size)
+        text = hashes.tobytes()
+        group = self._groups.get(text[:HASH_BYTES], [])
+        count, document = self._place(group, text, history, size)[1]
+        return (-document, count) if count else None
+
+    def _add(self, document: int, history: Runs, size: int) -> None:
+        try:
+            state = self._state(document)
+            if state is None or state.digest is None or state.first or state.tokens < size:
+                return
+            one = state.tokens < 2 * size
+            first = bytes.fromhex(state.digest) if one else _row(history, self._places(document, state), 0)
+            group = self._groups.setdefault(first, [])
+            if group:
+                group.insert(self._place(group, self._history(document, history, size), history, size)[0], document)
+            else:
+                group.append(document)
+        except DamagedError:
+            return  # verify names it; here it only means that nothing of this document is used
+        self._first[document] = first
+
+    def _remove(self, document: int) -> None:
+        self._held.pop(document, None)
+        first = self._first.pop(document, None)
+        if first is not None:
+            self._groups[first].remove(document)
+            if not self._groups[first]:
+                del self._groups[first]
+
+    def _place(self, group: list[int], text: bytes, history: Runs, size: int) -> tuple[int, tuple[int, int]]:
+        """Where the history ``text`` stands in ``group``; and the most blocks that any has, and minus that document."""
+        low, high, best = 0, len(group), (0, 0)
+        while low < high:
+            middle = (low + high) // 2
+            document = group[middle]
+            try:
+                other = self._history(document, history, size)
+            except DamagedError:
+                self._remove(document)
+                high -= 1
+                continue
+            count = _agreeing(text, other)
+            best = max(best, (count, -document))
+            stop = (count + 1) * HASH_BYTES
+            low, high = (middle + 1, high) if other[:stop] < text[:stop] else (low, middle)
+        return low, best
+
+    def _history(self, document: int, history: Runs, size: int) -> bytes:
+        """The hashes of all complete blocks of a document, one after the other. Raises ``DamagedError``."""
+        if document not in self._held:
+            if sum(map(len, self._held.values())) > MOST_HELD:
+                self._held.clear()
+            state = self._state(document) or DocumentState(name="")
+            parts = history.read(self._places(document, state), range(state.tokens // size))
+            self._held[document] = b"".join(rows.numpy().tobytes() for _, rows in parts)
+        return self._held[document]
+
+
+def _agreeing(one: bytes, other: bytes) -> int:
+    """How many first blocks two histories have in common: each hash says everything before it."""
+
+    def differs(block: int) -> bool:
+        part = slice(block * HASH_BYTES, (block + 1) * HASH_BYTES)
+        return one[part] != other[part]
+
+    return bisect_left(range(min(len(one), len(other)) // HASH_BYTES), True, key=differs)

@@ -20,7 +20,7 @@ from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.history import beginning, chain, known_prefix
+from memstore.memory.history import beginning, chain
 from memstore.memory.repair import Repair, Repaired
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.shared import NamedValues, Shared, not_found
@@ -160,8 +160,9 @@ class Memory:
             number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
-            self._shared.store.write(Deleting(self._shared).forget([number]))
-            self._shared.catalog.remove([number])
+            with self._shared.catalog.committing() as changed:
+                self._shared.store.write(Deleting(self._shared).forget([number]))
+                changed[number] = None
             self._sweep()
         with self._lock:
             document = self._documents.pop(name, None)
@@ -183,10 +184,9 @@ class Memory:
         ids, size = as_tokens(tokens), self.spec.block_size
         full = len(ids) // size
         hashes = chain(beginning(self.spec.fingerprint, reading), byte_rows(ids[: full * size].view(full, size)))
-        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
-        candidates = [(state, self._shared.places(number, state)) for number, state in states if state is not None]
-        found = known_prefix(candidates, self._shared.history, hashes, size)
-        return None if found is None else (self._document(found[0]), found[1])
+        found = self._shared.catalog.beginnings().find(self._shared.history, hashes, size) if full else None
+        state = None if found is None else self._shared.state(found[0])
+        return None if found is None or state is None else (self._document(state.name), found[1])
 
     def limit(self, max_bytes: int | None, when_full: WhenFull | None = None) -> None:
         """Set the most that the values may take, in bytes as ``stats`` tells them in ``used_bytes``; None: no limit.

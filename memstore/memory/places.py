@@ -10,13 +10,11 @@ homes, read when something is to be deleted (``usage.py``).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
-from memstore.memory.entry import BRANCH, NAMED, Address, DocumentState, stored_state
+from memstore.memory.entry import BRANCH, Address, DocumentState
 from memstore.store.contract import MAX_DOCUMENT, Batch, BlockStore, Key, Record, Table
 from memstore.stored import fit
 
@@ -248,113 +246,3 @@ def merged(parts: Iterable[range]) -> list[range]:
         else:
             found.append(part)
     return found
-
-
-_catalogs: WeakKeyDictionary[BlockStore, ref[Catalog]] = WeakKeyDictionary()  # which refer to their stores
-_guard = threading.Lock()
-
-
-class Catalog:
-    """Names and numbers of the documents of one store. Safe to use from several threads.
-
-    Entries are stored by number. To read all of them for every name would make each append to a new document as slow as
-    there are documents, so an open store remembers what it has read. Three facts keep that true whoever else writes:
-    numbers only grow, so a new document has a number behind all that were looked at; a document keeps its name; and a
-    name that is found is read again in its entry before it is used, so one that was forgotten is noticed. Only a repair
-    makes documents of numbers that were looked at before; it calls ``clear``.
-    """
-
-    def __init__(self, store: BlockStore, url: str) -> None:
-        self._store = store
-        self._url = url
-        self._lock = threading.RLock()
-        self.clear()
-
-    def clear(self) -> None:
-        """Know nothing any more."""
-        with self._lock:
-            self._names: dict[int, str] = {}
-            self._numbers: dict[str, int] = {}
-            self.homes = Homes(self._store)
-            """Where documents have blocks that they share."""
-            self.listing: set[int] = set()
-            """Documents of which only their entry says where their blocks lie: see ``DocumentState.spans``."""
-            self._next = 0
-            """Documents below this number were looked at."""
-
-    def find(self, name: str) -> int | None:
-        """The number of the document ``name``; None if there is none. Raises ``DamagedError``."""
-        with self._lock:
-            number = self._numbers.get(name)
-            if number is not None:
-                state = stored_state(self._store, number)
-                if state is not None and state.name == name:
-                    return number
-                self.remove([number])
-            self._read_new()
-            return self._numbers.get(name)
-
-    def names(self) -> dict[int, str]:
-        """Number -> name of every document, in the order they were made. Raises ``DamagedError``."""
-        with self._lock:
-            self._read_new()
-            numbers = self.numbers(0)
-            for number in numbers:
-                if number not in self._names:  # a repair has made it
-                    self._add(number, self._store.get(Address(number).entry))
-            self.remove(self._names.keys() - set(numbers))
-            return {number: self._names[number] for number in numbers if number in self._names}
-
-    def known(self) -> Collection[int]:
-        """Numbers of the documents as a writer knows them: nobody else writes, so what it forgets is all that goes."""
-        with self._lock:
-            self._read_new()
-            return set(self._names)
-
-    def numbers(self, first: int) -> list[int]:
-        """Numbers of the documents from ``first`` on, as they are stored now. Raises ``DamagedError``."""
-        keys = self._store.keys(Address(first).entry, Address(MAX_DOCUMENT).entry)
-        return [self._number(key) for key in keys]
-
-    def _number(self, key: Key) -> int:
-        if key.layer or key.item:
-            # A look for the document would not find it, and say that there is none.
-            raise DamagedError(
-                f"memory {self._url}: the entry of document {key.document} lies under a damaged key; run verify"
-            )
-        return key.document
-
-    def remove(self, numbers: Collection[int]) -> None:
-        """Note that documents were forgotten."""
-        with self._lock:
-            for number in list(numbers):
-                name = self._names.pop(number, None)
-                self.listing.discard(number)
-                # Another document may have the name by now.
-                if name is not None and self._numbers.get(name) == number:
-                    del self._numbers[name]
-
-    def _read_new(self) -> None:
-        for key, records in self._store.walk(Address(self._next).entry, Address(MAX_DOCUMENT).entry):
-            self._add(self._number(key), records)
-            self._next = key.document + 1
-
-    def _add(self, number: int, records: Sequence[Record] | None) -> None:
-        if records:
-            # Whoever uses the document checks the rest of its entry.
-            entry = fit(records[0].to_json(), NAMED, "the entry of a document")
-            self._names[number] = entry["name"]
-            self._numbers[entry["name"]] = number
-            if entry.get("spans") or (entry.get("home") is not None and entry.get("branch") is None):
-                self.listing.add(number)
-
-
-def catalog_of(store: BlockStore, url: str) -> Catalog:
-    """The catalog of ``store``: one for all memories on it, so that what one forgets no other has to notice."""
-    with _guard:
-        there = _catalogs.get(store)
-        catalog = None if there is None else there()
-        if catalog is None:
-            catalog = Catalog(store, url)
-            _catalogs[store] = ref(catalog)
-        return catalog

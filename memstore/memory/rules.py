@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
-from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, stored_state
-from memstore.memory.places import Catalog
+from memstore.memory.catalog import Catalog
+from memstore.memory.entry import KEEPING, LONGEST_NAME, Address
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
 from memstore.store.records import Misplaced
 from memstore.stored import Check, array, check_whole, fit, maybe, members, number, row, table, text, whole
@@ -300,19 +300,22 @@ class Retention:
         if document is None or rules.expires or reads:
             batch.put(KEEPING, rules.only(rest if document is None else {*rest, document}).to_record())
         try:
-            if document is None or rules.max_bytes is None or forget is None:
-                self._store.write(batch)
-            else:
-                self._write_within(rules.max_bytes, batch, rules.victims(rest, document), forget)
+            with self._catalog.committing() as changed:
+                if document is None or rules.max_bytes is None or forget is None:
+                    self._store.write(batch)
+                    evicted = []
+                else:
+                    evicted = self._write_within(rules.max_bytes, batch, rules.victims(rest, document), forget)
+                changed.update(dict.fromkeys([*overdue, *evicted]))
         except BaseException:
             self._cache.give_back(reads)
             raise
-        self._catalog.remove(overdue)
         self.expired += len(names)
         self._tell(names, _OVER)
         return names
 
-    def _write_within(self, max_bytes: int, batch: Batch, victims: list[int], forget: Forget) -> None:
+    def _write_within(self, max_bytes: int, batch: Batch, victims: list[int], forget: Forget) -> list[int]:
+        """The documents that had to go."""
         names: list[str] = []
 
         def evictions() -> Iterator[Batch]:
@@ -321,13 +324,13 @@ class Retention:
                 yield forget([victim])
 
         evicted = self._store.write_within(batch, max_bytes, evictions())
-        self._catalog.remove(victims[:evicted])
         self.evicted += evicted
         self._tell(names[:evicted], _NO_ROOM)
+        return victims[:evicted]
 
     def _name(self, document: int) -> str:
         try:
-            state = stored_state(self._store, document)
+            state = self._catalog.state(document)
         except MemstoreError:  # damaged: it can go all the same
             state = None
         return f"number {document}" if state is None else state.name

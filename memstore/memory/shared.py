@@ -21,6 +21,7 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import IndexCapabilities, VectorIndex, lies_on_devices, open_index
+from memstore.memory.catalog import Catalog, catalog_of
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -31,7 +32,7 @@ from memstore.memory.entry import (
 )
 from memstore.memory.index_files import IndexFiles, folder_of
 from memstore.memory.pipeline import background_workers
-from memstore.memory.places import Catalog, Homes, Places, catalog_of
+from memstore.memory.places import Homes, Places
 from memstore.memory.rules import Retention
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.memory.tensors import TORCH_DTYPES, HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
@@ -106,7 +107,7 @@ class Shared:
 
     def places(self, number: int, state: DocumentState) -> Places:
         """Where the blocks of a document lie. Raises ``DamagedError``."""
-        return Places(number, state, self.catalog.homes.of(number, state))
+        return self.catalog.places(number, state)
 
     @property
     def block_layouts(self) -> list[Layout]:
@@ -153,8 +154,9 @@ class Shared:
 
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
-        for _ in range(2):  # between the two looks a writer may have forgotten it, and its bytes with it
-            state = stored_state(self.store, document)
+        # Between the two looks a writer may have forgotten it, and its bytes with it.
+        for look in (self.catalog.state, partial(stored_state, self.store)):
+            state = look(document)
             if state is None or self._room.holds(state):
                 return state
         assert state is not None
@@ -334,7 +336,8 @@ class NamedValues:
                         "so their states do not go together. Copy to a new memory."
                     )
             if batch.puts:
-                self._shared.store.write(batch)
+                with self._shared.catalog.committing():
+                    self._shared.store.write(batch)
 
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         if not isinstance(name, str) or not name:
@@ -347,7 +350,8 @@ class NamedValues:
             found = self._find(kind, name)
             batch = Batch()
             batch.put(Key(Table.META, item=self._next) if found is None else found[0], head, *records)
-            self._shared.store.write(batch)
+            with self._shared.catalog.committing():
+                self._shared.store.write(batch)
 
     def _find(self, kind: str, name: str) -> tuple[Key, tuple[Record, ...]] | None:
         self._read_new()

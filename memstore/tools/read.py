@@ -433,8 +433,8 @@ def _common(reader: Reader, name: str, ids: Sequence[int]) -> int:
     """How many tokens of a text its document holds already."""
     import torch
 
-    held = {document.name: document for document in reader.memory.documents()}.get(name)
-    if held is None or not len(held) or held.blocks.start:
+    held = reader.memory.document(name)  # not all of them: a folder has thousands of new files
+    if not len(held) or held.blocks.start:
         return 0
     stored = held.tokens()
     length = min(len(stored), len(ids))

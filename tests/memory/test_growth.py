@@ -33,7 +33,7 @@ class Reads:
 @contextmanager
 def counted(memory: Memory) -> Iterator[Reads]:
     store, reads = memory._shared.store, Reads()
-    get, keys = store.get, store.keys
+    get, keys, walk, read, gather = store.get, store.keys, store.walk, store.read, store.gather
 
     def count(read: Callable[..., object], n: Callable[[object], int]) -> Callable[..., object]:
         def counting(*arguments: object) -> object:
@@ -43,9 +43,19 @@ def counted(memory: Memory) -> Iterator[Reads]:
 
         return counting
 
+    def rows(of: Callable[..., object]) -> Callable[..., object]:
+        def counting(wanted: list[object], *arguments: object) -> object:
+            reads.count += len(wanted)
+            return of(wanted, *arguments)
+
+        return counting
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "get", count(get, lambda _: 1))
         patch.setattr(store, "keys", count(keys, len))  # type: ignore[arg-type]  # a list
+        patch.setattr(store, "walk", count(lambda *ends: list(walk(*ends)), len))  # type: ignore[arg-type]
+        patch.setattr(store, "read", rows(read))
+        patch.setattr(store, "gather", rows(gather))
         yield reads
 
 
@@ -62,6 +72,50 @@ def test_an_append_to_a_new_document_reads_as_little_whatever_there_is(memory: M
             append(memory.document(f"new, after {documents}"), TEXT)
         reads.append(counts.count)
     assert reads[1] <= reads[0]
+
+
+@pytest.mark.parametrize("alike", [0, 3], ids=["of their own", "with the same beginning"])
+def test_a_text_is_looked_for_and_kept_with_as_few_reads_whatever_there_is(memory: Memory, alike: int) -> None:
+    """As ``memstore read`` does for each file of a folder."""
+
+    def keep(number: int) -> None:
+        text = torch.cat([LONG[: alike * S], random_tokens(2 * S, seed=number + 1)])
+        document = memory.document(f"note {number}")
+        assert document.reuse(text) == (alike * S if number else 0)
+        append(document, text[len(document) :])
+        memory.put_info(f"file/{number}", number)
+
+    reads, number = [], 0
+    for documents in (8, 64):
+        while number < documents:
+            keep(number)
+            number += 1
+        with counted(memory) as counts:
+            for _ in range(4):
+                keep(number)
+                number += 1
+        reads.append(counts.count)
+    # Where many begin alike, the place among them is found by halves: three looks more for eight times as many.
+    assert reads[1] <= reads[0] + (4 * 3 * 4 if alike else 0)
+
+
+def test_what_is_known_of_documents_holds_after_any_commit(memory: Memory) -> None:
+    """Of this memory, of another one on the same store, and one that nobody told of."""
+    append(memory.document("a"), TEXT)
+    state = memory.document("a")._handle.current()
+    assert memory.known(TEXT) == (memory.document("a"), 2)
+    batch = Batch()
+    batch.put(Address(memory.document("a").id or 0).entry, replace(state, digest=None, edits=7).to_record())
+    memory._shared.store.write(batch)
+    assert memory.known(TEXT) is None
+    assert memory.document("a").located()[0].edits == 7
+    memory.put_info("fact", 1)
+    memory.document("a").truncate(0)
+    append(memory.document("a"), LONG[: 3 * S])
+    assert memory.known(LONG) == (memory.document("a"), 3)
+    memory.forget("a")
+    assert memory.known(LONG) is None
+    assert memory.documents() == []
 
 
 def test_names_are_right_beside_a_writer_in_another_memory(tmp_path: Path) -> None:

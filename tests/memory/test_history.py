@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,47 @@ def test_the_longest_known_beginning_is_found(memory: Memory) -> None:
         assert found[1] == expected
     assert memory.known(TEXT[: S - 1]) is None
     assert memory.known(TEXT[1:]) is None
+
+
+def test_what_is_found_is_what_a_comparison_with_every_document_finds(memory: Memory) -> None:
+    rng = random.Random(2026)
+    texts: dict[str, list[int]] = {}
+
+    def begun() -> list[int]:
+        """Few first blocks, so that many begin alike, one or none of them like all of another."""
+        return [token for _ in range(rng.randrange(6)) for token in [rng.randrange(2)] * S] + [3] * rng.randrange(S)
+
+    for step in range(120):
+        name = f"d{rng.randrange(20)}"
+        match rng.randrange(5):
+            case 0 if name in texts:
+                memory.forget(name)
+                del texts[name]
+            case 1 if name in texts:
+                memory.document(name).truncate(1)
+                texts[name] = texts[name][:S]
+            case 2 if name in texts and f"f{step}" not in texts:
+                memory.document(name).fork(f"f{step}")
+                texts[f"f{step}"] = [*texts[name]]
+            case _:
+                if more := begun():
+                    append(memory.document(name), torch.tensor(more))
+                    texts[name] = [*texts.get(name, []), *more]
+        wanted = begun()
+        counts = {name: _common_blocks(text, wanted) for name, text in texts.items()}
+        most, found = max(counts.values(), default=0), memory.known(torch.tensor(wanted, dtype=torch.int64))
+        if not most:
+            assert found is None
+        else:
+            assert found is not None
+            assert found[1] == most
+            assert counts[found[0].name] == most
+    assert memory.verify() == []
+
+
+def _common_blocks(one: list[int], other: list[int]) -> int:
+    tokens = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return tokens // S
 
 
 def test_a_new_document_reuses_what_is_known_and_goes_on(memory: Memory) -> None:

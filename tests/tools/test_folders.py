@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import memstore
+from memstore.store import LmdbStore
 from memstore.tools import read as verb
 from memstore.tools.files import find
 from memstore.tools.filters import parse_since, time_of
@@ -70,6 +72,44 @@ def test_each_file_of_a_folder_is_a_document_by_its_path(memory_path: Path) -> N
     assert sorted(read) == ["notes/bakery.md", "notes/page.html", "notes/script.py", "notes/trips/ferry.txt"]
     assert read["notes/bakery.md"] == NOTES["bakery.md"]
     assert read["notes/page.html"].strip() == "Dogs & bikes\nfree"
+
+
+def test_a_file_takes_as_many_reads_of_the_memory_whatever_else_there_is(
+    cli: Cli, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, reads = tmp_path / "many", 0
+    folder.mkdir()
+
+    def counting(of: Any, rows: Callable[[Any, Any], int]) -> Any:
+        def count(store: Any, *arguments: Any) -> Any:
+            nonlocal reads
+            found = of(store, *arguments)
+            found = list(found) if of is LmdbStore.walk else found
+            reads += rows(found, arguments)
+            return found
+
+        return count
+
+    for name, rows in (("get", lambda *_: 1), ("keys", lambda found, _: len(found)), ("walk", lambda *_: 1)):
+        monkeypatch.setattr(LmdbStore, name, counting(getattr(LmdbStore, name), rows))
+    for name in ("read", "gather"):
+        monkeypatch.setattr(LmdbStore, name, counting(getattr(LmdbStore, name), lambda _, given: len(given[0])))
+
+    def spent(files: int) -> int:
+        """Reads of a run that finds so many files, of which those that are new are read."""
+        nonlocal reads
+        for number in range(len(list(folder.iterdir())), files):
+            (folder / f"{number}.txt").write_text(f"Note {number} of many that say nothing.")
+        reads = 0
+        done = cli("read", folder, tmp_path / "m", "--model", model_folder, "--block-size", 16, "--json")
+        assert done.json["new_tokens"] > 0
+        return reads
+
+    spent(5)
+    ten_of_few = -spent(6) + spent(16)
+    spent(55)
+    ten_of_many = -spent(56) + spent(66)
+    assert ten_of_many <= ten_of_few
 
 
 def test_what_is_as_it_was_is_not_read_and_no_model_is_loaded(
