@@ -420,9 +420,14 @@ def _spec(
     )
 
 
+def usual_routing_layer(layers: int) -> int:
+    """The layer that chooses blocks for all ``layers`` of a model, unless it is told otherwise."""
+    return min(layers - 1, max(1, round(layers * ROUTING_DEPTH)))
+
+
 def _routing_layers(layers: int, retrieval: Retrieval, asked: tuple[int, ...] | None) -> tuple[int, ...]:
     if asked is None:
-        early = min(layers - 1, max(1, round(layers * ROUTING_DEPTH)))
+        early = usual_routing_layer(layers)
         asked = (early,) if retrieval.passes == 1 else tuple(sorted({early, layers // 2}))
     if not asked or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
         raise InvalidArgument(f"routing_layers must be ascending layer numbers from 0 to {layers - 1}, got {asked}")
