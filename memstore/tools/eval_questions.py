@@ -1,4 +1,4 @@
-"""``memstore eval squad``, ``hotpotqa`` and ``facts``: is what an answer needs among the blocks that are found?"""
+"""``memstore eval squad``, ``hotpotqa``, ``facts`` and ``lookalikes``: is what an answer needs among the blocks that are found?"""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ WordsFactor = Annotated[
     float,
     typer.Option("--words", min=0, help="How much words count beside the states: 0 not at all."),
 ]
+Window = Annotated[
+    int | None, typer.Option(min=64, help="Tokens that are seen right before a segment while the text is read.")
+]
 Answers = Annotated[
     int | None,
     typer.Option(
@@ -72,6 +75,7 @@ class QuestionSetting:
     answers: Answers = None
     words: WordsFactor = 2.0
     router: RouterFile = None
+    window: Window = None
     baselines: Baselines = True
     dtype: Dtype = "auto"
     threads: Threads = None
@@ -105,7 +109,7 @@ class QuestionSetting:
                 tokenizer=tokenizer,
                 retrieval=memstore.Retrieval(words=self.words),
                 router=self.router,
-                routing_layers=None if layer is None else (layer,),
+                **self._reading(layer),
             ) as reader,
         ):
             read = reader.read(pool.tokens, progress=show)
@@ -131,6 +135,7 @@ class QuestionSetting:
             "half": self.half,
             "words": self.words,
             "router": self.router,
+            "window": reader.window,
             "questions": sum(map(len, asked.values())),
             "paragraphs": len(sets[0].paragraphs),
             "tokens": len(pool.tokens),
@@ -140,6 +145,10 @@ class QuestionSetting:
             "answers": answered,
         }
         return Report(data=data, text=lambda page: _show(page, data))
+
+    def _reading(self, layer: int | None) -> dict[str, Any]:
+        wanted = {"routing_layers": None if layer is None else (layer,), "window": self.window}
+        return {name: value for name, value in wanted.items() if value is not None}
 
     def _with_memory(self, reader: Reader, asked: dict[str, list[Question]]) -> list[dict[str, Any]]:
         from memstore.eval.questions.answers import answers
@@ -256,6 +265,25 @@ def facts(setting: QuestionSetting) -> Report:
     from memstore.eval.questions import facts as source
 
     return setting.measure("facts", lambda: [source.load(way) for way in source.WAYS])
+
+
+@taking(QuestionSetting)
+def lookalikes(setting: QuestionSetting) -> Report:
+    """Hide sentences that differ in two words, and ask for one of them: is the answer that of another?
+
+    Eight forms of eight sentences each are memstore's own, the manual is Python's language reference (8,500 tokens in
+    all). Their blocks are easily found; what counts is what a model answers, so say how many questions are answered.
+    Without a window in which the names of a sentence are bound while it is read, a model takes one for another.
+
+    Example:
+
+        memstore eval lookalikes --model qwen2.5-0.5b-instruct.gguf --answers 40 --no-baselines
+
+    In Python: memstore.eval.questions.answers.
+    """
+    from memstore.eval.questions import lookalikes as source
+
+    return setting.measure("lookalikes", lambda: [source.load()])
 
 
 def _numbers(text: str) -> list[int]:

@@ -115,11 +115,11 @@ def load(way: str = "other", manual: str | None = None) -> QuestionSet:
     """
     if way not in WAYS:
         raise InvalidArgument(f"facts are asked in their {', '.join(WAYS[:-1])} or {WAYS[-1]} words, not {way!r}")
-    paragraphs = _paragraphs(_reference() if manual is None else manual)
-    places = sorted(random.Random(0).sample(range(len(paragraphs)), len(FACTS)))
+    text = paragraphs(reference(CHARACTERS) if manual is None else manual, PARAGRAPH)
+    places = sorted(random.Random(0).sample(range(len(text)), len(FACTS)))
     pool, questions = list[str](), list[Question]()
     facts = dict(zip(places, FACTS, strict=True))
-    for number, paragraph in enumerate(paragraphs):
+    for number, paragraph in enumerate(text):
         pool.append(paragraph)
         if number in facts:
             fact = facts[number]
@@ -130,20 +130,21 @@ def load(way: str = "other", manual: str | None = None) -> QuestionSet:
     return QuestionSet(f"facts-{way}", SOURCE, tuple(pool), tuple(questions))
 
 
-def _paragraphs(text: str) -> list[str]:
-    """The text in pieces of whole lines, each of ``PARAGRAPH`` characters or a little more."""
+def paragraphs(text: str, characters: int) -> list[str]:
+    """The text in pieces of whole lines, each of ``characters`` or a little more."""
     pieces, piece = list[str](), ""
     for line in text.splitlines(keepends=True):
         piece += line
-        if len(piece) >= PARAGRAPH:
+        if len(piece) >= characters:
             pieces.append(piece.strip("\n"))
             piece = ""
     return pieces
 
 
-def _reference() -> str:
+def reference(characters: int) -> str:
+    """The beginning of Python's language reference. Raises ``NotFound`` where this Python has none."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions of Python leave it out
         raise NotFound("this Python lacks its language reference, pydoc_data; use another one") from None
-    return "\n".join(str(topics[name]) for name in sorted(topics, reverse=True))[:CHARACTERS]
+    return "\n".join(str(topics[name]) for name in sorted(topics, reverse=True))[:characters]

@@ -1,0 +1,119 @@
+"""Look-alikes: eight sentences of one form hidden in a manual, which differ in two words; one is asked for.
+
+The right block is easily among those that are found, and so are the wrong ones: what is measured is whether the model
+takes the answer from the right one. All sentences of a form are in the same half.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memstore.eval.questions.facts import paragraphs, reference
+from memstore.eval.questions.sets import Question, QuestionSet
+
+SOURCE = "look-alikes of memstore's own in Python's language reference (PSF licence)"
+CHARACTERS = 32_000
+"""Of the manual: with the sentences about 8,500 tokens."""
+PARAGRAPH = 300
+"""Characters between two sentences, at least."""
+
+
+class Form(NamedTuple):
+    """A sentence and a question with gaps, and what goes into them: who is asked for, and the answer."""
+
+    name: str
+    sentence: str
+    question: str
+    pairs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class LookAlike(Question):
+    """A question about one of several sentences that look alike: in the half of all of them."""
+
+    @property
+    def _hashed(self) -> str:
+        return self.id.partition("/")[0]  # the form
+
+
+FORMS = (
+    Form(
+        "masters",
+        "The name of the harbour master of Port {} is {}.",
+        "What is the name of the harbour master of Port {}?",
+        {"Salter": "Margaret", "Brine": "Tobias", "Hollow": "Eleanor", "Marrow": "Frederick", "Quill": "Beatrice",
+         "Ember": "Leopold", "Thistle": "Harriet", "Wending": "Dominic"},
+    ),
+    Form(
+        "lockers",
+        "The number of the locker of {} is {}.",
+        "What is the number of the locker of {}?",
+        {"Agnes": "4187", "Bruno": "2953", "Cecil": "7614", "Dagmar": "3380", "Edwin": "9026", "Flora": "5741",
+         "Gustav": "1868", "Hilda": "6295"},
+    ),
+    Form(
+        "dogs",
+        "The dog of Mrs. {} is called {}.",
+        "What is the dog of Mrs. {} called?",
+        {"Abbott": "Biscuit", "Carver": "Pepper", "Dawson": "Rufus", "Fletcher": "Nero", "Granger": "Daisy",
+         "Hobbs": "Captain", "Lambert": "Oscar", "Merton": "Ginger"},
+    ),
+    Form(
+        "treasures",
+        "The treasure of Captain {} is buried near {}.",
+        "Where is the treasure of Captain {} buried?",
+        {"Moraine": "Lisbon", "Drake": "Cairo", "Voss": "Dublin", "Silver": "Havana", "Kidd": "Athens",
+         "Bellamy": "Lima", "Rackham": "Oslo", "Teach": "Prague"},
+    ),
+    Form(
+        "houses",
+        "The house of the {} family is painted {}.",
+        "In which colour is the house of the {} family painted?",
+        {"Ashdown": "green", "Birch": "yellow", "Corbett": "blue", "Dunmore": "red", "Everett": "white",
+         "Falkner": "orange", "Gould": "purple", "Hale": "grey"},
+    ),
+    Form(
+        "instruments",
+        "On Sundays little {} plays the {}.",
+        "Which instrument does little {} play on Sundays?",
+        {"Anna": "violin", "Boris": "trumpet", "Clara": "harp", "David": "cello", "Emil": "piano", "Fanny": "flute",
+         "Georg": "guitar", "Helen": "organ"},
+    ),
+    Form(
+        "lectures",
+        "The lecture on {} takes place in room {}.",
+        "In which room does the lecture on {} take place?",
+        {"botany": "214", "geology": "305", "poetry": "118", "logic": "427", "optics": "236", "anatomy": "509",
+         "ethics": "143", "algebra": "362"},
+    ),
+    Form(
+        "birthdays",
+        "The birthday of cousin {} is in {}.",
+        "In which month is the birthday of cousin {}?",
+        {"Ida": "January", "Jonas": "March", "Karla": "April", "Ludwig": "June", "Mina": "July", "Nils": "August",
+         "Olga": "October", "Paul": "December"},
+    ),
+)  # fmt: skip
+
+
+def load(manual: str | None = None) -> QuestionSet:
+    """The look-alikes among the paragraphs of ``manual``, Python's language reference by default, shuffled.
+
+    Raises ``NotFound`` where this Python has no reference.
+    """
+    text = paragraphs(reference(CHARACTERS) if manual is None else manual, PARAGRAPH)
+    alike = [(form, *pair) for form in FORMS for pair in form.pairs.items()]
+    chance = random.Random(0)
+    chance.shuffle(alike)
+    pool, questions = list[str](), list[Question]()
+    places = dict(zip(sorted(chance.sample(range(len(text)), len(alike))), alike, strict=True))
+    for number, paragraph in enumerate(text):
+        pool.append(paragraph)
+        if number in places:
+            form, who, answer = places[number]
+            asked = form.question.format(who)
+            questions.append(LookAlike(f"{form.name}/{who}", asked, (answer,), (len(pool),)))
+            pool.append(form.sentence.format(who, answer))
+    return QuestionSet("lookalikes", SOURCE, tuple(pool), tuple(questions))
