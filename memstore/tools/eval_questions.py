@@ -39,8 +39,10 @@ Half = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(help="Where the paragraphs are read to, once: a path. Without it, and without --answers, the layers that choose "
-        "blocks read alone, in a third of the time."),
+    typer.Option(
+        help="Where the paragraphs are read to, once: a path. Without it, and without --answers, the layers that choose "
+        "blocks read alone, in a third of the time."
+    ),
 ]
 TopKs = Annotated[str, typer.Option("--top-k", help="Blocks that are found, separated by commas.")]
 WordsFactor = Annotated[
@@ -113,7 +115,7 @@ class QuestionSetting:
             ) as reader,
         ):
             read = reader.read(pool.tokens, progress=show)
-            size = reader.memory.spec.block_size
+            size, options = reader.memory.spec.block_size, reader.document.reading or {}
             texts, in_prompt = pool.texts(size, tokenizer), dict[tuple[str, str], list[list[str]]]()
             for ranker in self._rankers(reader, texts):
                 for name, questions in asked.items():
@@ -135,7 +137,7 @@ class QuestionSetting:
             "half": self.half,
             "words": self.words,
             "router": self.router,
-            "window": reader.window,
+            "window": options.get("window"),
             "questions": sum(map(len, asked.values())),
             "paragraphs": len(sets[0].paragraphs),
             "tokens": len(pool.tokens),
@@ -273,7 +275,6 @@ def lookalikes(setting: QuestionSetting) -> Report:
 
     Eight forms of eight sentences each are memstore's own, the manual is Python's language reference (8,500 tokens in
     all). Their blocks are easily found; what counts is what a model answers, so say how many questions are answered.
-    Without a window in which the names of a sentence are bound while it is read, a model takes one for another.
 
     Example:
 

@@ -7,7 +7,9 @@ from memstore.eval.questions.shallow import cut_off
 from tests.eval.drts import byte_tokenizer
 from tests.readers.models import tiny
 
-TEXT = " ".join(f"Boat {number} carries {number * 7} barrels of {'salt tar rum'.split()[number % 3]}." for number in range(60))
+TEXT = " ".join(
+    f"Boat {number} carries {number * 7} barrels of {'salt tar rum'.split()[number % 3]}." for number in range(60)
+)
 
 
 def found(model: Any, layer: int | None) -> list[list[tuple[int, float]]]:
