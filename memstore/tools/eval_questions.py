@@ -1,4 +1,4 @@
-"""``memstore eval squad``, ``hotpotqa``, ``facts`` and ``lookalikes``: is what an answer needs among the blocks that are found?"""
+"""``memstore eval squad``, ``hotpotqa``, ``facts``, ``lookalikes``: is what an answer needs among the blocks found?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         help="Where the paragraphs are read to, once: a path. Without it, and without --answers, the layers that choose "
-        "blocks read alone, in a third of the time."
+        "read alone, in a third of the time."
     ),
 ]
 TopKs = Annotated[str, typer.Option("--top-k", help="Blocks that are found, separated by commas.")]

@@ -8,7 +8,7 @@ from tests.eval.drts import byte_tokenizer
 from tests.readers.models import tiny
 
 TEXT = " ".join(
-    f"Boat {number} carries {number * 7} barrels of {'salt tar rum'.split()[number % 3]}." for number in range(60)
+    f"Boat {number} carries {number * 7} barrels of {['salt', 'tar', 'rum'][number % 3]}." for number in range(60)
 )
 
 
