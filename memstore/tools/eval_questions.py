@@ -40,8 +40,8 @@ Half = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="Where the paragraphs are read to, once: a path. Without it, and without --answers, the layers that choose "
-        "read alone, in a third of the time."
+        help="Where the paragraphs are read to, once: a path. Without it, and without --answers, the layers that "
+        "choose read alone, in a third of the time."
     ),
 ]
 TopKs = Annotated[str, typer.Option("--top-k", help="Blocks that are found, separated by commas.")]
