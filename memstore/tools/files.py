@@ -41,6 +41,8 @@ class Found:
     name: str
     """What its document is called, unless the memory knows it by another name."""
     in_folder: bool = False
+    is_folder: bool = False
+    """It is a folder that may not be entered, and so stands for whatever is in it."""
 
     def text(self, encoding: str = "utf-8") -> str | None:
         """Its text; None for what is no text and does not claim to be.
@@ -49,6 +51,10 @@ class Found:
         """
         if self.path is None:
             return read_text(STDIN, encoding=encoding)
+        if self.is_folder:
+            raise InvalidArgument(
+                f"{self.path} is a folder that may not be entered: change that, or name it in a .memstoreignore"
+            )
         match self.path.suffix.lower():
             case ".pdf" | ".epub" | ".eml" | ".mbox":
                 return _parsed(self.path)
@@ -90,18 +96,23 @@ def find(sources: list[str]) -> Iterator[Found]:
             yield Found(path=None, name="stdin")
         elif path.is_dir():
             root = path.resolve()
-            for file in _walk(root, PurePosixPath(), []):
-                yield Found(
-                    path=file, name=str(PurePosixPath(root.name, *file.relative_to(root).parts)), in_folder=True
-                )
+            for file, closed in _walk(root, PurePosixPath(), []):
+                name = str(PurePosixPath(root.name, *file.relative_to(root).parts))
+                yield Found(path=file, name=name, in_folder=True, is_folder=closed)
         else:
             yield Found(path=path.absolute(), name=path.stem)
 
 
 def _walk(
     folder: Path, inner: PurePosixPath, rules: list[tuple[PurePosixPath, list[ignoring.Pattern]]]
-) -> Iterator[Path]:
-    """The files below ``folder``, which is ``inner`` within the one that was named."""
+) -> Iterator[tuple[Path, bool]]:
+    """The files below ``folder``, which is ``inner`` within the one that was named.
+
+    With True the folders that may not be entered.
+    """
+    if not os.access(folder, os.R_OK | os.X_OK):
+        yield folder, True
+        return
     rules = rules + [(inner, found) for name in ignoring.NAMES if (found := ignoring.patterns_in(folder, name))]
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
@@ -113,11 +124,12 @@ def _walk(
             if is_folder:
                 # A memory within a folder of notes is none of the notes.
                 if len(place.parts) <= DEEPEST and not any(
-                    (Path(entry.path) / name).exists() for name in ("data.mdb", "tail")
+                    os.path.exists(os.path.join(entry.path, name))  # noqa: PTH110, PTH118 - where one may not look too
+                    for name in ("data.mdb", "tail")
                 ):
                     yield from _walk(Path(entry.path), place, rules)
             elif entry.is_file():
-                yield Path(entry.path)
+                yield Path(entry.path), False
 
 
 def _parsed(path: Path) -> str:

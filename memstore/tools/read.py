@@ -334,12 +334,14 @@ def _same(found: Found, fact: Mapping[str, Any]) -> bool:
 def _gone(there: There | None, found: list[Found], folders: list[Path]) -> list[str]:
     """Documents of files that were below ``folders``, and are not found any more."""
     paths = {str(each.path) for each in found}
+    closed = [each.path for each in found if each.path is not None and each.is_folder]  # nobody knows what is in them
     return [
         name
         for name, fact in ({} if there is None else there.files).items()
         if isinstance(path := fact.get("path"), str)
         and path not in paths
         and any(Path(path).is_relative_to(folder) for folder in folders)
+        and not any(Path(path).is_relative_to(folder) for folder in closed)
     ]
 
 

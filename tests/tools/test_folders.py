@@ -18,11 +18,14 @@ import pytest
 
 import memstore
 from memstore.store import LmdbStore
+from memstore.testing.processes import run
 from memstore.tools import read as verb
 from memstore.tools.files import find
 from memstore.tools.filters import parse_since, time_of
 from memstore.tools.markup import html_text
 from tests.tools.conftest import Cli, tiny_spec
+
+NOBODY = 65534
 
 NOTES = {
     "bakery.md": "# Bakery\n\nThe walnut bread sells out before nine.\n" * 4,
@@ -72,6 +75,37 @@ def test_each_file_of_a_folder_is_a_document_by_its_path(memory_path: Path) -> N
     assert sorted(read) == ["notes/bakery.md", "notes/page.html", "notes/script.py", "notes/trips/ferry.txt"]
     assert read["notes/bakery.md"] == NOTES["bakery.md"]
     assert read["notes/page.html"].strip() == "Dogs & bikes\nfree"
+
+
+def test_a_folder_that_may_not_be_entered_is_named_and_the_others_are_read(
+    cli: Cli, memory_path: Path, notes: Path, model_folder: Path
+) -> None:
+    (notes / "bakery.md").write_text("The bakery has moved to the harbour.\n")
+    for path in (notes, *notes.rglob("*"), memory_path, *memory_path.rglob("*")):
+        if not os.getuid():
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    for path in (*notes.parents[:4], model_folder, *model_folder.rglob("*")):
+        path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o444))
+    (notes / "trips").chmod(0)
+
+    def without_rights(say: Callable[[str], None]) -> None:
+        if not os.getuid():
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        model = ("--model", model_folder)
+        done = cli("read", notes, memory_path, *model, "--prune", "--json")
+        assert done.code == 1, done
+        assert [each["path"] for each in done.json["bad"]] == [str(notes / "trips")]
+        assert done.json["gone"] == []
+        assert [each["document"] for each in done.json["documents"]] == ["notes/bakery.md"]
+        assert cli("read", notes, memory_path, *model).out.count("is a folder that may not be entered") == 1
+        say("all is said")
+
+    ending = run(without_rights)
+    (notes / "trips").chmod(0o755)
+    assert ending.lines == ["all is said"], ending
+    assert "notes/trips/ferry.txt" in texts(memory_path)
 
 
 def test_a_file_takes_as_many_reads_of_the_memory_whatever_else_there_is(
