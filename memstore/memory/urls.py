@@ -19,23 +19,19 @@ from urllib.parse import parse_qs, urlsplit
 
 from xxhash import xxh3_128_hexdigest
 
-from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound
 from memstore.folders import user_folder
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.ram import RamStore
 
 if TYPE_CHECKING:
-    from obstore.store import RetryConfig
-    from zarr.abc.store import Store
-
     from memstore.store.lmdb.store import LmdbStore
     from memstore.store.zarr import ZarrStore
+    from memstore.store.zarr.bucket import BucketObjects
 
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
 """What may stand behind ``zarr+``."""
-RETRIES: RetryConfig = {"max_retries": 5}
-"""How often ``obstore`` tries again before a storage counts as not reached."""
 
 
 class Remote(NamedTuple):
@@ -67,8 +63,8 @@ def remote_places(url: str) -> Remote:
     return Remote(shards, user_folder("data") / "tails" / xxh3_128_hexdigest(shards.encode()))
 
 
-def open_shards(remote: Remote, *, read_only: bool) -> Store | Path:
-    """The shards as a folder, or a store of the ``zarr`` library, to which ``obstore`` looks for the keys.
+def open_shards(remote: Remote, *, read_only: bool) -> BucketObjects | Path:
+    """The shards as a folder, or as objects in a bucket, to which ``obstore`` looks for the keys.
 
     Raises ``InvalidArgument``.
     """
@@ -81,16 +77,15 @@ def open_shards(remote: Remote, *, read_only: bool) -> Store | Path:
             raise InvalidArgument(f"the folder {folder} cannot be made: {error.strerror}") from None
         return folder
     try:
-        from obstore.exceptions import BaseError
-        from obstore.store import from_url
-        from zarr.storage import ObjectStore
+        import obstore  # noqa: F401 - whether it is there
+
+        from memstore.store.zarr.bucket import from_url
     except ImportError:
         raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
     try:
-        return ObjectStore(from_url(remote.shards, retry_config=RETRIES), read_only=read_only)
-    except (BaseError, ValueError, OSError) as error:
-        why = str(error).splitlines()[0]
-        raise InvalidArgument(f"the storage of zarr+{remote.shards} cannot be opened: {why}") from None
+        return from_url(remote.shards)
+    except OSError as error:
+        raise InvalidArgument(f"the storage of zarr+{remote.shards} cannot be opened: {error}") from None
 
 
 ENTRY_POINTS = "memstore.stores"
@@ -249,12 +244,10 @@ def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> O
 
     where = remote_places(url)
     tail = where.tail
-    if not _has_tail(tail) and (mode == "r" or blank is None):
-        raise NotFound(
-            f"there is no memory at {url}: its tail would lie in {tail}. Check the url and its ?tail=PATH, or create it"
-        )
-    options["shards"] = open_shards(where, read_only=mode == "r")
+    shards = options["shards"] = open_shards(where, read_only=mode == "r")
     try:
+        if not _has_tail(tail):
+            mode, tail = _elsewhere(url, mode, blank, shards, tail)
         return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
     except DamagedError as error:  # which knows the tail alone, and that is no memory by itself
         raise DamagedError(
@@ -267,6 +260,29 @@ def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> O
             f"the storage of {url} cannot be used ({' '.join(str(error).split())[:200]}); nothing was changed. Check "
             "the address and the keys to it"
         ) from error
+
+
+def _elsewhere(
+    url: str, mode: Mode, blank: Blank | None, shards: BucketObjects | Path, tail: Path
+) -> tuple[Mode, Path]:
+    """How, and in which folder, to open a memory whose tail is not on this computer: what was published, to read."""
+    if isinstance(shards, Path):
+        if mode == "r" or blank is None:
+            raise NotFound(
+                f"there is no memory at {url}: its tail would lie in {tail}. Check the url and its ?tail=PATH, or "
+                "create it"
+            )
+        return mode, tail
+    from memstore.store.zarr.published import fetch, last_version
+
+    if mode == "r" or blank is None:
+        return "r", fetch(shards, tail, url)
+    if last_version(shards) is not None:
+        raise ForeignMemory(
+            f"the memory at {url} is written by another computer, or its tail is not in {tail}: open it with mode='r' "
+            "to read it, or copy it to another place to write there"
+        )
+    return mode, tail
 
 
 def _open_folder(

@@ -23,6 +23,14 @@ def read(folder: str, length: int) -> None:
         attached.read(tokens(length))
 
 
+def read_sealed(url: str, length: int) -> None:
+    """The same, with shards so small that most blocks are in some."""
+    from memstore.store.zarr import store
+
+    vars(store)["SHARD_BYTES"] = 1 << 12
+    read(url, length)
+
+
 def read_until_killed(folder: str, length: int, says: Connection) -> None:
     """Say so, read, and wait: it is going to be killed, be it a moment late."""
     with attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:

@@ -7,15 +7,15 @@ blocks of another layout follow, a new extent begins.
 
 A shard holds the states of consecutive blocks of one layer and one field: the blocks as they are, one after the other,
 then the index that the ``sharding_indexed`` codec (Zarr format 3) puts at the end. All blocks have the same length, so
-the index is known before anything is written, and a block is found without reading it. Nothing here does input or
-output.
+the index is known before anything is written, and a block is found without reading it. In a bucket all fields of a
+block lie side by side in one array, since each range of an object is a request. Nothing here does input or output.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -88,6 +88,13 @@ class Extent:
     """One per field."""
     live: tuple[tuple[int, int], ...]
     """Ranges of blocks that exist, ``[start, stop)`` each, in order."""
+    joined: bool = False
+    """Whether all fields of a block lie in one array."""
+
+    @cached_property
+    def arrays(self) -> tuple[Layout, ...]:
+        """What a block is in each array: one of its fields, or all of them."""
+        return (joined_layout(self.layouts),) if self.joined else self.layouts
 
     @property
     def stop(self) -> int:
@@ -104,12 +111,20 @@ class Extent:
         """Length of the objects of one shard together."""
         return sum(
             self.shard_blocks * layout.nbytes + len(shard_index(self.shard_blocks, layout.nbytes))
-            for layout in self.layouts
+            for layout in self.arrays
         )
 
     def shard_path(self, record: int, shard: int) -> str:
-        """The object that holds one field of one shard."""
-        return f"{self.folder}/{record}/{shard_name(shard, self.layouts[record])}"
+        """The object that holds one field of one shard, or all of its fields."""
+        array = 0 if self.joined else record
+        return f"{self.folder}/{array}/{shard_name(shard, self.arrays[array])}"
+
+    def parts(self, values: Sequence[Sequence[Bytes]]) -> Iterator[list[Bytes]]:
+        """What lies in the shard of each array, for blocks whose fields are ``values``: uint8, one after the other."""
+        if self.joined:
+            yield [payload for value in values for payload in value]
+        else:
+            yield from map(list, zip(*values, strict=True))
 
     def sums(self, shard: int) -> Key:
         """Where the checksums of a shard are: ``[shard_blocks, fields]`` int64, XXH3 of each block's bytes."""
@@ -170,6 +185,12 @@ def find_place(extents: Sequence[Extent], block: int) -> Place | None:
 _ITEM = whole(0, 2**32 - 1)
 
 
+def yes(value: Any, at: str) -> None:
+    """What stands for a fact by being there."""
+    if value is not True:
+        raise Unfit(f"{at} must be true")
+
+
 def _layout(value: Any, at: str) -> None:
     row_of = array(anything, MAX_DIMENSIONS + 1)
     row_of(value, at)
@@ -182,6 +203,7 @@ def _layout(value: Any, at: str) -> None:
 
 EXTENTS = array(
     table(
+        {"joined": yes},
         extent=whole(0, 2**53),
         first=_ITEM,
         shard_blocks=whole(1, 2**24),
@@ -205,6 +227,7 @@ def to_record(extents: Sequence[Extent]) -> Record:
                 "layouts": [[layout.dtype, *layout.shape] for layout in extent.layouts],
                 "live": extent.live,
             }
+            | ({"joined": True} if extent.joined else {})
             for extent in extents
         ]
     )
@@ -227,6 +250,7 @@ def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
             values["shards"],
             tuple(Layout(dtype, tuple(shape)) for dtype, *shape in values["layouts"]),
             tuple((start, stop) for start, stop in values["live"]),
+            values.get("joined", False),
         )
         for values in extents
     )
@@ -238,17 +262,24 @@ SHARD_BYTES = 8 << 20
 _ZARR_TYPES = {"bfloat16": "uint16", "json": "uint8"}  # what Zarr has no type for is stored as its bits
 
 
-def blocks_per_shard(layouts: Sequence[Layout], shard_bytes: int) -> int:
+def blocks_per_shard(layouts: Sequence[Layout], shard_bytes: int, *, joined: bool) -> int:
     """How many blocks make a shard; 0 where blocks cannot be sealed, because a field of them is empty."""
     sizes = [layout.nbytes for layout in layouts]
-    return max(1, shard_bytes // max(sizes)) if min(sizes) else 0
+    return max(1, shard_bytes // (sum(sizes) if joined else max(sizes))) if min(sizes) else 0
 
 
 # Shards are written as bytes, not through the Zarr library, which writes a block of zeros as nothing and does not sync.
 # All blocks have one length and are not compressed, so the index is known beforehand and a block is one range.
-def shard_object(payloads: Sequence[Bytes]) -> list[memoryview | bytes]:
-    """The parts of a shard of blocks ``payloads`` (uint8, of one length), to be written one after the other."""
-    return [*(payload.data for payload in payloads), shard_index(len(payloads), payloads[0].nbytes)]
+def shard_object(payloads: Sequence[Bytes], blocks: int, block_bytes: int) -> list[memoryview | bytes]:
+    """The parts of a shard of so many blocks, to be written one after the other; ``payloads`` (uint8) are its bytes."""
+    return [*(payload.data for payload in payloads), shard_index(blocks, block_bytes)]
+
+
+def joined_layout(layouts: Sequence[Layout]) -> Layout:
+    """Fields side by side: as a first dimension where they are alike, else as bytes."""
+    if len(set(layouts)) == 1 and len(layouts[0].shape) < MAX_DIMENSIONS:
+        return Layout(layouts[0].dtype, (len(layouts), *layouts[0].shape))
+    return Layout("uint8", (sum(layout.nbytes for layout in layouts),))
 
 
 @lru_cache(maxsize=64)

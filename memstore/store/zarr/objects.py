@@ -51,6 +51,8 @@ class Objects(ABC):
 
     elsewhere = True
     """Whether they lie apart from their tail, so that somebody may bring the wrong ones together."""
+    joined = False
+    """Whether all fields of a block shall lie side by side."""
 
     @abstractmethod
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:

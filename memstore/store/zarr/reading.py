@@ -74,7 +74,7 @@ class SealedBlocks:
         reads: list[RangeRead] = []
         blocks: list[list[BlockRead]] = []
         for run in _neighbours(order):
-            for record in range(len(run[0].rows)):
+            for record in range(len(run[0].place.extent.arrays)):
                 reads.append(_range_read(run, record))
                 blocks.append(run)
         for problem, run in zip(self._objects.read(reads), blocks, strict=True):
@@ -120,7 +120,7 @@ class SealedBlocks:
     def _check_index(self, read: BlockRead) -> Failure | None:
         """What Zarr tools find blocks by; nothing here depends on it."""
         extent, shard, _ = read.place
-        for record, layout in enumerate(extent.layouts):
+        for record, layout in enumerate(extent.arrays):
             expected = shard_index(extent.shard_blocks, layout.nbytes)
             found = bytearray(len(expected))
             path = extent.shard_path(record, shard)
@@ -153,10 +153,11 @@ def _follows(before: Place, after: Place) -> bool:
 
 
 def _range_read(run: list[BlockRead], record: int) -> RangeRead:
-    """The bytes of one field of neighbours."""
+    """The bytes of one array of neighbours."""
     extent, shard, slot = run[0].place
-    start = slot * extent.layouts[record].nbytes
-    return RangeRead(extent.shard_path(record, shard), start, tuple(one.rows[record] for one in run))
+    start = slot * extent.arrays[record].nbytes
+    rows = (one.rows if extent.joined else one.rows[record : record + 1] for one in run)
+    return RangeRead(extent.shard_path(record, shard), start, tuple(row for each in rows for row in each))
 
 
 def _check_sealed(key: Key, place: Place, layouts: Sequence[Layout]) -> None:

@@ -57,7 +57,7 @@ class Sealer:
                 self._waiting[series] += count
             else:
                 self._waiting[series] = len(self._tail.keys(series.block(0), series.block(MAX_ITEM)))
-            needed = blocks_per_shard([record.layout for record in records], self._shard_bytes)
+            needed = self._shard_blocks([record.layout for record in records])
             if needed and self._waiting[series] > needed:
                 self._seal_series(series)
 
@@ -79,11 +79,14 @@ class Sealer:
                 error,
             )
 
+    def _shard_blocks(self, layouts: Sequence[Layout]) -> int:
+        return blocks_per_shard(layouts, self._shard_bytes, joined=self._objects.joined)
+
     def _seal_run(self, series: Series, run: range) -> None:
         start = run.start
         while start < run.stop:
             layouts = _layouts(self._tail.get(series.block(start)))
-            count = blocks_per_shard(layouts, self._shard_bytes)
+            count = self._shard_blocks(layouts)
             if not count:
                 start += 1
                 continue
@@ -100,16 +103,16 @@ class Sealer:
         with self._tail.snapshot() as snapshot:
             extents = snapshot.extents(series, self._cache)
             counters = snapshot.counters()
-        layouts = _layouts(values[0])
-        old = next((extent for extent in extents if _continues(extent, start, len(values), layouts)), None)
+        layouts, joined = _layouts(values[0]), self._objects.joined
+        old = next((extent for extent in extents if _continues(extent, start, len(values), layouts, joined)), None)
         if old is None:
-            old = Extent(counters["next_extent"], series, start, len(values), 0, layouts, ())
+            old = Extent(counters["next_extent"], series, start, len(values), 0, layouts, (), joined)
             counters["next_extent"] += 1
             self._objects.put(f"{old.folder}/zarr.json", [group_json()], durable=False)
         new, shard = old.grown(), old.shards
-        for record in range(len(layouts)):
-            payloads = [value[record].payload for value in values]
-            self._objects.put(new.shard_path(record, shard), shard_object(payloads))
+        parts = new.parts([[record.payload for record in value] for value in values])
+        for number, (layout, payloads) in enumerate(zip(new.arrays, parts, strict=True)):
+            self._objects.put(new.shard_path(number, shard), shard_object(payloads, len(values), layout.nbytes))
         write_arrays(self._objects, new)
         counters["bytes"] += new.shard_bytes
         sums = np.array([[checksum(record.payload.data) for record in value] for value in values], "<u8")
@@ -127,7 +130,7 @@ def write_arrays(objects: Objects, extent: Extent) -> None:
     They are for other tools, and follow from the manifest.
     """
     # Not worth a sync, nor a new file for each block that leaves: the manifest is the truth.
-    for record, layout in enumerate(extent.layouts):
+    for record, layout in enumerate(extent.arrays):
         values = array_json(layout, extent.blocks(), extent.shard_blocks, extent.facts(record))
         objects.put(f"{extent.folder}/{record}/zarr.json", [values], durable=False)
 
@@ -136,9 +139,9 @@ def _layouts(value: tuple[Record, ...] | None) -> tuple[Layout, ...]:
     return tuple(record.layout for record in value or ())
 
 
-def _continues(extent: Extent, start: int, blocks: int, layouts: tuple[Layout, ...]) -> bool:
+def _continues(extent: Extent, start: int, blocks: int, layouts: tuple[Layout, ...], joined: bool) -> bool:
     """Whether a shard of ``blocks`` blocks from block ``start`` on is the next one of this extent."""
-    return (extent.stop, extent.shard_blocks, extent.layouts) == (start, blocks, layouts)
+    return (extent.stop, extent.shard_blocks, extent.layouts, extent.joined) == (start, blocks, layouts, joined)
 
 
 def _runs(items: list[int]) -> Iterator[range]:
@@ -251,8 +254,11 @@ class Garbage:
         except (OSError, NotAMemory) as error:
             logger.warning("memory %s: %s could not be brought up to date: %s", self._path, what, error)
 
-    def collect(self, named: set[str], names: set[str]) -> None:
-        """Delete what an interrupted process left: of ``names``, what the manifest has not ``named``; make groups."""
+    def collect(self, named: set[str], names: set[str], strays: Sequence[str] = ()) -> None:
+        """Delete what an interrupted process left: of ``names``, what the manifest has not ``named``; make groups.
+
+        ``strays`` are deleted too.
+        """
         if "blocks/zarr.json" not in names:
             for path in ("zarr.json", "blocks/zarr.json"):
                 self._try(partial(self._objects.put, path, [group_json()], durable=False), path)
@@ -260,13 +266,13 @@ class Garbage:
         for name in filter(OBJECT.fullmatch, names - named):
             whole = name.count("/") > 1 and _folder(name) not in folders
             self._garbage.append(f"{_folder(name)}/" if whole else name)
-        self._garbage = sorted(set(self._garbage))
+        self._garbage = sorted({*self._garbage, *strays})
         self.sweep()
 
 
 def shard_paths(extent: Extent, shards: Iterable[int]) -> list[str]:
     """The objects of some shards of an extent."""
-    return [extent.shard_path(record, shard) for shard in shards for record in range(len(extent.layouts))]
+    return [extent.shard_path(record, shard) for shard in shards for record in range(len(extent.arrays))]
 
 
 def _folder(path: str) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from memstore.errors import DamagedError, ForeignMemory, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
 from memstore.store import paths
 from memstore.store.contract import (
     Batch,
@@ -47,8 +47,10 @@ from memstore.store.contract import (
 )
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
+from memstore.store.zarr.bucket import BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
 from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
+from memstore.store.zarr.published import NOTE, Publisher, last_version
 from memstore.store.zarr.reading import Failure, SealedBlocks, items
 from memstore.store.zarr.sealing import Cut, Garbage, Sealer, cuts_of, manifest_changes, shard_paths
 from memstore.store.zarr.tail import Deletes, Puts, Snapshot, Tail
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from zarr.abc.store import Store
 
 TAIL_NAME = "tail"
-_OWN_NAMES = {TAIL_NAME, "zarr.json", ".zarr.json.part", "blocks"}
+_OWN_NAMES = {TAIL_NAME, "zarr.json", ".zarr.json.part", "blocks", NOTE, f".{NOTE}.part", "published"}
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,9 @@ class ZarrStore(BlockStore):
         self._sealer = Sealer(path, tail, objects, self._cache, SHARD_BYTES if shard_bytes is None else shard_bytes)
         self._garbage = Garbage(path, objects)
         self._writing = threading.RLock()
+        published = isinstance(objects, BucketObjects) and not self.read_only
+        self._publisher = Publisher(path, objects) if published and isinstance(objects, BucketObjects) else None
+        self._overtaken: MemoryInUse | None = None
         self._close = weakref.finalize(self, _release, tail, objects)
 
     @classmethod
@@ -89,7 +94,7 @@ class ZarrStore(BlockStore):
         cls,
         path: str | Path,
         *,
-        shards: Store | Path | None = None,
+        shards: Store | Objects | Path | None = None,
         shard_bytes: int | None = None,
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
@@ -116,7 +121,7 @@ class ZarrStore(BlockStore):
         cls,
         path: str | Path,
         *,
-        shards: Store | Path | None = None,
+        shards: Store | Objects | Path | None = None,
         shard_bytes: int | None = None,
         read_only: bool = False,
         check: bool = True,
@@ -169,14 +174,19 @@ class ZarrStore(BlockStore):
         """Apply ``batch`` and what ``then`` does, which cuts ``more`` extents, in one transaction; seal what is due."""
         self._tail.check_writable()
         check_batch(batch)
+        if self._overtaken:
+            raise self._overtaken
         with self._writing:
             with self._tail.snapshot() as snapshot:
                 cuts, deletes, puts = self._changes(batch, snapshot)
             self._tail.commit(deletes, puts, then)
             for cut in (*cuts, *more):
                 self._garbage.drop(cut)
-            self._garbage.sweep()
+            if self._publisher is None:
+                self._garbage.sweep()
             self._sealer.seal_due(batch)
+            if self._publisher and self._publisher.due(self._tail.version()):
+                self._publish_soon()
 
     def _changes(self, batch: Batch, snapshot: Snapshot) -> tuple[list[Cut], Deletes, Puts]:
         """What ``batch`` does to the extents that ``snapshot`` shows, and to the tail with its manifest."""
@@ -255,8 +265,39 @@ class ZarrStore(BlockStore):
         self.write(Batch(deletes=document_ranges(document)))
 
     def sync(self) -> None:
-        """Every commit is synced already; this asks the disk once more."""
+        """Every commit is synced already; this asks the disk once more. What lies in a bucket is published.
+
+        Raises ``MemoryInUse`` where another writer has published, ``MemstoreError`` where the bucket is not reached.
+        """
         self._tail.sync()
+        self._publish()
+
+    def _publish(self, *, prune: bool = False) -> None:
+        """Let other computers see what is committed; what no version names any more is deleted then."""
+        if self._publisher is None:
+            return
+        with self._writing:
+            try:
+                self._publisher.publish(self._tail.version(), prune=prune)
+            except MemoryInUse as error:
+                self._overtaken = error
+                raise
+            except OSError as error:
+                if isinstance(error, MemstoreError):
+                    raise
+                raise MemstoreError(
+                    f"memory {self.path} was not published ({error}). What was committed stands on this disk; it is "
+                    "published when the memory is next closed after something was written to it",
+                    memory=self.path,
+                ) from error
+            self._garbage.sweep()
+
+    def _publish_soon(self) -> None:
+        """The same, beside other work: what goes wrong is said in the log, and by the next write where it must stop."""
+        try:
+            self._publish()
+        except MemstoreError as error:
+            logger.warning("%s", error)
 
     def size_bytes(self) -> int:
         """Bytes allocated on disk by the tail, and those of all shards that the manifest names."""
@@ -278,7 +319,8 @@ class ZarrStore(BlockStore):
             for extent in self._extents():
                 for shard in sorted(extent.live_shards()):
                     self._leave(extent, shard)
-        _, after = self._tail.compact(progress)
+            _, after = self._tail.compact(progress)
+            self._publish(prune=True)
         return Compacted(before, after + self._sealed_bytes())
 
     def _extents(self) -> list[Extent]:
@@ -308,16 +350,21 @@ class ZarrStore(BlockStore):
 
     def close(self) -> None:
         """Release the tail and the right to write. Closing twice is allowed."""
-        if self._close.alive and not self.read_only:
-            self._garbage.sweep()
-        self._close()
+        try:
+            if self._close.alive and not self.read_only:
+                self._publish()
+                self._garbage.sweep()
+                if self._publisher:
+                    self._publisher.close()
+        finally:
+            self._close()
 
     def _started(self) -> Self:
         """The store, once its shards are known to be its own."""
         try:
             self._check_owner()
         except BaseException:
-            self.close()
+            self._close()
             raise
         if not self.read_only:
             self._clean()
@@ -335,29 +382,52 @@ class ZarrStore(BlockStore):
         if owner is None and counters["next_extent"] == 1 and not self.read_only:
             self._claim(counters)
             return
-        problem = owner and self._objects.read([RangeRead(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
+        if owner is None or not self._owned(owner, fresh=counters["next_extent"] == 1):
+            raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
+
+    def _owned(self, owner: str, *, fresh: bool) -> bool:
+        """Whether the place of the shards is this memory's, which has sealed none yet if it is ``fresh``."""
+        if isinstance(self._objects, BucketObjects) and (version := last_version(self._objects)):
+            if self._publisher and version.owner == owner:
+                self._publisher.found(version, owner)
+            return version.owner == owner
+        if self._publisher and fresh:  # the process that made it was killed before it claimed the place
+            self._publisher.claim(owner)
+            return True
+        problem = self._objects.read([RangeRead(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
         if problem and problem != absent(f"owner.{owner}"):
             raise OSError(problem)
-        if owner is None or problem:
-            raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
+        if self._publisher and not problem:
+            self._publisher.found(None, owner)
+        return not problem
 
     def _claim(self, counters: dict[str, Any]) -> None:
         """Make shards that lie elsewhere this memory's own, before the first of them is written."""
         if next(self._objects.names("blocks"), None):
             raise ForeignMemory("the shards that were given belong to another memory; choose an empty place")
-        counters["owner"] = uuid.uuid4().hex
-        self._objects.put(f"owner.{counters['owner']}", [b"\n"])
-        self._tail.commit([], [(COUNTERS, (Record.from_json(counters),))])
+        owned = {**counters, "owner": uuid.uuid4().hex}
+        if self._publisher is None:
+            self._objects.put(f"owner.{owned['owner']}", [b"\n"])
+        self._tail.commit([], [(COUNTERS, (Record.from_json(owned),))])
+        if self._publisher:
+            try:
+                self._publisher.claim(owned["owner"])
+            except BaseException:
+                self._tail.commit([], [(COUNTERS, (Record.from_json(counters),))])
+                raise
 
     def _clean(self) -> None:
         """Delete what an interrupted process left, which is what the manifest does not name; make what it lacks."""
+        if self._publisher and self._publisher.swept():
+            return  # to list a bucket takes a request for each thousand shards
         try:
             named = self._named()
             names = set(self._objects.names("blocks"))
+            strays = self._publisher.strays(self._objects.names("tail")) if self._publisher else []
         except (MemstoreError, OSError) as error:  # what cannot be told from garbage stays
             logger.warning("memory %s was not cleaned of what an interruption may have left: %s", self.path, error)
             return
-        self._garbage.collect(named, names)
+        self._garbage.collect(named, names, strays)
 
     def _named(self) -> set[str]:
         """Every object that there should be below ``blocks``. Raises ``DamagedError``."""
@@ -367,7 +437,7 @@ class ZarrStore(BlockStore):
                 for extent in snapshot.extents(series, self._cache):
                     named.update(shard_paths(extent, extent.live_shards()))
                     named.add(f"{extent.folder}/zarr.json")
-                    named.update(f"{extent.folder}/{record}/zarr.json" for record in range(len(extent.layouts)))
+                    named.update(f"{extent.folder}/{record}/zarr.json" for record in range(len(extent.arrays)))
         return named
 
 
@@ -376,7 +446,9 @@ def _release(tail: Tail, objects: Objects) -> None:
     tail.close()
 
 
-def _objects(folder: Path, shards: Store | Path | None) -> Objects:
+def _objects(folder: Path, shards: Store | Objects | Path | None) -> Objects:
+    if isinstance(shards, Objects):
+        return shards
     if isinstance(shards, Path):
         paths.check_names(shards)
         return FileObjects(shards, elsewhere=True)

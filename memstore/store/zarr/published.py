@@ -1,0 +1,301 @@
+"""The tail of a memory in a bucket, as other computers see it: pieces named by their hash, and a manifest last.
+
+A version of the tail is the pages of its data file, cut into pieces. A piece that did not change is in the bucket
+already. When all are there, ``manifest.json`` names them, by a put that succeeds only for the writer who has seen the
+manifest before: so two writers cannot lose each other's versions, and whoever reads finds the last one that is whole.
+Pieces that a version does not need any more are deleted by the one after it, since somebody may be fetching them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
+from memstore.store import paths
+from memstore.store.lmdb.environment import DATA_NAME
+from memstore.store.zarr.bucket import BucketObjects, Lost
+from memstore.stored import Unfit, array, fit, parse, table, text, whole
+
+MANIFEST = "manifest.json"
+NOTE = "published.json"
+"""Beside the tail: which version its writer has put, and whether all in the bucket is known."""
+PIECE_BYTES = 4 << 20
+HELD = 16
+"""Pieces that are held at a time."""
+PATIENCE = 30.0
+"""Seconds after which what was committed is published, while somebody writes."""
+
+_FORMAT = 1
+_MOST_BYTES = 64 << 20  # of a manifest: it names a million pieces
+_ATTEMPTS = 5  # to fetch a version while newer ones are put
+_HASH = re.compile("[0-9a-f]{32}")
+
+logger = logging.getLogger(__name__)
+
+
+def _hash(value: Any, at: str) -> None:
+    if not isinstance(value, str) or not _HASH.fullmatch(value):  # it becomes part of a path
+        raise Unfit(f"{at} must be 32 hexadecimal digits")
+
+
+_MANIFEST = table(
+    format=whole(1, _FORMAT),
+    owner=_hash,
+    number=whole(),
+    nbytes=whole(0, 2**50),
+    piece_bytes=whole(1, 2**31),
+    pieces=array(_hash, 2**21),
+    stale=array(_hash, 2**21),
+)
+_NOTE = table(number=whole(), commit=whole(), next=text(32), swept=whole(0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """What a manifest says."""
+
+    owner: str
+    """Random name of the memory."""
+    number: int = 0
+    """Grows by one with each version; 0 before the first."""
+    nbytes: int = 0
+    """Of the data file."""
+    piece_bytes: int = PIECE_BYTES
+    pieces: tuple[str, ...] = ()
+    """Hashes of the pieces of the data file, in order."""
+    stale: tuple[str, ...] = ()
+    """Pieces of versions before that this one does not need."""
+    tag: str = ""
+    """Of the object that says it."""
+
+    def encoded(self) -> bytes:
+        """As it lies in the bucket."""
+        facts = {name: value for name, value in vars(self).items() if name != "tag"}
+        return json.dumps({"format": _FORMAT, **facts}).encode()
+
+    @property
+    def digest(self) -> str:
+        """Of what it says."""
+        return _digest(self.encoded())
+
+
+def last_version(bucket: BucketObjects) -> Version | None:
+    """The version that was put last; None where there is none. Raises ``OSError`` and ``DamagedError``."""
+    found = bucket.get(MANIFEST)
+    if found is None:
+        return None
+    told = fit(parse(found.content, MANIFEST, _MOST_BYTES), _MANIFEST, MANIFEST)
+    told = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    del told["format"]
+    return Version(**told, tag=found.tag)
+
+
+def piece_path(name: str) -> str:
+    """Where a piece lies."""
+    return f"tail/{name}"
+
+
+class Publisher:
+    """Puts versions of the tail in ``folder``; for the one process that writes it."""
+
+    def __init__(self, folder: Path, bucket: BucketObjects) -> None:
+        self._folder = folder
+        self._bucket = bucket
+        self._version: Version | None = None
+        self._published = -1
+        self._when = time.monotonic()
+
+    def claim(self, owner: str) -> None:
+        """Make an empty place in the bucket this memory's. Raises ``ForeignMemory`` and ``OSError``."""
+        first = Version(owner=owner)
+        try:
+            self._version = replace(first, tag=self._bucket.put_new(MANIFEST, first.encoded()))
+        except Lost:
+            raise ForeignMemory("the shards that were given belong to another memory; choose an empty place") from None
+
+    def found(self, version: Version | None, owner: str) -> None:
+        """Go on after the version that lies there. Raises ``MemoryInUse`` where this tail is older than that."""
+        note = self._note()
+        # A process that was killed may have put a version and not have noted that it did.
+        if version is not None and version.number != note["number"] and version.digest != note["next"]:
+            raise MemoryInUse(
+                f"another writer has published version {version.number} of this memory, and the tail in {self._folder} "
+                f"has put {note['number']}: it is an older copy. Write where the other tail is, or read with mode='r'"
+            )
+        self._version = Version(owner=owner) if version is None else version
+        if version is not None and version.number == note["number"]:
+            self._published = note["commit"]
+
+    def swept(self) -> bool:
+        """Whether the last process that wrote has left nothing in the bucket that no manifest names.
+
+        From now on that is unknown, until ``close``.
+        """
+        swept = self._note()["swept"]
+        self._write_note()
+        return bool(swept)
+
+    def due(self, commit: int) -> bool:
+        """Whether what was committed should be put by now."""
+        return commit != self._published and time.monotonic() - self._when > PATIENCE
+
+    def publish(self, commit: int, *, prune: bool = False) -> None:
+        """Put the tail as it is after ``commit``, which nobody changes meanwhile, if that was not put before.
+
+        ``prune`` deletes what the version before needed too. Raises ``MemoryInUse`` where another writer has put one,
+        and ``OSError``.
+        """
+        before = self._version
+        assert before is not None
+        if commit == self._published and not (prune and before.stale):
+            return
+        data, there = self._folder / "tail" / DATA_NAME, {*before.pieces, *before.stale}
+        names: list[str] = []
+        waiting: list[tuple[str, bytes]] = []
+        for piece in _pieces(data):
+            names.append(_digest(piece))
+            if names[-1] not in there:
+                there.add(names[-1])
+                waiting.append((piece_path(names[-1]), piece))
+            if len(waiting) == HELD:
+                self._bucket.put_all(waiting)
+                waiting = []
+        self._bucket.put_all(waiting)
+        stale = tuple(sorted(set(before.pieces) - set(names)))
+        after = Version(
+            owner=before.owner,
+            number=before.number + 1,
+            nbytes=data.stat().st_size,
+            pieces=tuple(names),
+            stale=() if prune else stale,
+        )
+        self._write_note(coming=after.digest)
+        try:
+            tag = self._bucket.put_new(MANIFEST, after.encoded(), instead=before.tag or None)
+        except Lost:
+            raise MemoryInUse(
+                f"another writer has published a version of this memory: version {after.number} was not put, and "
+                "nothing in the bucket was replaced. What was committed stands in this tail; write with one of the two"
+            ) from None
+        self._version, self._published, self._when = replace(after, tag=tag), commit, time.monotonic()
+        self._write_note()
+        gone = (set(before.stale) | set(stale) if prune else set(before.stale)) - set(names)
+        try:
+            self._bucket.delete_all([piece_path(name) for name in sorted(gone)])
+        except OSError as error:
+            self._bucket.doubtful = True
+            logger.warning("memory %s: pieces that no version needs were not deleted: %s", self._folder, error)
+
+    def close(self) -> None:
+        """Note that all that lies in the bucket is named."""
+        if not self._bucket.doubtful and self._version is not None:
+            self._write_note(swept=1)
+
+    def strays(self, names: Iterator[str]) -> list[str]:
+        """Those of ``names``, of objects below ``tail``, that are no pieces of the last version or the one before."""
+        assert self._version is not None
+        known = {piece_path(name) for name in (*self._version.pieces, *self._version.stale)}
+        return [name for name in names if name not in known and _HASH.fullmatch(name.removeprefix("tail/"))]
+
+    def _note(self) -> dict[str, Any]:
+        with suppress(OSError, DamagedError, ValueError):
+            raw = paths.read(self._folder, NOTE, 1000)
+            return fit(parse(raw, NOTE, 1000), _NOTE, NOTE)  # type: ignore[no-any-return]
+        return {"number": 0, "commit": 0, "next": "", "swept": 0}
+
+    def _write_note(self, *, coming: str = "", swept: int = 0) -> None:
+        number = 0 if self._version is None else self._version.number
+        note = {"number": number, "commit": max(self._published, 0), "next": coming, "swept": swept}
+        paths.write(self._folder, NOTE, [json.dumps(note).encode()])
+
+
+def _pieces(data: Path) -> Iterator[bytes]:
+    with data.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
+    """The last published version as a memory folder below ``folder``, to read: only pieces that lack there are got.
+
+    Raises ``NotFound``, ``OSError``, and ``DamagedError`` for pieces that are not what the manifest says.
+    """
+    for _ in range(_ATTEMPTS):
+        version = last_version(bucket)
+        if version is None or not version.pieces:
+            raise NotFound(f"there is no memory at {url}: nothing was published there. Check bucket and prefix")
+        target = folder / "published" / f"{version.owner}-{version.number}-{version.tag.strip(chr(34))[:32]}"
+        if (target / "tail" / DATA_NAME).exists() or _fetched(bucket, version, target):
+            return target
+    raise DamagedError(f"the published version of {url} lacks pieces; publish it again where it is written", memory=url)
+
+
+def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
+    """Bring the pieces of a version together; whether all were there."""
+    earlier = sorted(target.parent.glob("*/pieces.json"), key=lambda path: path.stat().st_mtime)
+    part = target.with_name(f".{uuid4().hex}.part")
+    (part / "tail").mkdir(parents=True)
+    try:
+        with (part / "tail" / DATA_NAME).open("wb") as data:
+            known = _known_pieces(earlier[-1]) if earlier else {}
+            places: dict[str, list[int]] = {}
+            for number, name in enumerate(version.pieces):
+                places.setdefault(name, []).append(number * version.piece_bytes)
+            for name in places.keys() & known.keys():
+                _write(data, places[name], _read_piece(*known[name]))
+            wanted = [name for name in places if name not in known]
+            for start in range(0, len(wanted), HELD):
+                some = wanted[start : start + HELD]
+                for name, stored in zip(some, bucket.get_all([piece_path(name) for name in some]), strict=True):
+                    if stored is None:
+                        return False
+                    if _digest(stored.content) != name:
+                        raise DamagedError(f"the piece {name} of the published tail is damaged; publish it again")
+                    _write(data, places[name], stored.content)
+            data.truncate(version.nbytes)
+        (part / "pieces.json").write_text(json.dumps([version.piece_bytes, version.pieces]))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # another process was first
+            part.rename(target)
+        for path in earlier[:-1]:  # the last one may be open in another process
+            shutil.rmtree(path.parent, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return True
+
+
+def _known_pieces(told: Path) -> dict[str, tuple[Path, int, int]]:
+    """Pieces of a version that was fetched before: its file, place and length."""
+    with suppress(OSError, ValueError, TypeError):
+        length, names = json.loads(told.read_text())
+        data = told.parent / "tail" / DATA_NAME
+        found = {name: (data, number * length, length) for number, name in enumerate(names)}
+        return {name: place for name, place in found.items() if _digest(_read_piece(*place)) == name}
+    return {}
+
+
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+def _read_piece(data: Path, place: int, length: int) -> bytes:
+    with data.open("rb") as file:
+        file.seek(place)
+        return file.read(length)
+
+
+def _write(data: Any, places: list[int], piece: bytes) -> None:
+    for place in places:
+        data.seek(place)
+        data.write(piece)

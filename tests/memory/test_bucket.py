@@ -1,0 +1,289 @@
+"""Memories in a bucket, over the protocol of S3: who sees what, what it costs in requests, and what fails how."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import memstore
+from memstore.errors import ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory
+from memstore.memory import Memory
+from tests import forks
+from tests.memory.helpers import D, G, S, append, check_content, in_blocks, make_spec, random_tokens, states
+from tests.readers import child
+from tests.store.buckets import BUCKET, Way, bucket
+
+TOKENS = random_tokens(41 * S + 1)
+HERE, THERE = f"zarr+s3://{BUCKET}/notes", "zarr+s3://nowhere/notes"
+BLOCK_BYTES = 2 * 4 * G * S * D
+
+
+@pytest.fixture
+def way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Way]:
+    """The way to an empty bucket; shards are of four blocks, and this computer is called a."""
+    monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 4 * BLOCK_BYTES)
+    on(monkeypatch, tmp_path / "a")
+    with bucket(monkeypatch) as found:
+        yield found
+
+
+def on(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Be the computer whose disk is ``folder``."""
+    patch.setenv("XDG_DATA_HOME", str(folder))
+
+
+def written(url: str = HERE, tokens: torch.Tensor = TOKENS) -> None:
+    with memstore.open(url, spec=make_spec()) as memory:
+        append(memory.document("whale"), tokens)
+
+
+def test_another_computer_reads_what_was_published(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memstore.open(HERE, spec=make_spec()) as writer:
+        append(writer.document("whale"), TOKENS[: 20 * S])
+        writer._shared.store.sync()
+        on(monkeypatch, tmp_path / "b")
+        with memstore.open(HERE, mode="r") as reader:
+            check_content(reader.document("whale"), TOKENS[: 20 * S])
+            assert reader.verify() == []
+        append(writer.document("whale"), TOKENS[20 * S :])
+    with memstore.open(HERE, mode="r") as reader:
+        check_content(reader.document("whale"), TOKENS)
+        with pytest.raises(ReadOnlyMemory):
+            append(reader.document("whale"), TOKENS)
+    with pytest.raises(ForeignMemory, match=r"written by another computer.* mode='r'"):
+        memstore.open(HERE, spec=make_spec())
+
+
+def test_what_one_computer_read_another_answers_from_bit_for_bit(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes of their own, with folders of their own."""
+    forks.run(child.read_sealed, HERE, 600)
+    forks.run(child.logits, HERE, str(tmp_path / "a.pt"))
+    on(monkeypatch, tmp_path / "b")
+    with way.counted() as requests:
+        forks.run(child.logits, HERE, str(tmp_path / "b.pt"))
+    assert any("/blocks/" in path for _, path in requests), "states should have come from the bucket"
+    a, b = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert a["lists"] == b["lists"] != []
+    assert torch.equal(a["logits"], b["logits"])
+    assert torch.equal(a["tokens"], b["tokens"])
+
+
+def test_32_cold_blocks_take_at_most_32_requests_and_neighbours_fewer(way: Way) -> None:
+    written()
+    with memstore.open(HERE, mode="r", host_bytes=0) as memory:
+        view = memory.document("whale").layer(1)
+        for blocks, most in ((range(32), 8), (range(0, 40, 4), 10), ([1, 2, 9, 10, 33], 3), (range(0, 40, 2), 20)):
+            with way.counted() as requests:
+                found = view.gather(list(blocks))
+            expected = states(in_blocks(TOKENS)[list(blocks)], 1)
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert len(requests) <= most
+            assert {method for method, _ in requests} == {"GET"}
+
+
+def test_requests_of_a_gather_are_under_way_together(way: Way) -> None:
+    written()
+    with memstore.open(HERE, mode="r", host_bytes=0) as memory:
+        view = memory.document("whale").layer(0)
+        five = threading.Barrier(5)
+
+        def wait(method: str, path: str) -> int | None:
+            five.wait(timeout=20)  # goes on only when five requests are here
+            return None
+
+        way.fault = wait
+        found = view.gather([0, 4, 8, 12, 16])
+    assert torch.equal(found["k"], states(in_blocks(TOKENS)[[0, 4, 8, 12, 16]], 0)["k"])
+
+
+@pytest.mark.parametrize("blocks", [40, 160])
+def test_opening_and_listing_take_as_many_requests_whatever_there_is(
+    way: Way, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tokens=random_tokens(blocks * S))
+    with way.counted() as requests, memstore.open(HERE) as memory:
+        assert len(memory.documents()) == 1
+        memory.stats()
+    assert len(requests) == 1
+    on(monkeypatch, tmp_path / "b")
+    for most in (3, 2):  # the second time the pieces are there
+        with way.counted() as requests, memstore.open(HERE, mode="r") as memory:
+            assert len(memory.documents()) == 1
+            memory.stats()
+        assert len(requests) <= most
+
+
+def test_of_two_writers_with_copies_of_one_tail_one_is_refused(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tokens=TOKENS[: 4 * S])
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first = memstore.open(HERE)
+    on(monkeypatch, tmp_path / "b")
+    second = memstore.open(HERE)
+    append(first.document("whale"), TOKENS[4 * S :])
+    append(second.document("ship"), random_tokens(30 * S, 7))
+    first.close()
+    with pytest.raises(MemoryInUse, match="another writer has published"):
+        second.close()
+    on(monkeypatch, tmp_path / "c")
+    with memstore.open(HERE, mode="r") as memory:
+        check_content(memory.document("whale"), TOKENS)
+        assert [document.name for document in memory.documents()] == ["whale"]
+        assert memory.verify() == []
+    on(monkeypatch, tmp_path / "b")
+    with pytest.raises(MemoryInUse, match="it is an older copy"):
+        memstore.open(HERE)
+
+
+def test_two_computers_that_make_a_memory_at_once_do_not_both_get_it(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(method: str, path: str) -> int | None:
+        if method == "PUT":
+            way.fault = lambda method, path: None
+            on(monkeypatch, tmp_path / "b")
+            written()
+        return None
+
+    way.fault = meanwhile
+    with pytest.raises(ForeignMemory, match="belong to another memory"):
+        memstore.open(HERE, spec=make_spec())
+    with memstore.open(HERE) as memory:
+        check_content(memory.document("whale"), TOKENS)
+
+
+@pytest.mark.parametrize("after", [0, 3, 7])
+def test_a_storage_that_is_gone_in_mid_upload_leaves_the_previous_version(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    text = TOKENS[: 12 * S + 1]
+    written(tokens=text[: 5 * S])
+    puts = 0
+
+    def cut(method: str, path: str) -> int | None:
+        nonlocal puts
+        puts += method == "PUT"
+        return 0 if puts > after else None
+
+    memory = memstore.open(HERE)
+    way.fault = cut
+    append(memory.document("whale"), text[5 * S :])
+    with pytest.raises(MemstoreError, match="was not published"):
+        memory.close()
+    way.fault = lambda method, path: None
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r") as memory:
+        check_content(memory.document("whale"), text[: 5 * S])
+        assert memory.verify() == []
+    on(monkeypatch, tmp_path / "a")
+    with memstore.open(HERE) as memory:
+        check_content(memory.document("whale"), text)  # what was committed stands
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r") as memory:
+        check_content(memory.document("whale"), text)
+        assert memory.verify() == []
+
+
+def test_throttling_and_cut_lines_are_tried_again(way: Way) -> None:
+    seen: dict[str, int] = {}
+
+    def sometimes(method: str, path: str) -> int | None:
+        seen[method + path] = seen.get(method + path, 0) + 1
+        return (
+            (503, 0, None)[min(seen[method + path], 3) - 1] if method == "GET" else (503, None)[seen[method + path] > 1]
+        )
+
+    way.fault = sometimes
+    written()
+    seen.clear()
+    with memstore.open(HERE, host_bytes=0) as memory:
+        check_content(memory.document("whale"), TOKENS)
+
+
+def test_what_is_wrong_with_a_place_is_said_in_one_line(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written()
+    on(monkeypatch, tmp_path / "b")
+    for url, what in ((THERE, "NoSuchBucket"), (f"zarr+s3://{BUCKET}/other", "nothing was published there")):
+        with pytest.raises(MemstoreError, match=what) as caught:
+            memstore.open(url, mode="r")
+        said = str(caught.value)
+        assert "\n" not in said
+        assert "secret" not in said
+        assert url.partition("?")[0] in said
+    with pytest.raises(MemstoreError, match="NoSuchBucket"):
+        memstore.open(THERE, spec=make_spec())
+    with pytest.raises(NotFound):
+        memstore.open(f"zarr+s3://{BUCKET}/other", mode="r")
+
+
+def test_forgotten_blocks_leave_the_bucket(way: Way, tmp_path: Path) -> None:
+    written()
+    with memstore.open(HERE) as memory:
+        append(memory.document("ship"), TOKENS[:S])
+        memory.forget("whale")
+        memory.compact()
+        objects = memory._shared.store._objects  # type: ignore[attr-defined]
+        assert [name for name in objects.names("blocks") if "/c." in name] == []
+        (piece,) = objects.names("tail")
+        assert TOKENS[:S].int().numpy().tobytes() in objects.get(piece).content
+        assert TOKENS[S : 2 * S].int().numpy().tobytes() not in objects.get(piece).content
+
+
+def test_what_a_killed_process_left_in_the_bucket_is_deleted(way: Way) -> None:
+    written()
+    with memstore.open(HERE) as memory:
+        objects = memory._shared.store._objects  # type: ignore[attr-defined]
+        before = sorted(objects.names("blocks"))
+    memory = memstore.open(HERE)
+    objects = memory._shared.store._objects  # type: ignore[attr-defined]
+    objects.put("blocks/1.0.1/0/c.99.0.0.0.0", [b"left"])
+    objects.put(f"tail/{'0' * 32}", [b"left"])
+    killed(memory)
+    with memstore.open(HERE) as memory:
+        objects = memory._shared.store._objects  # type: ignore[attr-defined]
+        assert sorted(objects.names("blocks")) == before
+        assert f"tail/{'0' * 32}" not in set(objects.names("tail"))
+
+
+def killed(memory: Memory) -> None:
+    """End a memory as the end of its process does: nothing is published or noted."""
+    memory._shared.blocks.close()
+    memory._shared.store._close()  # type: ignore[attr-defined]
+
+
+def test_a_copy_into_a_bucket_goes_on_where_it_was_cut_off(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memstore.memory.copy.TRANSACTION_BYTES", 8 * 3 * BLOCK_BYTES)
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    with monkeypatch.context() as patched:
+        commits = 0
+        commit = memstore.memory.append.Append.compose
+
+        def cut(*arguments: object) -> object:
+            nonlocal commits
+            commits += 1
+            if commits == 3:
+                raise KeyboardInterrupt
+            return commit(*arguments)  # type: ignore[arg-type]
+
+        patched.setattr("memstore.memory.append.Append.compose", cut)
+        with pytest.raises(KeyboardInterrupt):
+            memstore.copy(tmp_path / "m", HERE)
+    assert memstore.copy(tmp_path / "m", HERE).copied_tokens == len(TOKENS) - 16 * S
+    on(monkeypatch, tmp_path / "b")
+    memstore.copy(HERE, tmp_path / "back")
+    with memstore.open(tmp_path / "back") as memory:
+        check_content(memory.document("whale"), TOKENS)

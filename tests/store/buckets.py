@@ -1,0 +1,127 @@
+"""A bucket on loopback: a server that speaks the protocol of S3 (moto), and a way to it that counts and can fail."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+BUCKET = "states"
+Fault = Callable[[str, str], "int | None"]
+"""Told method and path of a request: None lets it through, else the status to answer with; 0 cuts the line instead."""
+
+pytest.importorskip("moto.server", reason="moto is a development extra")
+
+
+class Way(ThreadingHTTPServer):
+    """Hands requests on to a server, counts them, and fails as it is told."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        self.target = host, port
+        self.requests: list[tuple[str, str]] = []
+        self.fault: Fault = lambda method, path: None
+        self.delay = 0.0
+        """Seconds that each request takes longer."""
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Lines that are cut are what is tried."""
+
+    @contextmanager
+    def counted(self) -> Iterator[list[tuple[str, str]]]:
+        """The requests that come inside."""
+        start, found = len(self.requests), list[tuple[str, str]]()
+        yield found
+        found += self.requests[start:]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Way
+
+    def _hand_on(self) -> None:
+        self.server.requests.append((self.command, self.path))
+        length = int(self.headers.get("Content-Length") or 0)
+        status = self.server.fault(self.command, self.path)
+        if status == 0:
+            self.rfile.read(length // 2)
+            self.connection.close()
+            self.close_connection = True
+            return
+        body = self.rfile.read(length)
+        time.sleep(self.server.delay)
+        if status is not None:
+            self._answer(status, {}, b"<Error><Code>SlowDown</Code></Error>")
+            return
+        line = http.client.HTTPConnection(*self.server.target, timeout=30)
+        line.request(self.command, self.path, body, dict(self.headers))
+        answer = line.getresponse()
+        content = answer.read()
+        self._answer(answer.status, dict(answer.getheaders()), content)
+        line.close()
+
+    def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name, value)
+        known = {name.lower(): value for name, value in headers.items()}
+        length = known.get("content-length", "0") if self.command == "HEAD" else str(len(content))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _hand_on  # noqa: N815 - what http.server calls
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Nothing."""
+
+
+@contextmanager
+def bucket(patch: pytest.MonkeyPatch) -> Iterator[Way]:
+    """An empty bucket, to which the environment of this process leads, over a way of its own."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    way = Way(*server.get_host_and_port())
+    thread = threading.Thread(target=way.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        patch.delenv(name, raising=False)
+    patch.setenv("AWS_ENDPOINT_URL", way.url)
+    patch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-that-nobody-tells")
+    patch.setenv("AWS_REGION", "us-east-1")
+    patch.setenv("AWS_ALLOW_HTTP", "true")
+    try:
+        line = http.client.HTTPConnection(*server.get_host_and_port())
+        line.request("POST", "/moto-api/reset")
+        line.getresponse().read()
+        line.request(
+            "PUT",
+            f"/{BUCKET}",
+            headers={"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"},
+        )
+        assert line.getresponse().status == 200
+        yield way
+    finally:
+        way.shutdown()
+        way.server_close()
+        server.stop()
