@@ -128,6 +128,12 @@ def test_health_and_models(port: int) -> None:
     assert ask(port, "/v1/chat/completions", chat(listed[1]["also"]))[1]["sources"][0]["document"] == "ferry"
 
 
+def test_embeddings_are_refused_with_what_to_do_instead(port: int) -> None:
+    status, answer, _ = ask(port, "/v1/embeddings", {"model": "cottage", "input": "Where is it?"})
+    assert (status, answer["error"]["type"], answer["error"]["code"]) == (501, "server_error", "unsupported_endpoint")
+    assert "sources" in answer["error"]["message"]
+
+
 def test_sampling_can_be_repeated(port: int) -> None:
     sampled = chat(temperature=1.5, max_tokens=12, top_p=0.9)
     first, again, other = (

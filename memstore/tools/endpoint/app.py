@@ -67,6 +67,7 @@ class Endpoint:
             Route("/v1/models/{name}", self._model),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {
             HTTPException: lambda _, error: _failed(Refused(error.detail, status=error.status_code)),
@@ -105,6 +106,15 @@ class Endpoint:
 
     async def _completion(self, request: Request) -> Response:
         return await self._answer(request, Ask.completion(await _object(request)))
+
+    # One vector for a text is what such a model does worst: see docs/decisions/014.
+    async def _embeddings(self, _: Request) -> Response:
+        raise Refused(
+            "a memory has no vector for a text: it is searched by every token of a question. Ask /v1/chat/completions, "
+            "whose sources are the passages; for vectors take a model that was trained to make them",
+            status=501,
+            code="unsupported_endpoint",
+        )
 
     async def _answer(self, request: Request, ask: Ask) -> Response:
         events: asyncio.Queue[Told] = asyncio.Queue()
