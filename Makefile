@@ -26,7 +26,7 @@ NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIO
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu house docs pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu house docs site pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -71,6 +71,9 @@ house: $(READY) ## Say how large and how tangled the package is, and how many fi
 
 docs: $(READY) ## Write docs/cli.md and docs/api.md anew
 	$(BIN)/python -m tests.tools.reference
+
+site: $(READY) ## Build the site of the documentation in build/site; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html -c docs/site . build/site
 
 PICTURES := build/pictures
 pictures: $(READY) ## Draw docs/pictures anew, from the demo's memory and (the audit) the README read by a stock model

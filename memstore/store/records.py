@@ -70,7 +70,7 @@ def padding(nbytes: int) -> int:
 
 
 def encode_value(key: Key, records: Sequence[Record]) -> bytes:
-    """Return the bytes of one value: each record's header, payload and padding. ``checks.py`` has the preconditions."""
+    """The bytes of one value: each record's header, payload and padding. ``check_batch`` has the preconditions."""
     return encode_with_sums(key, records)[0]
 
 

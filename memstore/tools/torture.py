@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -72,6 +73,7 @@ def torture(
     if folder is not None and not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder; name one on the disk that is to be tried.")
     torch.set_num_threads(1)  # whoever forks must have one thread
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # a full disk is met on purpose
     rows = []
     for name, subject in chosen.items():
         for each in fault or FAULTS:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.testing.broken import PLANTED
+from tests.testing.table import RESULTS, table
 
 
 def tortured(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -56,3 +57,8 @@ def test_what_there_is_not_is_said(arguments: list[str], words: str) -> None:
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_the_page_has_the_table_of_its_results() -> None:
+    page = (RESULTS.parents[2] / "docs" / "torture.md").read_text("utf-8")
+    assert table() in page

@@ -137,7 +137,7 @@ def items(extent: Extent) -> Iterator[int]:
 
 
 def _neighbours(order: list[BlockRead]) -> Iterator[list[BlockRead]]:
-    """BlockRead blocks in order of their places, those side by side together."""
+    """Blocks in order of their places, those side by side together."""
     run: list[BlockRead] = []
     for one in order:
         if run and not _follows(run[-1].place, one.place):

@@ -7,6 +7,7 @@ not meant to run with later code. ``tests/memory/test_golden.py`` asks them.
 
 Each memory is ``NAME.tar.xz`` with ``memory/`` (as it lies on the disk), ``expected.json`` and
 ``expected.safetensors``.
+Those named ``format2`` are ``memstore.copy`` of the others by commit 1faa8b0, the last that wrote format 2.
 Each model is ``model-KIND.tar.xz``, as ``save_pretrained`` writes it: weights are kept, as seeds may come to mean
 others.
 """

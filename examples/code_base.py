@@ -1,0 +1,32 @@
+"""A code base as memory: where is something done?
+
+python examples/code_base.py src/ "Where are passwords hashed?"
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import memstore
+from memstore.readers.asking import passage
+from memstore.tools.models import load_model
+
+
+def main(folder: str, question: str, model_name: str = "smollm2", pattern: str = "*.py") -> None:
+    """Read files that are new, and show the lines that the question finds."""
+    model, tokenizer = load_model(model_name)
+    root = Path(folder)
+    with memstore.attach(model, f"{root.resolve().name}.mem", tokenizer=tokenizer) as reader:
+        for file in sorted(root.rglob(pattern)):
+            if text := file.read_text("utf-8", errors="replace").strip():
+                reader.update(
+                    text, document=str(file.relative_to(root))
+                )  # of a changed file, what comes after the change
+        for match in reader.search(question, 5):
+            found = passage(reader, reader.memory.document(match.document), match.block, match.score)
+            print(f"{folder}/{found.document}:{found.line}  {' '.join(found.text.split())[:90]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
