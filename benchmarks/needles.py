@@ -134,13 +134,12 @@ def measure(
 
 
 def _ask(attached: Any, needle: Needle, block: int) -> tuple[Needle, bool, bool, float]:
-    attached.trace.clear()
     begun = time.perf_counter()
-    text = attached.ask(needle.prompt, raw=True, max_tokens=ANSWER_TOKENS).text
+    answer = attached.ask(needle.prompt, raw=True, max_tokens=ANSWER_TOKENS)
     seconds = time.perf_counter() - begun
-    blocks = {b for entry in attached.trace for b in entry.blocks}
+    blocks = {used for _, used, _ in answer.used}
     direct = attached.documents[0].n_blocks - attached.window // attached.block_size
-    return needle, block in blocks or block >= direct or block == 0, needle.found_in(text), seconds
+    return needle, block in blocks or block >= direct or block == 0, needle.found_in(answer.text), seconds
 
 
 if __name__ == "__main__":

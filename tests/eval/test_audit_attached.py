@@ -13,6 +13,7 @@ from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.readers.stock.audit import audit_attached
 from memstore.readers.stock.reader import StockReader
+from tests.readers.lists import lists_of
 from tests.readers.models import attach, tiny, tokens
 
 BLOCK, SINK, WINDOW = 16, 16, 32
@@ -47,9 +48,9 @@ def test_the_first_layer_is_audited_as_dense_attention_has_it(name: str) -> None
     model = tiny(name, **alternating)
     with attached_to(model, Retrieval(top_k=3, share="group", positions="true")) as attached:
         attached.read(TEXT)
-        attached.trace.clear()
+        lists_of(attached).clear()
         audit = audit_attached(attached, QUESTION, tokens=1)
-        chosen = [each for each in attached.trace if each.layer == 0]
+        chosen = [each for each in lists_of(attached) if each.layer == 0]
     layer = audit.layers[0]
     assert layer.layer == 0
     truth = dense(model, torch.cat([TEXT, QUESTION]))[0]
@@ -70,9 +71,9 @@ def test_with_stingy_positions_a_missed_block_has_the_mean_over_all_slots() -> N
     model, top_k = tiny("llama", num_hidden_layers=1), 3
     with attached_to(model, Retrieval(top_k=top_k, share="layer")) as attached:
         attached.read(TEXT)
-        attached.trace.clear()
+        lists_of(attached).clear()
         audit = audit_attached(attached, QUESTION, tokens=1)
-        chosen, document = attached.trace[-1], attached.documents[0]
+        chosen, document = lists_of(attached)[-1], attached.documents[0]
         keys = document.layer(0).gather(list(CANDIDATES))["k"].double().repeat_interleave(2, 1)  # [N, H, S, D]
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
@@ -153,8 +154,9 @@ def test_the_blocks_missed_most_are_those_with_most_attention_of_the_others() ->
     model = tiny("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     with attached_to(model, Retrieval(top_k=1, share="none", positions="true")) as attached:
         attached.read(TEXT)
+        lists_of(attached)
         audit = audit_attached(attached, QUESTION, tokens=1)
-        chosen = attached.trace[-1].blocks
+        chosen = lists_of(attached)[-1].blocks
     truth = dense(model, torch.cat([TEXT, QUESTION]))[0][0, SINK : SINK + 160].unflatten(-1, (-1, BLOCK)).sum(-1)
     left = [block for block in (truth.argsort(descending=True) + 1).tolist() if block not in chosen]
     assert [each.block for each in audit.missed] == left[: len(audit.missed)]

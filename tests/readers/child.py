@@ -11,6 +11,7 @@ import torch
 
 import memstore
 from memstore import Retrieval
+from tests.readers.lists import lists_of
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -50,7 +51,8 @@ def answer(memory: memstore.Memory) -> dict[str, Any]:
     model = tiny("llama")
     document = memory.document("text")
     with attach(model, memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached, torch.no_grad():
+        lists_of(attached)
         result = model(tokens(9, seed=5)[None]).logits
-        lists = [entry.blocks for entry in attached.trace]
+        lists = [entry.blocks for entry in lists_of(attached)]
     states = [document.layer(i).gather(list(document.blocks)) for i in range(memory.spec.layers)]
     return {"logits": result, "lists": lists, "tokens": document.tokens(), "states": states}

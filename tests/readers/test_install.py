@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 import memstore
 from memstore import ForeignMemory, InvalidArgument, NotFound, Retrieval, UnsupportedModel
+from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -205,11 +206,11 @@ def test_several_documents_are_searched_together() -> None:
     with attach(model, "ram:", retrieval=Retrieval(top_k=3), **SIZES) as attached, torch.no_grad():
         attached.read(tokens(160, seed=1), "one")
         attached.read(tokens(160, seed=2), "two")
-        attached.trace.clear()
+        lists_of(attached).clear()
         model(tokens(160, seed=1)[None, 40:60])
-        assert {entry.document for entry in attached.trace} <= {"one", "two"}
-        assert sum(len(entry.blocks) for entry in attached.trace) == 3
-        assert "one" in {entry.document for entry in attached.trace}
+        assert {entry.document for entry in lists_of(attached)} <= {"one", "two"}
+        assert sum(len(entry.blocks) for entry in lists_of(attached)) == 3
+        assert "one" in {entry.document for entry in lists_of(attached)}
 
 
 def test_masks_of_another_shape_are_refused() -> None:
@@ -284,8 +285,9 @@ def test_several_paths_are_opened_and_searched_together(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     with attach(model, paths, retrieval=Retrieval(top_k=4), **SIZES) as attached, torch.no_grad():
         assert len(attached.documents) == 2
+        lists_of(attached)
         assert bool(model(tokens(9)[None]).logits.isfinite().all())
-        assert sum(len(entry.blocks) for entry in attached.trace) == 4
+        assert sum(len(entry.blocks) for entry in lists_of(attached)) == 4
 
 
 def test_what_was_read_in_inference_mode_is_read_on_outside_of_it() -> None:

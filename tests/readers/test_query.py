@@ -13,6 +13,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.readers.stock.reader import StockReader
 from tests.eval.drts import byte_tokenizer, small_drt
+from tests.readers.lists import lists_of
 from tests.readers.models import attach, tiny, tokens
 from tests.readers.test_retrieval import prompt, reading
 
@@ -21,9 +22,9 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 
 def chosen(attached: StockReader, ids: Tensor, query: Any = QUERY, **more: Any) -> list[list[int]]:
-    attached.trace.clear()
+    lists_of(attached).clear()
     attached.generate(ids, query=query, **GREEDY, **more)
-    return [each.blocks for each in attached.trace]
+    return [each.blocks for each in lists_of(attached)]
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from memstore import Retrieval
 from memstore.readers.stock.reader import StockReader
+from tests.readers.lists import lists_of, lists_of_reading
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -29,7 +30,7 @@ def reading(model: PreTrainedModel, retrieval: Retrieval, length: int = LENGTH, 
     """A memory that has read ``length`` tokens; its trace begins after that."""
     with attach(model, "ram:", document="text", retrieval=retrieval, **{**SIZES, **more}) as attached:
         attached.read(tokens(length))
-        attached.trace.clear()
+        lists_of(attached).clear()
         yield attached
 
 
@@ -51,7 +52,7 @@ def answer(model: PreTrainedModel, retrieval: Retrieval, ids: Tensor, **more: An
     """The lists behind the logits of a prompt, and the logits."""
     with reading(model, retrieval, **more) as attached:
         result = logits(model, ids)
-        return [entry.blocks for entry in attached.trace], result
+        return [entry.blocks for entry in lists_of(attached)], result
 
 
 # How often
@@ -65,8 +66,8 @@ def test_a_list_is_chosen_every_so_many_tokens(share: Any, every: Any, steps: li
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2, every=every, share=share)) as attached:
         generate(model, prompt())
-        assert sorted({entry.step for entry in attached.trace}) == steps
-        by_step = [[entry.layer for entry in attached.trace if entry.step == step] for step in steps]
+        assert sorted({entry.step for entry in lists_of(attached)}) == steps
+        by_step = [[entry.layer for entry in lists_of(attached) if entry.step == step] for step in steps]
         assert all(layers == by_step[0] for layers in by_step), (
             "every layer that chooses must choose at every such step"
         )
@@ -76,7 +77,7 @@ def test_the_list_follows_what_is_being_written() -> None:
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2, every=1, span=4)) as attached:
         generate(model, prompt(), new=30)
-        lists = {tuple(entry.blocks) for entry in attached.trace}
+        lists = {tuple(entry.blocks) for entry in lists_of(attached)}
     assert len(lists) > 1
 
 
@@ -90,7 +91,7 @@ def test_what_was_chosen_before_does_not_sway_what_is_chosen_next() -> None:
             for part in (ids[:PROMPT], *ids[PROMPT:].split(1)):
                 with torch.no_grad():
                     cache = model(part[None], past_key_values=cache, use_cache=True).past_key_values
-            chosen[every] = {entry.step: entry.blocks for entry in attached.trace}
+            chosen[every] = {entry.step: entry.blocks for entry in lists_of(attached)}
     assert list(chosen[4]) == [9, 13, 17, 21, 25, 29]
     assert chosen[4] == {step: chosen[1][step] for step in chosen[4]}
 
@@ -105,8 +106,8 @@ def test_lists_are_shared_as_asked(share: Any, lists: int) -> None:
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2, share=share)) as attached:
         logits(model, prompt())
-        assert len(attached.trace) == lists
-        assert len({(entry.layer, entry.head) for entry in attached.trace}) == lists
+        assert len(lists_of(attached)) == lists
+        assert len({(entry.layer, entry.head) for entry in lists_of(attached)}) == lists
 
 
 def test_sharing_changes_what_is_retrieved() -> None:
@@ -136,8 +137,8 @@ def test_the_trace_names_blocks_between_sink_and_window(share: Any, name: str) -
     model = tiny(name)
     with reading(model, Retrieval(top_k=3, share=share, every=2)) as attached:
         generate(model, tokens(PROMPT, seed=5, rows=2), attention_mask=torch.ones(2, PROMPT))
-        assert {entry.row for entry in attached.trace} == {0, 1}
-        for entry in attached.trace:
+        assert {entry.row for entry in lists_of(attached)} == {0, 1}
+        for entry in lists_of(attached):
             assert entry.document == "text"
             assert len(entry.blocks) == 3 == len(set(entry.blocks))
             assert set(entry.blocks) <= set(CANDIDATES)
@@ -184,7 +185,7 @@ def test_an_option_of_placing_changes_answers(one: dict[str, Any], other: dict[s
     for options in (one, other):
         with reading(model, Retrieval(top_k=3, **options), length=224, segment=224) as attached:
             results.append(logits(model, prompt()))
-            lists.append([entry.blocks for entry in attached.trace])
+            lists.append([entry.blocks for entry in lists_of(attached)])
     assert len(lists[0]) == 1
     assert lists[0] == lists[1]
     assert_all_differ(results)
@@ -209,7 +210,7 @@ def test_two_passes_choose_at_the_last_layer_for_all() -> None:
         retrieval = Retrieval(top_k=2, passes=passes)
         with reading(model, retrieval, routing_layers=(1, 2)) as attached:
             results.append(logits(model, prompt(seed=7)))
-            (entry,) = attached.trace
+            (entry,) = lists_of(attached)
             assert (entry.layer, entry.step) == (1, PROMPT), "what the first pass chose is used by layers before it too"
             lists.append(entry.blocks)
     assert lists[0] != lists[1], "else this text shows nothing"
@@ -220,7 +221,7 @@ def test_two_passes_choose_again_at_the_steps_asked_for() -> None:
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2, passes=2, every=4), routing_layers=(1, 2)) as attached:
         generate(model, prompt())
-        assert sorted({entry.step for entry in attached.trace}) == [9, 13, 17]
+        assert sorted({entry.step for entry in lists_of(attached)}) == [9, 13, 17]
 
 
 def test_two_passes_over_the_same_text_see_the_same() -> None:
@@ -273,15 +274,15 @@ def test_every_row_of_a_padded_batch_is_that_row_alone(name: str, options: dict[
         lists = by_row(attached)
         assert lists[0] != lists[1] or lists[0] != lists[2], "rows must choose for themselves, or this shows nothing"
         for row, pad in enumerate(PADDED):
-            attached.trace.clear()
+            lists_of(attached).clear()
             alone = logits(model, ids[row : row + 1, pad:])
             assert by_row(attached)[0] == lists[row]
             torch.testing.assert_close(together[row, pad:], alone[0], rtol=0, atol=1e-4)
 
 
 def by_row(attached: StockReader) -> list[list[list[int]]]:
-    rows = range(1 + max(entry.row for entry in attached.trace))
-    return [[entry.blocks for entry in attached.trace if entry.row == row] for row in rows]
+    rows = range(1 + max(entry.row for entry in lists_of(attached)))
+    return [[entry.blocks for entry in lists_of(attached) if entry.row == row] for row in rows]
 
 
 @pytest.mark.parametrize("share", ["model", "group"])
@@ -342,9 +343,9 @@ def test_reading_without_retrieval_chooses_nothing() -> None:
     model = tiny("llama")
     with attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
         attached.read(tokens(LENGTH), retrieve=False)
-        assert not attached.trace
+        assert not lists_of(attached)
         logits(model, prompt())
-        assert attached.trace, "what was read without lists can be searched"
+        assert lists_of(attached), "what was read without lists can be searched"
     few, many = (states_after(model, Retrieval(top_k=k), retrieve=False) for k in (2, 5))
     assert torch.equal(few, many)
     few, many = (states_after(model, Retrieval(top_k=k)) for k in (2, 5))
@@ -352,14 +353,17 @@ def test_reading_without_retrieval_chooses_nothing() -> None:
 
 
 @pytest.mark.parametrize("share", ["model", "group"])
-def test_a_window_smaller_than_the_segment_reads_blocks_of_the_segment_before(share: Any) -> None:
+def test_a_window_smaller_than_the_segment_reads_blocks_of_the_segment_before(
+    share: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = lists_of_reading(monkeypatch)
     sizes = {"window": 16, "segment": 64, "sink": 0}
     model = tiny("llama")
     with attach(
         model, "ram:", document="text", retrieval=Retrieval(top_k=2, share=share), **{**SIZES, **sizes}
     ) as attached:
         attached.read(tokens(LENGTH))
-        newest = [max(entry.blocks) for entry in attached.trace]
+        newest = [max(entry.blocks) for entry in lists]
         assert len(attached.documents[0]) == LENGTH
         assert any(block * 16 >= 64 for block in newest)
         assert logits(model, prompt()).isfinite().all()
@@ -372,17 +376,18 @@ def test_a_window_smaller_than_the_segment_is_full_attention_with_all_blocks() -
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
-def test_a_span_longer_than_the_window_survives_an_interruption() -> None:
+def test_a_span_longer_than_the_window_survives_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """What chooses for a segment are the tokens before it, whether or not they were read by this process."""
     model, retrieval = tiny("llama"), Retrieval(top_k=2, span=128)
-    lists = []
+    lists, heard = [], lists_of_reading(monkeypatch)
     for pieces in ([LENGTH], [250, LENGTH]):
         name = f"ram:{test_a_span_longer_than_the_window_survives_an_interruption.__name__}{len(pieces)}"
         for length in pieces:
             with attach(model, name, document="text", retrieval=retrieval, **SIZES) as attached:
                 attached.calibrate(tokens(LENGTH))
+                heard.clear()
                 attached.read(tokens(length))
-                found = [entry.blocks for entry in attached.trace]
+                found = [entry.blocks for entry in heard]
         lists.append(found[-len(range(256, LENGTH, SIZES["segment"])) :])
     assert lists[0]
     assert lists[0] == lists[1]
@@ -396,8 +401,8 @@ def test_models_with_sliding_windows_read_and_generate(name: str, share: Any) ->
         at_once = generate(model, prompt())[0]
         assert at_once.tolist() == token_by_token(model, prompt()).tolist()
         local = {plan.index for plan in attached.architecture.layers if plan.local}
-        assert share == "model" or not local & {entry.layer for entry in attached.trace}
-        assert attached.trace
+        assert share == "model" or not local & {entry.layer for entry in lists_of(attached)}
+        assert lists_of(attached)
 
 
 def token_by_token(model: PreTrainedModel, ids: Tensor, new: int = 12) -> Tensor:
@@ -429,7 +434,7 @@ def test_a_text_longer_than_the_trained_positions_is_read_within_them(positions:
     with reading(model, retrieval, length=1_008, **sizes) as attached:
         assert logits(model, prompt()).isfinite().all()
         assert len(generate(model, prompt(), new=5)[0]) == PROMPT + 5
-        assert attached.trace
+        assert lists_of(attached)
     used = torch.cat([positions.flatten() for positions in seen])
     assert used.min() == 0
     assert used.max() < trained

@@ -10,6 +10,7 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
+from tests.readers.lists import lists_of
 from tests.readers.models import tiny, tokens
 from tests.readers.test_retrieval import LENGTH, reading
 
@@ -23,7 +24,7 @@ def test_a_search_scores_as_an_answer_does(share: Any, monkeypatch: pytest.Monke
         prompt = tokens(9, seed=5)
         query = prompt if share == "model" else None  # layers ask with the prompt's own tokens
         attached.generate(prompt[None], query=query, max_new_tokens=1)
-        chosen = attached.trace[-1]
+        chosen = lists_of(attached)[-1]
         # Among the same blocks, for scores are relative to those of all others.
         monkeypatch.setattr("memstore.readers.stock.reader.everything", lambda _: attached._new_call().candidates)
         found = attached.search(prompt, 4, layer=chosen.layer)
@@ -52,9 +53,9 @@ def test_a_search_leaves_no_trace_and_changes_no_answer() -> None:
     model = tiny("llama")
     with reading(model, Retrieval(top_k=4)) as attached, torch.no_grad():
         before = model(tokens(9, seed=5)[None]).logits
-        attached.trace.clear()
+        lists_of(attached).clear()
         attached.search(tokens(5, seed=6))
-        assert not len(attached.trace)
+        assert not len(lists_of(attached))
         assert torch.equal(model(tokens(9, seed=5)[None]).logits, before)
 
 

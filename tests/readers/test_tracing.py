@@ -19,6 +19,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend as attend_plainly
 from memstore.memory import Look, Memory, Trace, recorder
 from memstore.readers.stock.reader import StockReader
+from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
 from tests.readers.test_retrieval import (
     HEADS,
@@ -207,7 +208,7 @@ def test_a_trace_says_what_the_attached_trace_says(share: Any) -> None:
         with attached.record(question="why?"):
             generate(model, prompt(), max_new_tokens=6, do_sample=False)
         trace = last(attached.memories[0])
-        chosen = {(each.step - PROMPT, each.layer, each.head): each for each in attached.trace}
+        chosen = {(each.step - PROMPT, each.layer, each.head): each for each in lists_of(attached)}
     assert {"mechanism": "attach", "question": "why?", "documents": ["text"], "top_k": 3}.items() <= trace.info.items()
     assert trace.info["prompt"] == prompt()[0].tolist()
     for (step, layer, head), entry in chosen.items():
@@ -298,9 +299,10 @@ def test_several_documents_and_memories_are_told_in_the_first() -> None:
             with attach(model, memory, document=name, **options) as attached:
                 attached.read(tokens(LENGTH, seed=seed))
         with attach(model, [first, second], **options) as attached:
+            lists_of(attached)
             with attached.record():
                 logits(model, prompt())
-            entries = {(e.layer, e.document): set(e.blocks) for e in list(attached.trace)}
+            entries = {(e.layer, e.document): set(e.blocks) for e in lists_of(attached)}
         assert second.traces.list() == []
         trace = last(first)
         assert trace.info["documents"] == ["one", "two", "three"]

@@ -21,6 +21,7 @@ import memstore
 from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
 from tests import forks
 from tests.readers.child import RETRIEVAL, SIZES, answer
+from tests.readers.lists import lists_of, lists_of_reading
 from tests.readers.models import attach, tiny, tokens
 from tests.readers.test_restart import assert_same, read_here
 
@@ -113,8 +114,9 @@ def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: 
     with memstore.open(folder) as memory:
         assert memory.repair(drop_blocks=True).left == []
         with attach(model, memory, document="text", retrieval=retrieval, **SIZES) as attached, torch.no_grad():
+            lists_of(attached)
             logits = model(tokens(9, seed=5)[None]).logits
-            retrieved = {block for step in attached.trace for block in step.blocks}
+            retrieved = {block for step in lists_of(attached) for block in step.blocks}
             assert bool(logits.isfinite().all())
             assert wanted not in retrieved
             assert top_k == 2 or retrieved == set()
@@ -133,9 +135,10 @@ def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
     question, miss = tokens(9, seed=5)[None], Retrieval(top_k=3, share=share, on_error="miss")
     with attach(model, folder, document="text", retrieval=replace(miss, on_error="raise"), **SIZES) as attached:
         attached.read(tokens(LENGTH))
+        lists_of(attached)
         before = model(question).logits
-        layer = attached.trace[-1].layer
-        last = [entry for entry in attached.trace if entry.layer == layer][-1]
+        layer = lists_of(attached)[-1].layer
+        last = [entry for entry in lists_of(attached) if entry.layer == layer][-1]
         layer = max(layer, 2) if share == "model" else layer
         block = last.blocks[0]
         payload = attached.documents[0].layer(layer).gather([block])["k"][0].numpy().tobytes()
@@ -309,24 +312,30 @@ def wait_for_tokens(folder: Path, wanted: int) -> None:
 # Another process
 
 SECOND = """
+import pytest
+from tests.readers.lists import lists_of_reading
 from tests.readers.child import RETRIEVAL, SIZES
 from tests.readers.models import tiny, tokens
 
 folder, file = sys.argv[1:]
+heard = lists_of_reading(pytest.MonkeyPatch())
 with memstore.attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:
     attached.read(tokens(400, seed=3))
-    torch.save([entry.blocks for entry in attached.trace], file)
+    torch.save([entry.blocks for entry in heard], file)
 """
 
 
 @pytest.mark.slow
-def test_another_process_reads_on_with_the_router_that_is_stored(folder: Path, tmp_path: Path) -> None:
+def test_another_process_reads_on_with_the_router_that_is_stored(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second document is routed by what the first one was, wherever it is read."""
+    heard = lists_of_reading(monkeypatch)
     shutil.copytree(folder, tmp_path / "there")
     finished(child(SECOND, tmp_path / "there", tmp_path / "lists.pt"))
     with attach(tiny("llama"), folder, document="second", retrieval=RETRIEVAL, **SIZES) as attached:
         attached.read(tokens(400, seed=3))
-        lists = [entry.blocks for entry in attached.trace]
+        lists = [entry.blocks for entry in heard]
     assert lists
     assert lists == torch.load(tmp_path / "lists.pt", weights_only=True)
     states = []

@@ -17,6 +17,7 @@ from memstore.readers.stock.reader import StockReader
 from memstore.readers.stock.visible import everything
 from memstore.readers.stock.words import DocumentWords
 from tests.eval.drts import byte_tokenizer
+from tests.readers.lists import lists_of
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 16, "sink": 8, "segment": 16, "block_size": 8}
@@ -47,12 +48,12 @@ def test_a_rare_word_lifts_its_block() -> None:
     query = torch.tensor([3, RARE])
     with reading(words=100) as attached:
         assert attached.search(query, 1)[0].block == 150 // 8
-        attached.trace.clear()
+        lists_of(attached).clear()
         attached.generate(tokens(9)[None], query=query, max_new_tokens=2)
-        assert 150 // 8 in attached.trace[0].blocks
-        attached.trace.clear()
+        assert 150 // 8 in lists_of(attached)[0].blocks
+        lists_of(attached).clear()
         attached.generate(torch.cat((tokens(9), query))[None], max_new_tokens=2)  # no query: states alone
-        assert attached.trace[0].scores[-1] < 100
+        assert lists_of(attached)[0].scores[-1] < 100
 
 
 def test_a_score_is_that_of_states_and_a_share_of_that_of_words() -> None:

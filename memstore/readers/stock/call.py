@@ -7,7 +7,6 @@ A ``Call`` has what all layers share: local tokens, what they see of the memory,
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
 from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
-from memstore.readers.stock.draft import StockDraft, TraceEntry
+from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
 from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
 from memstore.transfer import to_device
@@ -47,17 +46,16 @@ class Call:
         reading: bool = False,
         retrieve: bool = True,
         observers: Sequence[Observer] = (),
-        trace: deque[TraceEntry] | None = None,
     ) -> None:
         """``states`` reads those of tokens of ``seen``; without them the call sees no memory.
 
-        ``observers`` are told what every layer retrieves; lists that were searched for go into ``trace``.
+        ``observers`` are told what every layer retrieves.
         """
         self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
         self.room, self.device = 0 if reading else ROOM, torch.device("cpu")
         self.candidates = seen.candidates if retrieve else Candidates(())
         self.slots = selection.slots(self.candidates)
-        self.observers, self.trace = observers, trace
+        self.observers = observers
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.reset()
 
@@ -184,15 +182,12 @@ class Call:
     ) -> None:
         """Tell who is watching what a layer attends to; see ``StockChoice``."""
         fetched, searched, states.searched = states.fetched, states.searched, False
-        remembered = searched and self.trace is not None
-        if fetched is None or not (remembered or self.observers):
+        if fetched is None or not self.observers:
             return
         searching, self.selection.search_seconds = self.selection.search_seconds, 0.0
         gathering, fetched.gather_seconds = fetched.gather_seconds, 0.0
         spent = (1e6 * searching, 1e6 * gathering)
         choice = StockChoice(states, fetched, searched, queries, turned, keys, mask, options, *spent)
-        if self.trace is not None and remembered:
-            self.trace.extend(choice.lists())
         for observer in self.observers:
             observer.choice(choice)
 
@@ -672,20 +667,3 @@ class StockChoice(Choice):
             search_us=self.search_us,
             gather_us=self.gather_us,
         )
-
-    def lists(self) -> list[TraceEntry]:
-        """The lists, one for each document that has a block in it."""
-        call, chosen = self.states.call, self.states.chosen
-        assert chosen is not None, "something was fetched of it"
-        step = call.length + call.tokens
-        found = []
-        for row, lists in enumerate(zip(chosen.numbers.tolist(), chosen.scores.tolist(), strict=True)):
-            for head, (numbers, scores) in enumerate(zip(*lists, strict=True)):
-                parts: dict[Document, tuple[list[int], list[float]]] = {}
-                for number, score in zip(numbers, scores, strict=True):
-                    document, block = call.candidates.locate(number)
-                    blocks, values = parts.setdefault(document, ([], []))
-                    blocks.append(block)
-                    values.append(score)
-                found += [TraceEntry(each.name, *part, step, row, self.layer, head) for each, part in parts.items()]
-        return found

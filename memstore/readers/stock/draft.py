@@ -24,24 +24,6 @@ from memstore.readers.stock.selection import FetchedList
 from memstore.readers.stock.visible import Candidates
 
 
-class TraceEntry(NamedTuple):
-    """The blocks of one document in one list that was chosen."""
-
-    document: str
-    blocks: list[int]
-    """Block ids, oldest first."""
-    scores: list[float]
-    """Score of each block; comparable within one list only."""
-    step: int
-    """Local tokens seen when the list was chosen (the length of the prompt, for a prompt)."""
-    row: int
-    """Row of the batch."""
-    layer: int
-    """The layer that attends to it. With ``share="model"`` all layers from this one on do."""
-    head: int
-    """Which of the layer's lists this is; 0 where all heads share one."""
-
-
 @dataclass(eq=False)
 class StockDraft(Draft):
     """One layer at one step."""

@@ -112,7 +112,7 @@ class Hooks:
         ``[T, hidden]``. It leaves no trace.
         """
         call, self._tap = self._new_call(), {}
-        call.trace, call.observers = None, ()
+        call.observers = ()
         try:
             self.forward(call, tokens)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -25,7 +24,6 @@ from memstore.readers.kinds import STOCK
 from memstore.readers.reader import Job, Place, Reader
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
-from memstore.readers.stock.draft import TraceEntry
 from memstore.readers.stock.hooks import Hooks, check_free
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.routers import load_router
@@ -35,8 +33,6 @@ from memstore.readers.stock.visible import AttachedDocument, Candidates, Documen
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT = 4096
-"""Lists that ``trace`` remembers."""
 BLOCK_SIZE = 64
 """Tokens per block of a new memory."""
 CODE_DIM = 256
@@ -93,8 +89,6 @@ class StockReader(Reader):
             self._routing_layers = (self._trained[0],)
         self._fingerprints: dict[int, Fingerprint] = {}
         self._tail = True  # calls see the document's end
-        self.trace: deque[TraceEntry] = deque(maxlen=KEPT)
-        """The lists of blocks that were chosen, oldest first, while reading too."""
 
     @classmethod
     def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - see ``Reader``
@@ -194,7 +188,7 @@ class StockReader(Reader):
         """What a prompt sees."""
         sources = [source for source in self._sources() if len(source.document)]
         if not sources:
-            return Call(self.selection, trace=self.trace)
+            return Call(self.selection)
         own = sources[-1].document
         tokens = len(own)
         if len(sources) > 1 and self.retrieval.positions != "stingy":
@@ -204,7 +198,7 @@ class StockReader(Reader):
         window = self.window if self._tail else None
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
         states = DocumentStates(own, self.block_size, self.memory.spec.layers, self.model.device)
-        return Call(self.selection, seen, states.read, observers=self.observers, trace=self.trace)
+        return Call(self.selection, seen, states.read, observers=self.observers)
 
     @contextmanager
     def _choosing(self, query: Tensor | None) -> Iterator[None]:
@@ -253,7 +247,7 @@ class StockReader(Reader):
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment}
-        reading = SegmentReading(self.hooks, job, self.memory.spec, **sizes, trace=self.trace)
+        reading = SegmentReading(self.hooks, job, self.memory.spec, **sizes)
         # Blocks of the segment before may be retrieved already, where the window is shorter than a segment.
         ahead = self.window >= self.segment
         for made in pipelined(segments, reading.compute, reading.commit, ahead=ahead):

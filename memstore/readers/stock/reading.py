@@ -8,7 +8,6 @@ closing the memory in between, computes the same states.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from memstore.memory import Document, MemorySpec
 from memstore.memory.tensors import as_stored
 from memstore.readers.reader import Job
 from memstore.readers.stock.call import Call
-from memstore.readers.stock.draft import TraceEntry
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
 from memstore.transfer import to_host
@@ -51,11 +49,9 @@ class SegmentReading:
         window: int,
         sink: int,
         segment: int,
-        trace: deque[TraceEntry],
     ) -> None:
-        """Lists that are chosen for a segment go into ``trace``."""
         self.hooks, self.job, self.document, self.spec = hooks, job, job.document, spec
-        self.window, self.sink, self.segment, self.trace = window, sink, segment, trace
+        self.window, self.sink, self.segment = window, sink, segment
         self.selection = hooks.selection
         self.tokens = len(job.document)
         self._last_logits: Tensor | None = None
@@ -92,7 +88,7 @@ class SegmentReading:
             sink=self.sink,
             window=self.window,
         )
-        call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.job.retrieve, trace=self.trace)
+        call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.job.retrieve)
         if call.routed and not self.selection.by_layer:
             self._choose(call, begin)
         logits = self.hooks.forward(call, tokens, logits=self._scores(len(tokens)))
