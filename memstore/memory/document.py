@@ -91,6 +91,11 @@ class Document:
         self._handle.current()
         return self._handle.id
 
+    @property
+    def state(self) -> DocumentState:
+        """Its entry at the last commit: lengths, and what was cut or dropped."""
+        return self._handle.current()
+
     def is_number(self, number: int) -> bool:
         """Whether it is, or was, the document ``number``."""
         return self._handle.id == number

@@ -119,6 +119,11 @@ class Memory:
         return self._shared.mode
 
     @property
+    def version(self) -> int:
+        """A number that grows with every commit, also those of other processes."""
+        return self._shared.store.version()
+
+    @property
     def index(self) -> str:
         """Kind of its vector indexes, as it was opened with."""
         return self._shared.index

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -110,12 +110,18 @@ class Answer:
 
     def sources(self, most: int = 8) -> list[Passage]:
         """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
-        documents = {each.name: each for memory in reversed(self.reader.memories) for each in memory.documents()}
-        return [
-            passage(self.reader, documents[name], block, weight)
-            for name, block, weight in self.used[:most]
-            if name in documents
-        ]
+        found = [(stored(self.reader.memories, name), block, weight) for name, block, weight in self.used[:most]]
+        return [passage(self.reader, each, block, weight) for each, block, weight in found if each is not None]
+
+
+def stored(memories: Sequence[Memory], name: str) -> Document | None:
+    """The document ``name`` of the first of ``memories`` that has it; None where none has."""
+    for memory in memories:
+        with suppress(NotFound):
+            document = memory.document(name)
+            if document.id is not None:
+                return document
+    return None
 
 
 def passage(reader: Asker, document: Document, block: int, score: float) -> Passage:

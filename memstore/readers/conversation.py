@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed
+from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed, stored
 
 if TYPE_CHECKING:
     from memstore.memory import Document
@@ -112,7 +112,7 @@ class Conversation:
         return 0 if document is None else len(document)
 
     def _document(self) -> Document | None:
-        return next((each for each in self.reader.memory.documents() if each.name == self.name), None)
+        return stored([self.reader.memory], self.name)
 
     def _framed(self, words: str) -> Prompt:
         before = self._frame.following if self._tokens else self._frame.opening

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memstore
+from memstore.memory.shared import Handle
 from memstore.memory.view import LayerView
 from memstore.readers.stock.short import ShortDocuments, incomplete_landmarks
 from memstore.readers.stock.visible import AttachedDocument, everything
@@ -60,3 +61,32 @@ def test_a_question_reads_the_landmarks_of_those_documents_alone_that_have_chang
     read.clear()
     reader.search("Where is the key?", 8)
     assert len(read) == 1
+
+
+def test_a_question_asks_none_of_the_documents_again_while_nothing_is_committed(
+    reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Handle] = []
+    plain = Handle.current
+
+    def noted(handle: Handle) -> Any:
+        looked.append(handle)
+        return plain(handle)
+
+    monkeypatch.setattr(Handle, "current", noted)
+
+    def looks() -> int:
+        reader.ask("Where is the key?", max_tokens=1)
+        reader.search("Where is the key?", 8)
+        looked.clear()
+        reader.ask("Where is the key?", max_tokens=1)
+        reader.search("Where is the key?", 8)
+        return len(looked)
+
+    few = looks()
+    for i in range(40):
+        reader.read(f"Nothing hangs behind the door of house {i}.", f"more {i}")
+    # What is retrieved and shown is of other documents, as many.
+    assert looks() <= 2 * few
+    reader.read("The key of house 99 hangs behind beam 9801.", "late")
+    assert any(match.document == "late" for match in reader.search("The key of house 99 hangs behind beam 9801.", 8))

@@ -233,7 +233,7 @@ def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor
 
 def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:
     """Positions ``[n * S]`` of candidates that were not retrieved: stingy ones all in the first slot."""
-    blocks = candidates.blocks()[numbers.start : numbers.stop][None, None]
+    blocks = candidates.blocks[numbers.start : numbers.stop][None, None]
     selection = call.selection
     placement = place(
         selection.retrieval.positions,

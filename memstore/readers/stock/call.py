@@ -218,7 +218,7 @@ class Call:
         key = ("where", id(chosen))
         if key not in self._memo:
             blocks, slots, *there = to_device(
-                [self.candidates.blocks()[chosen.numbers], chosen.slots, *along], self.device
+                [self.candidates.blocks[chosen.numbers], chosen.slots, *along], self.device
             )
             self._memo[key] = (chosen, blocks, slots)
             return there or [blocks, slots]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.history import digest_of_tokenizer, digest_of_weights
 from memstore.memory.layer_index import cannot_score
 from memstore.memory.pipeline import pipelined
-from memstore.memory.search import Match, best, check_layer
+from memstore.memory.search import Match, check_layer
 from memstore.readers.kinds import STOCK
 from memstore.readers.reader import Job, Place, Reader
 from memstore.readers.stock.architecture import Architecture, examine
@@ -28,11 +28,12 @@ from memstore.readers.stock.hooks import Hooks, check_free
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.routers import load_router
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
-from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, everything, visible
+from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 BLOCK_SIZE = 64
 """Tokens per block of a new memory."""
 CODE_DIM = 256
@@ -89,6 +90,8 @@ class StockReader(Reader):
             self._routing_layers = (self._trained[0],)
         self._fingerprints: dict[int, Fingerprint] = {}
         self._tail = True  # calls see the document's end
+        self._held_of: tuple[list[int], list[str] | None] = ([], None)
+        self._held: dict[str, Any] = {}
 
     @classmethod
     def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - see ``Reader``
@@ -169,6 +172,23 @@ class StockReader(Reader):
         return [source.document for source in self._sources()]
 
     def _sources(self) -> list[AttachedDocument]:
+        """The documents attached, as they are now."""
+        return self._kept("sources", self._found)
+
+    def _everything(self) -> Candidates:
+        """All that is stored of them."""
+        return self._kept("everything", lambda: everything(self._sources()))
+
+    def _kept(self, what: str, find: Callable[[], T]) -> T:
+        """What ``find`` finds, which is found once a commit: to ask each of thousands of documents takes a while."""
+        now = [memory.version for memory in self.memories], self.names
+        if now != self._held_of:
+            self._held_of, self._held = now, {}
+        if what not in self._held:
+            self._held[what] = find()
+        return self._held[what]  # type: ignore[no-any-return]  # each has a type of its own
+
+    def _found(self) -> list[AttachedDocument]:
         all_of_them = [
             AttachedDocument(d, number) for number, memory in enumerate(self.memories) for d in memory.documents()
         ]
@@ -186,19 +206,28 @@ class StockReader(Reader):
 
     def _new_call(self) -> Call:
         """What a prompt sees."""
-        sources = [source for source in self._sources() if len(source.document)]
-        if not sources:
+        found = self._kept(f"tail {self._tail}", self._visible)
+        if found is None:
             return Call(self.selection)
-        own = sources[-1].document
-        tokens = len(own)
+        own, seen = found
+        states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
+        return Call(self.selection, seen, states.read, observers=self.observers)
+
+    def _visible(self) -> tuple[AttachedDocument, Visible] | None:
+        """The document that is continued, and what is seen; None where nothing is stored."""
+        sources = [source for source in self._sources() if source.state.tokens]
+        if not sources:
+            return None
+        tokens = sources[-1].state.tokens
         if len(sources) > 1 and self.retrieval.positions != "stingy":
             raise InvalidArgument(
                 f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
             )
         window = self.window if self._tail else None
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
-        states = DocumentStates(own, self.block_size, self.memory.spec.layers, self.model.device)
-        return Call(self.selection, seen, states.read, observers=self.observers)
+        if window is None:  # then all is searched, as it is by a search
+            seen = replace(seen, candidates=self._everything())
+        return sources[-1], seen
 
     @contextmanager
     def _choosing(self, query: Tensor | None) -> Iterator[None]:
@@ -327,16 +356,14 @@ class StockReader(Reader):
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
         layer = check_layer(self.memory, layer)
-        candidates = everything(self._sources())
+        candidates = self._everything()
         if not len(candidates):
             return []
         scores = self._prompt_scores(tokens, layer, candidates)
-        parts, start = [], 0
-        for source, blocks in candidates.parts:
-            here = torch.arange(blocks.start, blocks.stop)
-            parts.append((source.document, here, scores[start : start + len(blocks)]))
-            start += len(blocks)
-        return best(parts, top_k)
+        values, at = scores.topk(min(top_k, len(scores)))
+        names, document, blocks = candidates.named(at)
+        found = zip(document.tolist(), blocks.tolist(), values.tolist(), strict=True)
+        return [Match(names[place], block, score) for place, block, score in found]
 
     def _prompt_scores(self, tokens: Tensor, layer: int, candidates: Candidates) -> Tensor:
         """Scores ``[N]`` that the query ``tokens [T]`` gives to ``candidates`` in ``layer``."""

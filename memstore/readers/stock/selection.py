@@ -162,10 +162,11 @@ class Selection:
         asking = self._asking(codes)
         if len(parts) != 1 or candidates.incomplete or len(asking) > self.retrieval.span:
             return None
-        ((document, memory), blocks), top_k = parts[0], self.slots(candidates)
+        (source, blocks), top_k = parts[0], self.slots(candidates)
+        document = source.document
         if not document.memory.index_capabilities.routes:
             return None
-        scores, ids = document.layer(layer).route(asking[:, memory], top_k, allowed=blocks)
+        scores, ids = document.layer(layer).route(asking[:, source.memory], top_k, allowed=blocks)
         return best_inherited(scores, ids - blocks.start, len(blocks), top_k)
 
     def _asking(self, codes: Tensor) -> Tensor:

@@ -23,13 +23,17 @@ SHORT = 64
 
 
 class Short(NamedTuple):
-    """Blocks of a document, and how many tokens the last of them has where it is not full."""
+    """Blocks of a document at one commit."""
 
     document: Document
+    edits: int
+    """Number of truncations: while it stays the same, the landmarks of full blocks do."""
     blocks: range
     tokens: int | None
+    """How many the last block has, where it is not full."""
 
 
+ShortParts = tuple[Short, ...]
 Key = tuple[int | None, int, range, int | None]
 """While it stays the same, the landmarks of a document do."""
 
@@ -38,9 +42,9 @@ class ShortDocuments:
     """The landmarks of the short documents that a reader sees. One thread at a time, as the reader."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int], tuple[tuple[Key, ...], Tensor]] = {}
+        self._held: dict[tuple[int, int], tuple[ShortParts, tuple[Key, ...], Tensor]] = {}
 
-    def score(self, memory: int, layer: int, parts: Sequence[Short], queries: Tensor) -> Tensor:
+    def score(self, memory: int, layer: int, parts: ShortParts, queries: Tensor) -> Tensor:
         """Best inner product ``[H, T, n]`` of ``queries [H, T, D]`` with the landmarks of each block of ``parts``.
 
         ``memory`` is the number of the one that they are in. As the exact index does, in the type that it keeps.
@@ -51,17 +55,18 @@ class ShortDocuments:
         best: Tensor = products.float().unflatten(1, keys.shape[1:3]).amax(2).transpose(1, 2)
         return best.reshape(*queries.shape[:2], -1)
 
-    def _keys(self, memory: int, layer: int, parts: Sequence[Short]) -> Tensor:
-        names = tuple((each.document.id, each.document.located()[0].edits, each.blocks, each.tokens) for each in parts)
-        known, keys = self._held.get((memory, layer), ((), torch.empty(0)))
-        if known != names:
-            starts = dict(zip(known, _starts([len(blocks) for _, _, blocks, _ in known]), strict=True))
-            read = [
-                keys[:, starts[name] : starts[name] + len(each.blocks)] if name in starts else _read(each, layer)
-                for name, each in zip(names, parts, strict=True)
-            ]
-            keys = torch.cat(read, dim=1)
-            self._held[memory, layer] = names, keys
+    def _keys(self, memory: int, layer: int, parts: ShortParts) -> Tensor:
+        of, known, keys = self._held.get((memory, layer), ((), (), torch.empty(0)))
+        if of is not parts:
+            names = tuple((each.document.id, each.edits, each.blocks, each.tokens) for each in parts)
+            if known != names:
+                starts = dict(zip(known, _starts([len(blocks) for _, _, blocks, _ in known]), strict=True))
+                read = [
+                    keys[:, starts[name] : starts[name] + len(each.blocks)] if name in starts else _read(each, layer)
+                    for name, each in zip(names, parts, strict=True)
+                ]
+                keys = torch.cat(read, dim=1)
+            self._held[memory, layer] = parts, names, keys
         return keys
 
 

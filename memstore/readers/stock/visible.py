@@ -5,46 +5,67 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from memstore.readers.stock.short import SHORT, Short, ShortDocuments, incomplete_landmarks
+from memstore.memory.places import dropped, lacking
+from memstore.readers.stock.short import SHORT, Short, ShortDocuments, ShortParts, incomplete_landmarks
 from memstore.transfer import to_device
 
 if TYPE_CHECKING:
     from memstore.memory import Document
+    from memstore.memory.entry import DocumentState
 
 States = tuple[Tensor, Tensor]
 """Position-free keys and values."""
 
 
-class AttachedDocument(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AttachedDocument:
     """A document, and the number of the memory that it is in."""
 
     document: Document
     memory: int
 
+    @cached_property
+    def state(self) -> DocumentState:
+        """Its entry, as it was when it was asked for first: who sees thousands of documents asks each of them once."""
+        return self.document.state
 
-@dataclass(frozen=True)
+    def present(self, blocks: range) -> list[range]:
+        """``blocks`` without those that were dropped, in pieces."""
+        return lacking(blocks, dropped(self.state)) if self.state.dropped else [blocks] if blocks else []
+
+
+@dataclass(frozen=True, eq=False)
 class Candidates:
-    """The blocks that may be retrieved, numbered 0..N-1 over one or several documents."""
+    """The blocks that may be retrieved, numbered 0..N-1 over one or several documents.
+
+    What follows from them is found out once: a reader keeps them from one question to the next, until something is
+    committed.
+    """
 
     parts: tuple[tuple[AttachedDocument, range], ...]
 
     def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def _count(self) -> int:
         return sum(len(blocks) for _, blocks in self.parts)
 
     @cached_property
     def incomplete(self) -> dict[int, int]:
         """How many tokens the candidates have that are not full: the last blocks of documents."""
         found, number = {}, -1
-        for (document, _), blocks in self.parts:
+        for source, blocks in self.parts:
             number += len(blocks)
-            full = document.complete_blocks.stop
+            size = source.document.memory.spec.block_size
+            full = source.state.complete(size).stop
             if blocks.stop > full:
-                found[number] = len(document) - full * document.memory.spec.block_size
+                found[number] = source.state.tokens - full * size
         return found
 
     def empty(self, numbers: Tensor, block_size: int) -> Tensor | None:
@@ -56,7 +77,7 @@ class Candidates:
         empty = torch.arange(block_size) >= tokens[numbers].unsqueeze(-1)
         return empty if bool(empty.any()) else None
 
-    @property
+    @cached_property
     def memories(self) -> int:
         """How many memories the candidates are of, at least: one more than the highest number."""
         return 1 + max((source.memory for source, _ in self.parts), default=0)
@@ -89,6 +110,7 @@ class Candidates:
         part = self._parts_of(numbers)
         return list(places), of_part[part], numbers + self._shifts[part]
 
+    @cached_property
     def blocks(self) -> Tensor:
         """Block id of every candidate, ``[N]``."""
         numbers = torch.arange(len(self))
@@ -96,12 +118,16 @@ class Candidates:
 
     def consecutive(self, device: torch.device | None = None) -> Tensor:
         """``[N]``: True where a candidate directly follows the one before it in the same document."""
+        if len(self.parts) > 1:
+            return self._follows if device is None else to_device([self._follows], device)[0]
         follows = torch.ones(len(self), dtype=torch.bool, device=device)
         follows[:1] = False
-        if len(self.parts) > 1:
-            parts = self._parts_of(torch.arange(len(self)))
-            follows[1:] = to_device([parts[1:] == parts[:-1]], follows.device)[0]
         return follows
+
+    @cached_property
+    def _follows(self) -> Tensor:
+        parts = self._parts_of(torch.arange(len(self)))
+        return torch.cat([torch.zeros(min(1, len(self)), dtype=torch.bool), parts[1:] == parts[:-1]])
 
     def score(self, layer: int, queries: Sequence[Tensor], short: ShortDocuments) -> Tensor:
         """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``, where the index is.
@@ -111,26 +137,44 @@ class Candidates:
         index = self.parts[0][0].document.layer(layer).index
         queries = [each.to(None if index is None else index.device) for each in queries]
         scores = queries[0].new_empty((*queries[0].shape[:2], len(self)), dtype=torch.float32)
-        together: dict[int, list[tuple[range, Short]]] = {}
+        alone, together = self._scored_as
+        for source, blocks, numbers in alone:
+            tokens, view = self.incomplete.get(numbers.stop - 1), source.document.layer(layer)
+            full = blocks if tokens is None else blocks[:-1]
+            if full:
+                found = view.score(queries[source.memory], allowed=full)[0]
+                scores[..., numbers.start : numbers.start + len(full)] = found
+            if tokens is not None:
+                last = incomplete_landmarks(
+                    view.landmarks(blocks[-1:])[0], tokens, source.document.memory.spec.block_size
+                )
+                scores[..., numbers.stop - 1] = _best(last, queries[source.memory])
+        for memory, (at, parts) in together.items():
+            found = short.score(memory, layer, parts, queries[memory])
+            if len(at) == len(self):
+                return found
+            scores[..., at.to(scores.device)] = found
+        return scores
+
+    @cached_property
+    def _scored_as(self) -> tuple[list[tuple[AttachedDocument, range, range]], dict[int, tuple[Tensor, ShortParts]]]:
+        """Parts that are scored by themselves, with their blocks and numbers; and by memory those scored together."""
+        alone: list[tuple[AttachedDocument, range, range]] = []
+        together: dict[int, tuple[list[int], list[Short]]] = {}
+        dense = [source.document.memory.index_capabilities.dense for source, _ in self.parts[:1]]
         stop = 0
-        for (document, memory), blocks in self.parts:
+        for source, blocks in self.parts:
             if not blocks:
                 continue
             stop += len(blocks)
-            numbers, tokens = range(stop - len(blocks), stop), self.incomplete.get(stop - 1)
-            if len(blocks) <= SHORT and len(self.parts) > 1 and document.memory.index_capabilities.dense:
-                together.setdefault(memory, []).append((numbers, Short(document, blocks, tokens)))
-                continue
-            view, full = document.layer(layer), blocks if tokens is None else blocks[:-1]
-            if full:
-                scores[..., numbers.start : numbers.start + len(full)] = view.score(queries[memory], allowed=full)[0]
-            if tokens is not None:
-                last = incomplete_landmarks(view.landmarks(blocks[-1:])[0], tokens, document.memory.spec.block_size)
-                scores[..., stop - 1] = _best(last, queries[memory])
-        for memory, parts in together.items():
-            at = torch.tensor([number for numbers, _ in parts for number in numbers], device=scores.device)
-            scores[..., at] = short.score(memory, layer, [each for _, each in parts], queries[memory])
-        return scores
+            numbers = range(stop - len(blocks), stop)
+            if len(blocks) <= SHORT and len(self.parts) > 1 and all(dense):
+                at, parts = together.setdefault(source.memory, ([], []))
+                at += numbers
+                parts.append(Short(source.document, source.state.edits, blocks, self.incomplete.get(stop - 1)))
+            else:
+                alone.append((source, blocks, numbers))
+        return alone, {memory: (torch.tensor(at), tuple(parts)) for memory, (at, parts) in together.items()}
 
     def located(self, numbers: Tensor) -> list[tuple[Document, list[int]]]:
         """The candidates ``numbers [n]`` (ascending) as blocks of documents."""
@@ -180,9 +224,7 @@ NOTHING = Visible(range(0), Candidates(()), range(0))
 
 def everything(sources: Sequence[AttachedDocument]) -> Candidates:
     """All blocks of ``sources``."""
-    return Candidates(
-        tuple((source, part) for source in sources for part in source.document.present(source.document.blocks))
-    )
+    return Candidates(tuple((source, part) for source in sources for part in source.present(source.state.live())))
 
 
 def visible(
@@ -195,7 +237,7 @@ def visible(
     continued, so the last document is searched like the others.
     """
     own = sources[-1]
-    first = own.document.blocks.start * block_size
+    first = own.state.first * block_size
     if window is None:  # its sink is attended to as well, but does not say where an answer is from
         return Visible(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
     others = everything(sources[:-1])
@@ -203,7 +245,7 @@ def visible(
     if window_start <= first + sink:
         return Visible(range(first, first), others, range(first, tokens))
     between = range((first + sink) // block_size, window_start // block_size)
-    parts = tuple((own, part) for part in own.document.present(between) or [between[:0]])
+    parts = tuple((own, part) for part in own.present(between) or [between[:0]])
     return Visible(range(first, first + sink), Candidates((*others.parts, *parts)), range(window_start, tokens))
 
 

@@ -6,12 +6,14 @@ that is above a fifth of what all words of the query are worth. So a question in
 "her" with some block and nothing else, is left to the states.
 
 Token ids are stored with the blocks, so nothing else is: the words of a document are read off when the first query
-comes, in about a second for a million tokens, and those of new blocks as they come. An edit starts anew.
+comes, in about a second for a million tokens, and those of new blocks as they come. An edit starts anew. An index lives
+as long as the candidates that it is of.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,16 +22,15 @@ from memstore.index.words import WordIndex, words_of
 
 if TYPE_CHECKING:
     from memstore.memory import Document
-    from memstore.readers.stock.visible import Candidates
+    from memstore.readers.stock.visible import AttachedDocument, Candidates
 
-KEPT = 2
-"""Indexes held at a time: that of searches, and that of prompts, which see the document's ends without a search."""
 LEAST = 0.2
 """Share of what the words of a query are worth that a block must have more of."""
 UNKNOWN = -1
 """A word that no block has."""
 AT_ONCE = 1024
 """Blocks that are decoded at a time."""
+_NO_WORDS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
 
 class DocumentWords:
@@ -40,7 +41,8 @@ class DocumentWords:
         self._tokenizer = tokenizer
         self._numbers: dict[str, int] = {}
         self._runs: dict[tuple[int, str], tuple[tuple[int | None, int, int], int, Tensor, Tensor]] = {}
-        self._indexes: dict[tuple[object, ...], WordIndex] = {}
+        self._lasts: dict[tuple[int, str], tuple[tuple[int | None, int, int], Tensor, Tensor]] = {}
+        self._indexes: WeakKeyDictionary[Candidates, WordIndex] = WeakKeyDictionary()
 
     def score(self, candidates: Candidates, query: Tensor) -> Tensor:
         """What the words of the tokens ``query [n]`` add to the scores of the candidates: ``[N]``, at least 0."""
@@ -54,33 +56,42 @@ class DocumentWords:
         return torch.tensor([self._numbers.get(word, UNKNOWN) for word in words], dtype=torch.int64)
 
     def _index(self, candidates: Candidates) -> WordIndex:
-        parts = tuple((source.memory, *_state(source.document), blocks) for source, blocks in candidates.parts)
-        key = (*parts, *candidates.incomplete.items())
-        if key not in self._indexes:
-            while len(self._indexes) >= KEPT:
-                del self._indexes[next(iter(self._indexes))]
+        index = self._indexes.get(candidates)
+        if index is None:
             words, of, first = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
             for source, blocks in candidates.parts:
                 first += len(blocks)
                 full = blocks[:-1] if first - 1 in candidates.incomplete else blocks
-                runs = [self._run(source.memory, source.document, full)]
-                if full != blocks:  # it will change
-                    runs.append(self._read(source.document, blocks[-1:]))
+                runs = [self._run(source, full)]
+                if full != blocks:
+                    runs.append(self._last(source, blocks[-1:]))
                 for run, places in runs:
                     words.append(run)
                     of.append(places - blocks.stop + first)
-            self._indexes[key] = WordIndex(torch.cat(words), torch.cat(of), len(candidates))
-        return self._indexes[key]
+            index = self._indexes[candidates] = WordIndex(torch.cat(words), torch.cat(of), len(candidates))
+        return index
 
-    def _run(self, memory: int, document: Document, blocks: range) -> tuple[Tensor, Tensor]:
+    def _last(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
+        """As ``_run``, of the last block, which is not full and grows."""
+        document, state = source.document, source.state
+        key, now = (source.memory, document.name), (document.id, state.edits, state.tokens)
+        held, words, of = self._lasts.get(key, (None, *_NO_WORDS))
+        if held != now:
+            words, of = self._read(document, blocks)
+            self._lasts[key] = now, words, of
+        return words, of
+
+    def _run(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
         """The words of ``blocks``, in their order, and the block of each."""
         if not blocks:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        (whole,) = (run for run in document.present(document.complete_blocks) if blocks.start in run)
-        key, state = (memory, document.name), (*_state(document), whole.start)
-        held, stop, words, of = self._runs.get(key, (None, 0, torch.empty(0), torch.empty(0)))
+            return _NO_WORDS
+        document = source.document
+        complete = source.state.complete(document.memory.spec.block_size)
+        (whole,) = (run for run in source.present(complete) if blocks.start in run)
+        key, state = (source.memory, document.name), (document.id, source.state.edits, whole.start)
+        held, stop, words, of = self._runs.get(key, (None, 0, *_NO_WORDS))
         if held != state:
-            stop, words, of = whole.start, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+            stop, words, of = whole.start, *_NO_WORDS
         if stop < whole.stop:
             new, places = self._read(document, range(stop, whole.stop))
             words, of = torch.cat((words, new)), torch.cat((of, places))
@@ -103,8 +114,3 @@ class DocumentWords:
                 counts.append(len(words))
         of = torch.arange(blocks.start, blocks.stop).repeat_interleave(torch.tensor(counts))
         return torch.tensor(found, dtype=torch.int64), of
-
-
-def _state(document: Document) -> tuple[int | None, int]:
-    """While it stays the same, complete blocks never change."""
-    return document.id, document.located()[0].edits
