@@ -5,8 +5,8 @@
 
 A tiny model with random weights, so that what is measured is the memory, not the model. The first: ``ask`` with two
 tokens, and ``search``, in processor time; the first of each reads what the memory knows of every document, the least of
-the others is told beside it. The second: processor time that ``memstore read`` takes for each note of a folder of so many, and the
-seconds and imports of a new process that reads the same folder again, where nothing has changed.
+the others is told beside it. The second: processor time that ``memstore read`` takes for each note of a folder of so
+many, and the seconds and imports of a new process that reads the same folder again, where nothing has changed.
 """
 
 from __future__ import annotations
