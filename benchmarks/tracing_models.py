@@ -29,7 +29,7 @@ class Asked:
 
     def generate(self, new: int) -> None:
         """Generate so many tokens."""
-        cache = self._reader.cache(trace=self._recorder)
+        cache = self._reader.cache(recorder=self._recorder)
         self._reader.model.generate(
             self._prompt, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False
         )

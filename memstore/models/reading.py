@@ -22,7 +22,7 @@ class CacheReader(Reader):
     """A model, and the document that its caches go on after."""
 
     @abstractmethod
-    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> ModelCache:
+    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> ModelCache:
         """See ``Reader``."""
 
     def _begin(self) -> None:

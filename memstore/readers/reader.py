@@ -497,10 +497,10 @@ class Reader(ABC):
 
     # Asking
 
-    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> Any:  # noqa: ARG002 - for those that have one
+    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> Any:  # noqa: ARG002 - for those that have one
         """The ``past_key_values`` of a model that goes on after the document, for ``rows`` continuations at once.
 
-        ``trace``: what to write to, see ``record``. Raises ``InvalidArgument`` for kinds whose caches are those of
+        ``recorder``: what to write to, see ``record``. Raises ``InvalidArgument`` for kinds whose caches are those of
         transformers.
         """
         raise InvalidArgument(

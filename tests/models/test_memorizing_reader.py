@@ -112,7 +112,7 @@ def test_weights_are_the_parts_that_tokens_have_in_the_output(joint: bool, monke
     with MemorizingReader(model, "ram:", block_size=4) as reader:
         reader.read(text)
         with reader.record([1]) as recorder:
-            cache = reader.cache(trace=recorder)
+            cache = reader.cache(recorder=recorder)
             for piece in tokens(WINDOW + 3).split([5, 1, WINDOW - 3], 1):
                 model(piece, past_key_values=cache)
         look = only_look(reader)
@@ -136,7 +136,7 @@ def test_tokens_of_the_call_itself_belong_to_no_document() -> None:
     with MemorizingReader(model, "ram:", block_size=4) as reader:
         reader.read(tokens(6)[0])
         with reader.record(ids[0]) as recorder:
-            model(ids, past_key_values=reader.cache(2, trace=recorder))
+            model(ids, past_key_values=reader.cache(2, recorder=recorder))
         trace = reader.memory.traces.last()
         assert trace is not None
         looks = trace.steps()[0].looks

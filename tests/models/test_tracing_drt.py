@@ -37,7 +37,7 @@ class Remembering(Reference):
 def traced(reader: DRTReader, prompt: torch.Tensor) -> list[Step]:
     """The steps of calls with so many tokens of ``prompt [rows, T]`` each."""
     with torch.no_grad(), reader.record(prompt[0]) as recorder:
-        cache = reader.cache(len(prompt), trace=recorder)
+        cache = reader.cache(len(prompt), recorder=recorder)
         for piece in prompt.split(list(CALLS), 1):
             reader.model(piece, past_key_values=cache)
     last = reader.memory.traces.last()
@@ -154,4 +154,4 @@ def test_beams_are_not_traced() -> None:
         with pytest.raises(InvalidArgument, match="without beams"):
             reader.generate(tokens(3), max_new_tokens=2, num_beams=2, trace=True)
         with reader.record([1, 2]) as recorder, pytest.raises(InvalidArgument, match="in order"):
-            reader.cache(2, trace=recorder).reorder_cache(torch.tensor([1, 1]))
+            reader.cache(2, recorder=recorder).reorder_cache(torch.tensor([1, 1]))

@@ -113,18 +113,18 @@ class DRTReader(CacheReader):
             self._check_retriever()
 
     @torch.no_grad()
-    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> DRTCache:
+    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> DRTCache:
         """A cache that goes on where the document ends, for ``rows`` continuations at once.
 
         With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass.
-        It sees the blocks that are stored now. ``trace``: what to write to, see ``record``.
+        It sees the blocks that are stored now. ``recorder``: what to write to, see ``record``.
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
         with evaluating(self.model):
             cache, tail = self._started(rows)
-            if trace is not None:
-                cache.observers.append(Recording(trace))
+            if recorder is not None:
+                cache.observers.append(Recording(recorder))
             cache.belong_to(self.model.model)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)

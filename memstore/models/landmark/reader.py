@@ -147,13 +147,13 @@ class LandmarkReader(CacheReader):
 
     @torch.no_grad()
     def cache(
-        self, rows: int = 1, *, retrieval: Retrieval | None = None, trace: Recorder | None = None
+        self, rows: int = 1, *, retrieval: Retrieval | None = None, recorder: Recorder | None = None
     ) -> LandmarkCache:
         """A cache that goes on where the document ends, for ``rows`` continuations at once.
 
         With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text. It sees the
-        blocks that are stored now. ``retrieval``: other options than those the text was read with. ``trace``: what to
-        write to, see ``record``.
+        blocks that are stored now. ``retrieval``: other options than those the text was read with. ``recorder``: what
+        to write to, see ``record``.
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
@@ -161,8 +161,8 @@ class LandmarkReader(CacheReader):
         check_retrieval(self.model.config, retrieval)
         cache = self._begun(self.document, rows, retrieval)
         cache.belong_to(self.model.model)
-        if trace is not None:
-            cache.observers.append(Recording(trace))
+        if recorder is not None:
+            cache.observers.append(Recording(recorder))
         return cache
 
     def _described(self) -> dict[str, Any]:

@@ -96,10 +96,10 @@ class MemorizingReader(CacheReader):
 
     # A memory of tokens keeps one layer, and windows of the others cannot be computed from it: so they begin empty.
     # What is asked is found too once it has left the window: it lies in tensors beside the document.
-    def cache(self, rows: int = 1, *, trace: Recorder | None = None) -> MemorizingCache:
+    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> MemorizingCache:
         """A cache that finds the tokens of the document, for ``rows`` continuations at once; its windows are empty.
 
-        ``trace``: what to write to, see ``record``.
+        ``recorder``: what to write to, see ``record``.
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
@@ -109,9 +109,9 @@ class MemorizingReader(CacheReader):
         memory = DocumentTokens(self.document, rows, *sizes, like=self.model)
         cache = MemorizingCache(self.model.config, rows, memory)
         cache.origin = Origin(self.document, self.model.device)
-        if trace is not None:
-            cache.observers.append(Recording(trace))
-        if trace is not None or self.observers:
+        if recorder is not None:
+            cache.observers.append(Recording(recorder))
+        if recorder is not None or self.observers:
             memory.stored.tiers = [{} for _ in range(rows)]
         return cache
 
