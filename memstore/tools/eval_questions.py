@@ -1,4 +1,4 @@
-"""``memstore eval squad``, ``hotpotqa``, ``facts``, ``lookalikes``: is what an answer needs among the blocks found?"""
+"""``memstore eval squad``, ``hotpotqa`` and other sets of questions: is what an answer needs among the blocks found?"""
 
 from __future__ import annotations
 
@@ -285,6 +285,66 @@ def lookalikes(setting: QuestionSetting) -> Report:
     from memstore.eval.questions import lookalikes as source
 
     return setting.measure("lookalikes", lambda: [source.load()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locomo(QuestionSetting):
+    """The options of ``memstore eval locomo``."""
+
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)]
+    conversation: Annotated[str | None, typer.Option(help="Which one, such as conv-26; by default the first.")] = None
+
+
+@taking(Locomo)
+def locomo(setting: Locomo) -> Report:
+    """Ask what two people have said over months (LoCoMo): are the turns found that say it?
+
+    One conversation, a paragraph for each turn. The file is that of the benchmark, which is not fetched (CC BY-NC 4.0).
+    Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused.
+
+    Example:
+
+        memstore eval locomo locomo10.json --conversation conv-26
+
+    In Python: memstore.eval.questions.locomo.load.
+    """
+    from memstore.eval.questions import locomo as source
+
+    def load() -> Sequence[QuestionSet]:
+        sets = {each.name: each for each in source.load(setting.path)}
+        name = setting.conversation or next(iter(sets), "")
+        if name not in sets:
+            raise InvalidArgument(f"{setting.path} has no conversation {name!r}: it has {', '.join(sets) or 'none'}")
+        return [sets[name]]
+
+    return setting.measure("locomo", load)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beam(QuestionSetting):
+    """The options of ``memstore eval beam``."""
+
+    path: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder of a conversation, chats/100K/1.", show_default=False)
+    ]
+
+
+@taking(Beam)
+def beam(setting: Beam) -> Report:
+    """Ask about a conversation of 100,000 tokens or more (BEAM): are all messages found that hold the answer?
+
+    The folder is that of a conversation in the benchmark's repository, which is not fetched. Beside the memory: BM25
+    and MiniLM over the same blocks, and rankings fused.
+
+    Example:
+
+        memstore eval beam BEAM/chats/100K/1 --half all
+
+    In Python: memstore.eval.questions.beam.load.
+    """
+    from memstore.eval.questions import beam as source
+
+    return setting.measure("beam", lambda: [source.load(setting.path)])
 
 
 def _numbers(text: str) -> list[int]:

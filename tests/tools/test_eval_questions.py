@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.eval.questions.test_conversations import beam_folder, locomo_file
 from tests.eval.questions.test_sets import HOTPOT, SQUAD
 from tests.tools.conftest import Cli
 
@@ -87,3 +88,15 @@ def test_the_model_answers_from_the_memory_and_from_text(cli: Cli, instruct_fold
 def test_the_first_paragraphs_alone(cli: Cli, model_folder: Path) -> None:
     done = cli("eval", "squad", "--model", model_folder, "--half", "all", "--pooled", 1, "--no-baselines", "--json")
     assert (done.code, done.json["paragraphs"], done.json["questions"]) == (0, 1, 1), done.err
+
+
+def test_conversations_are_measured(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    file, folder = locomo_file(tmp_path), beam_folder(tmp_path)
+    options = ("--model", model_folder, "--half", "all", "--no-baselines", "--json")
+    done = cli("eval", "locomo", file, "--conversation", "conv-1", *options)
+    assert (done.code, done.json["questions"], done.json["rows"][0]["all"]) == (0, 2, 1), done.err
+    done = cli("eval", "beam", folder, *options)
+    assert (done.code, done.json["questions"], done.json["rows"][0]["all"]) == (0, 2, 1), done.err
+    done = cli("eval", "locomo", file, "--conversation", "conv-2", *options[:-1])
+    assert done.code == 2
+    assert "has no conversation 'conv-2': it has conv-1" in done.err

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, NotFound
 
 Half = Literal["chosen", "held-out", "all"]
 HALVES: tuple[Half, ...] = ("chosen", "held-out", "all")
@@ -72,3 +74,13 @@ def numbered(paragraphs: Sequence[str]) -> dict[str, int]:
     for paragraph in paragraphs:
         numbers.setdefault(paragraph, len(numbers))
     return numbers
+
+
+def json_in(path: Path) -> Any:
+    """What is in a JSON file. Raises ``NotFound`` without the file, and ``InvalidArgument`` for another one."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"no file {path}: name where the benchmark was downloaded to") from None
+    except (ValueError, IsADirectoryError) as error:
+        raise InvalidArgument(f"{path} is no JSON file: {error}") from None
