@@ -25,6 +25,7 @@ from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
 from memstore.tools.eval_questions import beam, facts, hotpotqa, locomo, lookalikes, squad
+from memstore.tools.eval_ruler import ruler
 from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.interrupts import pressed
@@ -154,7 +155,21 @@ _group("train", "Train a model that retrieves.", drt, landmark, memorizing, rout
 _group(
     "eval",
     "Measure a model that retrieves.",
-    *(passkey, two_hop, multi_needle, squad, hotpotqa, facts, lookalikes, locomo, beam, perplexity, lookup, generate),
+    *(
+        passkey,
+        two_hop,
+        multi_needle,
+        squad,
+        hotpotqa,
+        facts,
+        lookalikes,
+        locomo,
+        beam,
+        ruler,
+        perplexity,
+        lookup,
+        generate,
+    ),
 )
 
 

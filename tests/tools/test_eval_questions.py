@@ -100,3 +100,13 @@ def test_conversations_are_measured(cli: Cli, model_folder: Path, tmp_path: Path
     done = cli("eval", "locomo", file, "--conversation", "conv-2", *options[:-1])
     assert done.code == 2
     assert "has no conversation 'conv-2': it has conv-1" in done.err
+
+
+def test_ruler_has_a_row_for_each_task_and_length(cli: Cli, instruct_folder: Path) -> None:
+    arguments = ("eval", "ruler", "--model", instruct_folder, "--samples", 1, "--tasks", "niah_single_1,vt")
+    done = cli(*arguments, "--lengths", "300,500", "--json")
+    assert done.code == 0, done.err
+    rows = done.json["rows"]
+    lengths = [("niah_single_1", 300), ("vt", 300), ("niah_single_1", 500), ("vt", 500)]
+    assert [(row["task"], row["length"]) for row in rows] == lengths
+    assert all(0 <= row["score"] <= 1 and abs(row["tokens"] - row["length"]) < 100 for row in rows)

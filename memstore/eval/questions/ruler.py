@@ -1,0 +1,257 @@
+"""RULER's thirteen tasks, made anew at any length (Hsieh et al. 2024): needles, chains, counting words, documents.
+
+The tasks, what varies between them, and the two measures are those of the paper; words, sentences and questions are our
+own, and Python's language reference stands where RULER has essays, so scores are not to be put beside published ones.
+A text is read into a memory and asked once. What counts words over the whole text (``cwe``, ``fwe``) cannot be answered
+from a few blocks, and says so in its rows.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, cycle
+from typing import Any, NamedTuple
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.eval.questions import hotpotqa, squad
+from memstore.eval.questions.facts import paragraphs, reference
+from memstore.eval.questions.sets import QuestionSet
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+CHARACTERS = 2_000_000
+"""Of the manual, if it has as many."""
+PARAGRAPH = 200
+"""Characters between two needles, at least."""
+QUALITIES = (
+    "amber brisk calm dusty eager frosty gentle hollow ivory jolly keen lofty misty noble oaken plain quiet rusty"
+)
+THINGS = (
+    "anchor basket candle dolphin ember falcon garden hammer island jacket kettle ladder meadow needle orchard pillow"
+)
+SYLLABLES = [f"{first}{vowel}" for first in "bdfgklmnprstvz" for vowel in "aeiou"]
+SEVERAL = 4
+"""Needles, values or questions, where a task has several."""
+HOPS = 4
+COMMON, OFTEN, SELDOM = 10, 30, 3
+"""``cwe``: words that are common, and how often they and the others come, at most."""
+FREQUENT, ALPHA = 3, 2.0
+"""``fwe``: words that are asked for, and the exponent of how often the k-th word comes."""
+
+
+class Sample(NamedTuple):
+    """A text, what is asked about it, and what an answer has to contain."""
+
+    text: str
+    question: str
+    wanted: tuple[str, ...]
+    whole: bool
+    """Each of ``wanted`` counts; else one of them will do."""
+    tokens: int
+    """Of an answer, at most."""
+
+
+class Maker:
+    """Makes samples of one length. Tasks differ by what they hide, and in what."""
+
+    def __init__(self, tokens: int, size: Callable[[str], int], seed: int = 0) -> None:
+        """``size``: how many tokens a text has."""
+        self.tokens, self.size, self._seed = tokens, size, seed
+        self._manual: list[str] | None = None
+
+    def sample(self, task: str, number: int) -> Sample:
+        """The sample ``number`` of ``task``, always the same. Raises ``InvalidArgument`` for a task there is not."""
+        if task not in TASKS:
+            raise InvalidArgument(f"RULER has no task {task!r}: name some of {', '.join(TASKS)}")
+        return TASKS[task](self, random.Random(f"{self._seed} {task} {number}"))
+
+    def filled(self, pieces: Iterator[str], hidden: Sequence[str], chance: random.Random, between: str = "\n") -> str:
+        """As many of ``pieces`` as make a text of ``tokens`` tokens, with the sentences ``hidden`` among them."""
+        left, kept = self.tokens - sum(self.size(each + between) for each in hidden), list[str]()
+        while left > 0:
+            kept.append(next(pieces))
+            left -= self.size(kept[-1] + between)
+        for sentence in hidden:
+            kept.insert(chance.randint(0, len(kept)), sentence)
+        return between.join(kept)
+
+    def manual(self, chance: random.Random) -> Iterator[str]:
+        """Paragraphs of the manual, from some place on, and again from its beginning."""
+        if self._manual is None:
+            self._manual = paragraphs(reference(CHARACTERS), PARAGRAPH)
+        start = chance.randrange(len(self._manual))
+        return cycle(self._manual[start:] + self._manual[:start])
+
+
+def _needles(
+    *, hay: str = "manual", keys: int = 1, values: int = 1, asked: int = 1, codes: str = ""
+) -> Callable[[Maker, random.Random], Sample]:
+    """Needles: ``keys`` of them with ``values`` each, ``asked`` of which are asked for; ``codes``: what is a uuid."""
+
+    def make(maker: Maker, chance: random.Random) -> Sample:
+        names = _names(chance, "key" in codes)
+        kind = "code" if "value" in codes else "number"
+        facts = {next(names): [_value(chance, kind) for _ in range(values)] for _ in range(keys)}
+        wanted = list(facts)[:asked]
+        others = (_needle(kind, name, _value(chance, kind)) for name in names)
+        pieces = {"noise": cycle([NOISE]), "needles": others}.get(hay) or maker.manual(chance)
+        hidden = [_needle(kind, name, value) for name, several in facts.items() for value in several]
+        what = f"are the magic {kind}s" if asked * values > 1 else f"is the magic {kind}"
+        return Sample(
+            maker.filled(pieces, hidden, chance),
+            f"What {what} of {' and '.join(wanted)} in the text?",
+            tuple(value for name in wanted for value in facts[name]),
+            whole=True,
+            tokens=128,
+        )
+
+    return make
+
+
+def _needle(kind: str, name: str, value: str) -> str:
+    return f"The magic {kind} of {name} is {value}."
+
+
+def _names(chance: random.Random, codes: bool) -> Iterator[str]:
+    """Names of needles, each once: codes, or pairs of words, with a number where there are no more pairs."""
+    if codes:
+        while True:
+            yield _code(chance)
+    pairs = [f"{quality}-{thing}" for quality in QUALITIES.split() for thing in THINGS.split()]
+    for again in count(1):
+        chance.shuffle(pairs)
+        yield from (pair if again == 1 else f"{pair}-{again}" for pair in pairs)
+
+
+def _value(chance: random.Random, kind: str) -> str:
+    return _code(chance) if kind == "code" else str(chance.randrange(10**6, 10**7))
+
+
+def _code(chance: random.Random) -> str:
+    return str(uuid.UUID(int=chance.getrandbits(128), version=4))
+
+
+def _chain(maker: Maker, chance: random.Random) -> Sample:
+    """Variable tracking: one gets a number, each of the others the value of the one before."""
+    names = ["".join(chance.sample(string.ascii_uppercase, 5)) for _ in range(HOPS + 1)]
+    value = str(chance.randrange(10**4, 10**5))
+    links = [
+        f"VAR {name} = {before}" for name, before in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)
+    ]
+    pieces = maker.filled(cycle([NOISE]), links, chance).split("\n")
+    places = [number for number, piece in enumerate(pieces) if piece in links]
+    for place, link in zip(places, links, strict=True):  # in the order of the chain
+        pieces[place] = link
+    question = f"Which variables have the value {value}, directly or through others? Name all {len(names)}."
+    return Sample("\n".join(pieces), question, tuple(names), whole=True, tokens=30)
+
+
+def _common(maker: Maker, chance: random.Random) -> Sample:
+    """Common words in a numbered list: ten come often, all others seldom."""
+    words = _words(chance)
+    common, cost = [next(words) for _ in range(COMMON)], maker.size("1000. kobadu\n")
+    listed = common * max(SELDOM + 1, min(OFTEN, maker.tokens // (2 * COMMON * cost)))  # half of a short text
+    while len(listed) * cost < maker.tokens:
+        listed += [next(words)] * SELDOM
+    chance.shuffle(listed)
+    text = "\n".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
+    return Sample(text, f"What are the {COMMON} most common words of the list?", tuple(common), whole=True, tokens=120)
+
+
+def _frequent(maker: Maker, chance: random.Random) -> Sample:
+    """Frequent words in a coded text: how often the k-th one comes falls as a power of k."""
+    words = _words(chance)
+    known = [next(words) for _ in range(500)]
+    weights = [(rank + 1) ** -ALPHA for rank in range(len(known))]
+    drawn = (chance.choices(known, weights)[0] for _ in count())
+    text = maker.filled(drawn, [], chance, " ")
+    wanted = [word for word, _ in Counter(text.split()).most_common(FREQUENT)]
+    question = f"What are the {FREQUENT} most frequent words of the coded text?"
+    return Sample(text, question, tuple(wanted), whole=True, tokens=50)
+
+
+def _words(chance: random.Random) -> Iterator[str]:
+    """Words of no language, each once."""
+    seen = set[str]()
+    while True:
+        word = "".join(chance.choices(SYLLABLES, k=3))
+        if word not in seen:
+            seen.add(word)
+            yield word
+
+
+def _documents(load: Callable[[], QuestionSet]) -> Callable[[Maker, random.Random], Sample]:
+    """A question of people, whose paragraphs are hidden among others of the same set."""
+    kept: list[QuestionSet] = []
+
+    def make(maker: Maker, chance: random.Random) -> Sample:
+        if not kept:
+            kept.append(load())
+        (asked,) = kept
+        question = chance.choice(asked.questions)
+        others = [number for number in range(len(asked.paragraphs)) if number not in question.evidence]
+        chance.shuffle(others)
+        text = maker.filled(
+            (asked.paragraphs[number] for number in cycle(others)),
+            [asked.paragraphs[number] for number in question.evidence],
+            chance,
+            "\n\n",
+        )
+        return Sample(text, question.text, question.answers, whole=False, tokens=32)
+
+    return make
+
+
+TASKS: dict[str, Callable[[Maker, random.Random], Sample]] = {
+    "niah_single_1": _needles(hay="noise"),
+    "niah_single_2": _needles(),
+    "niah_single_3": _needles(codes="value"),
+    "niah_multikey_1": _needles(keys=SEVERAL),
+    "niah_multikey_2": _needles(hay="needles"),
+    "niah_multikey_3": _needles(hay="needles", codes="key value"),
+    "niah_multivalue": _needles(values=SEVERAL),
+    "niah_multiquery": _needles(keys=SEVERAL, asked=SEVERAL),
+    "vt": _chain,
+    "cwe": _common,
+    "fwe": _frequent,
+    "qa_1": _documents(squad.load),
+    "qa_2": _documents(hotpotqa.load),
+}
+
+
+def score(answer: str, sample: Sample) -> float:
+    """The share of what is wanted that is in ``answer``, in upper or lower case; or whether any of it is."""
+    found = [each.lower() in answer.lower() for each in sample.wanted]
+    return sum(found) / len(found) if sample.whole else float(any(found))
+
+
+def measure(
+    model: Any, tokenizer: Any, maker: Maker, tasks: Sequence[str], samples: int, **attached: Any
+) -> Iterator[dict[str, Any]]:
+    """A row for each of ``tasks``: mean score of ``samples`` texts, each read into a memory of its own and asked once.
+
+    ``attached``: options of ``memstore.attach``.
+    """
+    for task in tasks:
+        scores, spent, read = list[float](), 0.0, 0
+        for number in range(samples):
+            sample = maker.sample(task, number)
+            with memstore.attach(model, "ram:", tokenizer=tokenizer, **attached) as reader:
+                read += reader.read(sample.text, document="text").tokens
+                begun = time.perf_counter()
+                answer = reader.ask(sample.question, max_tokens=sample.tokens)
+                spent += time.perf_counter() - begun
+            scores.append(score(answer.text, sample))
+        yield {
+            "task": task,
+            "length": maker.tokens,
+            "tokens": round(read / samples),
+            "samples": samples,
+            "score": round(sum(scores) / samples, 4),
+            "ms_to_answer": round(1e3 * spent / samples),
+        }
