@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     host = [each for each in tensors if each.device.type == "cpu"]
     if not host:
         return list(tensors)
+    waiting, own = _along.get(), len(host)
+    if waiting is not None and waiting.device == device and waiting.moved is None:
+        host += waiting.tensors
     staged = torch.empty(_length(host), dtype=torch.uint8, pin_memory=True)
     for part, each in zip(_parts(staged, host), host, strict=True):
         part.copy_(each)
@@ -30,8 +34,42 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         there = staged.to(device, non_blocking=True)
     torch.cuda.current_stream(device).wait_stream(stream)
     there.record_stream(torch.cuda.current_stream(device))
-    moved = _parts(there, host)
+    parts = list(_parts(there, host))
+    if waiting is not None and len(host) > own:
+        waiting.moved = parts[own:]
+    moved = iter(parts)
     return [next(moved) if each.device.type == "cpu" else each for each in tensors]
+
+
+class _Waiting:
+    """What goes to ``device`` with the next copy."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.tensors, self.device = list(tensors), device
+        self.moved: list[Tensor] | None = None
+
+    def there(self) -> list[Tensor]:
+        """The tensors on the device; they are copied now if nothing was."""
+        if self.moved is None:
+            self.moved = to_device(self.tensors, self.device)
+        return self.moved
+
+
+_along: ContextVar[_Waiting | None] = ContextVar("along", default=None)
+
+
+@contextmanager
+def along(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Callable[[], list[Tensor]]]:
+    """Inside, the next copy to ``device`` takes ``tensors``, which lie in host memory, with it.
+
+    Call what is given after the block for the tensors there.
+    """
+    waiting = _Waiting(tensors, device)
+    token = _along.set(waiting)
+    try:
+        yield waiting.there
+    finally:
+        _along.reset(token)
 
 
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
@@ -58,6 +96,18 @@ def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     if len(values) == 1:
         return torch.full((1,), values[0], dtype=torch.int64, device=device)
     return to_device([torch.tensor(values, dtype=torch.int64)], device)[0]
+
+
+def from_each(first: Tensor, count: int, device: torch.device) -> Tensor:
+    """``count`` numbers from each of ``first [B]`` (int64, in host memory) on: ``[B, count]`` on ``device``."""
+    rows = first[:1] if alike(first) else first
+    starts = numbers(rows.tolist(), device)[:, None]
+    return (starts + torch.arange(count, device=device)).expand(len(first), -1)
+
+
+def alike(rows: Tensor) -> bool:
+    """Whether ``rows [B]``, in host memory, are all the same number."""
+    return len(rows) < 2 or bool((rows == rows[0]).all())
 
 
 @contextmanager

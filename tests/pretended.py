@@ -52,13 +52,16 @@ class Counts(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self.places: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
 
     def note(self, kind: str, nbytes: int = 0) -> None:
         """One event more."""
-        self[kind] += 1
-        self.places[kind, _place()] += 1
-        if nbytes:
-            self[f"{kind} bytes"] += nbytes
+        place = _place()
+        with self._lock:  # a thread commits beside the one that computes
+            self[kind] += 1
+            self.places[kind, place] += 1
+            if nbytes:
+                self[f"{kind} bytes"] += nbytes
 
     def clear(self) -> None:
         """Begin anew."""

@@ -19,6 +19,7 @@ from memstore.attention.knn import Neighbours
 from memstore.attention.knn_memory import check_queries, check_states, nearest
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec
+from memstore.transfer import to_host
 
 FIELDS = ("k", "v")
 
@@ -87,7 +88,7 @@ class StoredTokens:
             torch.stack([F.pad(row[part], (0, 0, 0, longest - row[part].shape[1])) for row in rows])
             for part in range(2)
         )
-        return Neighbours(*(x.to(queries.device) for x in (keys, values, torch.stack([row.ids for row in rows]))))
+        return Neighbours(keys, values, torch.stack([row.ids for row in rows]))
 
     def numbers_of(self, ids: Tensor) -> Tensor:
         """Numbers ``[B, H, T, K]`` of what the last search found, from the document's beginning on; -1 for none."""
@@ -108,9 +109,11 @@ class StoredTokens:
         check_states(tokens, keys, values, len(self.documents), groups, dim)
         for row, (document, ids) in enumerate(zip(self.documents, tokens, strict=True)):
             states = torch.stack([keys[row, :, : len(ids)], values[row, :, : len(ids)]])  # [2, G, t, D]
+            (states, ids), arrived = to_host([states, ids.to(states.device)])
+            arrived()
             with document.append(ids) as batch:
                 if batch.blocks:
-                    k, v = self._in_blocks(document, states.cpu(), len(batch.blocks))
+                    k, v = self._in_blocks(document, states, len(batch.blocks))
                     batch.put(0, landmarks=k, k=k, v=v)
 
     def _in_blocks(self, document: Document, states: Tensor, count: int) -> Tensor:
@@ -128,8 +131,9 @@ class StoredTokens:
         document = self.documents[row]
         groups, size, dim = self.spec.fields["k"]
         heads, tokens, _ = queries.shape
-        view, queries = document.layer(0), queries.detach().cpu().float()
-        found = view.search(queries, top_k).blocks
+        view, device = document.layer(0), queries.device
+        queries = queries.detach().to(torch.device("cpu") if view.index is None else view.index.device).float()
+        found = view.search(queries, top_k).blocks.cpu()
         blocks = found[found >= 0].unique().tolist()
         waiting = len(document) % size
         if waiting:
@@ -139,14 +143,14 @@ class StoredTokens:
             self.asked = time.perf_counter()
         if self.tiers is not None:  # before they are gathered, which brings them nearer
             self.tiers[row] = dict(zip(blocks, view.tiers(blocks), strict=True))
-        ids = torch.full((groups, heads // groups * tokens, top_k), -1)
+        ids = torch.full((groups, heads // groups * tokens, top_k), -1, device=device)
         if not blocks:
-            none = torch.zeros(groups, 0, dim)
+            none = torch.zeros(groups, 0, dim, device=device)
             return Neighbours(none, none, ids.view(heads, tokens, top_k))
-        states = view.gather(blocks)
+        states = view.gather(blocks, device=device)
         held = len(blocks) * size - (size - waiting if waiting else 0)
         keys, values = (states[name].transpose(0, 1).flatten(1, 2)[:, :held].float() for name in FIELDS)
-        grouped = queries.reshape(groups, heads // groups * tokens, dim)
+        grouped = queries.to(device).reshape(groups, heads // groups * tokens, dim)
         for group in range(groups):
             best = nearest(grouped[group], keys[group], min(top_k, held))
             ids[group, :, : best.shape[1]] = best

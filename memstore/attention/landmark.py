@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.transfer import alike, from_each, to_device
+
 PIECE = 1 << 22
 """Scores that are computed at once where every block in memory is scored."""
 
@@ -36,7 +38,7 @@ Pool = Literal["max", "mean"]
 
 
 class Landmarks(Protocol):
-    """Landmarks without positions of the blocks of ``B`` rows, in one layer."""
+    """Landmarks without positions of the blocks of ``B`` rows, in one layer. ``stop [B]`` is in host memory."""
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and blocks ``[B, H, T, n]`` for ``queries [B, H, T, D]``: of blocks below ``stop [B]`` the best.
@@ -56,23 +58,25 @@ class Questions(NamedTuple):
     recent: Tensor
     """``[B, H, T, n]``: scores of the last ``n`` blocks."""
     first: Tensor
-    """``[B]``: number of the first of these; older blocks come before it. Below 0 where a row has fewer blocks."""
+    """``[B]``, in host memory: number of the first of these; older blocks come before it. Below 0 where a row has fewer
+    blocks."""
     real: Tensor
-    """``[B, T]``: False for queries that only fill a row up."""
+    """``[B, T]``, in host memory: False for queries that only fill a row up."""
 
     @property
     def recent_blocks(self) -> Tensor:
-        """``[B, n]``; -1 where there is none."""
-        return (self.first[:, None] + torch.arange(self.recent.shape[-1], device=self.first.device)).clamp(min=-1)
+        """``[B, n]``, where the queries are; -1 where there is none."""
+        return from_each(self.first, self.recent.shape[-1], self.recent.device).clamp(min=-1)
 
     def tokens(self, which: slice) -> Questions:
         """Those of some tokens."""
         return Questions(self.older[:, :, which], self.recent[:, :, which], self.first, self.real[:, which])
 
     def picked(self, tokens: Tensor) -> Questions:
-        """For each row and head those of ``tokens [B, H, t]``."""
-        older = self.older.gather(2, tokens.unsqueeze(-1).expand(-1, -1, -1, self.older.shape[-1]))
-        recent = self.recent.gather(2, tokens.unsqueeze(-1).expand(-1, -1, -1, self.recent.shape[-1]))
+        """For each row and head those of ``tokens [B, H, t]``, in host memory."""
+        (at,) = to_device([tokens.unsqueeze(-1)], self.older.device)
+        older = self.older.gather(2, at.expand(-1, -1, -1, self.older.shape[-1]))
+        recent = self.recent.gather(2, at.expand(-1, -1, -1, self.recent.shape[-1]))
         return Questions(older, recent, self.first, torch.ones_like(tokens[:, 0], dtype=torch.bool))
 
 
@@ -86,7 +90,7 @@ def choose(
     pool: Pool,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """Blocks ``[B, X, R, K]`` in order of time; -1, and in front, where there are fewer than ``K``.
+    """Blocks ``[B, X, R, K]`` in order of time, in host memory; -1, and in front, where there are fewer than ``K``.
 
     Args:
         landmarks: where older blocks are searched.
@@ -96,16 +100,17 @@ def choose(
         share_tokens: one list for all tokens (R is 1), else one for each.
         pool: how heads and tokens that share a list vote: by the largest or the mean softmax weight of a landmark
             among all landmarks in memory.
-        wanted: ``[B, X, R]``: where False nothing is searched for.
+        wanted: ``[B, X, R]``, in host memory: where False nothing is searched for.
     """
     if wanted is not None and not bool(wanted.any()):
-        return torch.full((*wanted.shape, 0), -1, device=wanted.device)
+        return torch.full((*wanted.shape, 0), -1)
     if wanted is not None and not share_tokens and not bool(wanted.all()):
         return _choose_wanted(landmarks, questions, top_k, lists, pool, wanted)
     if lists == questions.older.shape[1] and (not share_tokens or questions.older.shape[2] == 1):
         blocks = _best_of_each(landmarks, questions, top_k)
     else:
         blocks = _best_together(landmarks, questions, top_k, lists, share_tokens, pool)
+    blocks = blocks.cpu()  # where their states are looked for: the only thing that a GPU is waited for
     if wanted is not None:
         blocks = blocks.masked_fill(~wanted.unsqueeze(-1), -1)
     return blocks.sort(-1).values
@@ -129,7 +134,8 @@ def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Ten
     """Each head and token for itself: the softmax over all landmarks would change nothing."""
     scores, blocks = landmarks.search(questions.older, top_k, questions.first.clamp(min=0))
     recent = questions.recent_blocks[:, None, None].expand(*questions.recent.shape[:3], -1)
-    return _best(torch.cat([scores, questions.recent], -1), torch.cat([blocks, recent], -1), top_k)
+    every = torch.cat([blocks, recent], -1)
+    return _best(torch.cat([scores, questions.recent], -1), every, top_k, same=alike(questions.first))
 
 
 def _best_together(
@@ -138,19 +144,21 @@ def _best_together(
     """Heads, and tokens where they share lists, vote with the softmax over all landmarks in memory."""
     votes: Tensor | None = None
     found: list[Tensor] = []
-    blocks = torch.empty(0, dtype=torch.int64)
+    blocks, same = torch.empty(0, dtype=torch.int64), alike(questions.first)
     for piece in _pieces(questions):
         weights, blocks = memory_weights(landmarks, piece)  # [B, H, t, N], [B, N]
         weights = _pooled(weights.unflatten(1, (lists, -1)), 2, pool)
         if share_tokens:
-            weights = weights.masked_fill(~piece.real[:, None, :, None], 0.0)
+            if not bool(piece.real.all()):
+                (missing,) = to_device([~piece.real[:, None, :, None]], weights.device)
+                weights = weights.masked_fill(missing, 0.0)
             weights = _pooled(weights, 2, pool, keepdim=True)
             votes = weights if votes is None else _pooled(torch.stack([votes, weights]), 0, pool)
         else:
-            found.append(_best(weights, blocks[:, None, None].expand_as(weights), top_k))
+            found.append(_best(weights, blocks[:, None, None].expand_as(weights), top_k, same=same))
     if votes is None:
         return torch.cat(found, 2)
-    return _best(votes, blocks[:, None, None].expand_as(votes), top_k)
+    return _best(votes, blocks[:, None, None].expand_as(votes), top_k, same=same)
 
 
 def _pieces(questions: Questions) -> Iterator[Questions]:
@@ -166,9 +174,12 @@ def _pooled(x: Tensor, dim: int, pool: Pool, *, keepdim: bool = False) -> Tensor
     return x.amax(dim, keepdim) if pool == "max" else x.sum(dim, keepdim)  # of equal numbers, so as good as the mean
 
 
-def _best(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
-    """The ``blocks [B, X, R, K]`` with the most of ``votes [B, X, R, N]``, of ``blocks`` of the same shape."""
-    if len(votes) == 1 or bool((blocks >= 0).all()):
+def _best(votes: Tensor, blocks: Tensor, top_k: int, *, same: bool) -> Tensor:
+    """The ``blocks [B, X, R, K]`` with the most of ``votes [B, X, R, N]``, of ``blocks`` of the same shape.
+
+    ``same``: all rows have the same blocks.
+    """
+    if same or bool((blocks >= 0).all()):
         # A weight may be too small for its type: what is no block must still come after it.
         votes = votes.masked_fill(blocks < 0, -math.inf)
         return blocks.gather(-1, votes.topk(min(top_k, votes.shape[-1]), -1).indices)
@@ -176,7 +187,7 @@ def _best(votes: Tensor, blocks: Tensor, top_k: int) -> Tensor:
     rows = []
     for row, names in zip(votes, blocks, strict=True):
         there = (names >= 0).flatten(0, -2).any(0)
-        best = _best(row[None, ..., there], names[None, ..., there], top_k)
+        best = _best(row[None, ..., there], names[None, ..., there], top_k, same=True)
         rows.append(F.pad(best, (min(top_k, votes.shape[-1]) - best.shape[-1], 0), value=-1))
     return torch.cat(rows)
 

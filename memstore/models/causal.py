@@ -67,9 +67,11 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
                 "give the whole conversation, or make a new cache"
             )
+        # What `generate` has written itself is no padding; to ask the mask would be to wait for the device.
+        written = known == input_ids.shape[1] - 1 and not kwargs.get("is_first_iteration", False)
         return {
             "input_ids": input_ids[:, known:],
-            "attention_mask": attention_mask,
+            "attention_mask": None if written else attention_mask,
             "past_key_values": past_key_values,
             "use_cache": kwargs.get("use_cache", True),
             "logits_to_keep": 1,

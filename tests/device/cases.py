@@ -87,7 +87,8 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
         with memstore.attach(model, path, codec=codec, **options) as reader:
             run.results["index lies there"] = reader.memory._shared.device.type == run.device
             ids = run.ids(20 * SEGMENT).cpu()
-            reader.read(ids[: 10 * SEGMENT], document="d")
+            reader.read(ids[: 5 * SEGMENT], document="d")
+            run.count("read of 5 segments", lambda: reader.read(ids[: 10 * SEGMENT], document="d"))
             run.count("read of 10 segments", lambda: reader.read(ids, document="d"))
         given: Any = {"device_bytes": 1 << 22, "device": "cuda"} if pool and run.device == "cuda" else {}
         with memstore.open(path, **given) as memory, memstore.attach(model, memory, document="d", **options) as reader:
@@ -132,7 +133,9 @@ def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) ->
     def case(run: Run) -> None:
         model, prompt, path = run.model(make()), run.ids(21, 1, seed=2), run.folder / "memory"
         with memstore.attach(model, path, **options) as one:
-            one.read(run.ids(200).cpu())
+            ids = run.ids(200).cpu()
+            one.read(ids[:100])
+            run.count("read", lambda: one.read(ids))
             with torch.no_grad():
                 run.results["logits"] = model(prompt, past_key_values=one.cache(), use_cache=True).logits
             run.results["tokens"] = write(run, one, prompt)

@@ -16,6 +16,7 @@ from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import BlockTable, TensorTable
+from memstore.transfer import numbers
 
 
 class LastList(NamedTuple):
@@ -100,7 +101,7 @@ class DRTCache(ModelCache):
                 self.windows[number] = (_last(keys, keep), _last(values, keep))
             self.past = min(total, keep)
             return
-        lengths = torch.tensor(packing.lengths, device=device)
+        lengths = numbers(packing.lengths, device)
         empty = torch.zeros_like(lengths) if self.empty is None else self.empty
         # In the coordinates of [keep zeros, past, segment], right-aligned at the end of each row.
         at = self.past + lengths[:, None] + torch.arange(keep, device=device)
@@ -137,7 +138,7 @@ class DRTCache(ModelCache):
             self._keep(group, LastList(keys, values, weights[:, 0], blocks[:, 0]))
             return
         top_k, device = blocks.shape[-1], blocks.device
-        at = torch.tensor(packing.blocks, device=device) - 1
+        at = numbers(packing.blocks, device) - 1
         rows = torch.arange(len(at), device=device)
         picked = at.clamp(min=0)
         places = torch.arange(top_k, device=device)

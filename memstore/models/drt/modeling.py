@@ -34,6 +34,7 @@ from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import random_choice
 from memstore.readers.observer import numbers
+from memstore.transfer import numbers as as_numbers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Retriever = Callable[[Tensor], Tensor]
@@ -232,7 +233,7 @@ class DRTModel(nn.Module):
             return None, self._last(group, packing, cache)
         retrieved = self._last(group, packing, cache) if packing.one_list else None
         queries = self._queries(group, packing, x, blocks[1])
-        first = torch.tensor(cache.blocks, device=x.device)[:, None]
+        first = as_numbers(cache.blocks, x.device)[:, None]
         limits = first + torch.arange(queries.shape[1], device=x.device)
         chosen, fresh = self._look_up(cache, group, packing, queries, limits, x)
         if not packing.one_list:

@@ -30,6 +30,7 @@ from memstore.models.reading import CacheReader
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reader import Job, Place, evaluating
+from memstore.transfer import to_device, to_host
 
 SEGMENT_BLOCKS = 512
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -228,7 +229,7 @@ class DRTReader(CacheReader):
 
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
         config = self.model.config
-        ids = tokens.to(self.model.device, torch.int64).expand(cache.rows, -1)
+        ids = to_device([tokens.long()], self.model.device)[0].expand(cache.rows, -1)
         packing = DRTPacking(ids, None, cache.offsets, config.block_size, landmark_uses_own=config.landmark_uses_own)
         result = forward(packing, cache)
         cache.advance(packing, len(tokens))
@@ -304,7 +305,9 @@ class DRTReader(CacheReader):
             blocks_of_a_pass(self.model.config, self.model.device) * self.model.config.tokens_per_block
         )
         made = [self._segment(self.model.model.read_blocks, piece, cache) for piece in pieces]
-        return [(blocks[0][0].cpu(), blocks[1][0].cpu()) for blocks in made if blocks is not None]
+        copies, arrived = to_host([x[0] for blocks in made if blocks is not None for x in blocks])
+        arrived()
+        return list(zip(copies[::2], copies[1::2], strict=True))
 
 
 def _landmark_size(model: DRTForCausalLM) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memstore.attention.gca import TopBlocks, weighed
 from memstore.errors import DamagedError
+from memstore.transfer import to_device
 
 OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""
@@ -176,7 +177,8 @@ class MemoryTable(BlockTable):
             states = self._read(flat)
             return states.view(*blocks.shape, *states.shape[1:])
         places = {block: place for place, block in enumerate(stored)}
-        at = torch.tensor([places.get(block, 0) for block in flat], device=blocks.device).view_as(blocks)
+        (at,) = to_device([torch.tensor([places.get(block, 0) for block in flat])], blocks.device)
+        at = at.view_as(blocks)
         states = self._read(stored)[at]
         if max(flat) < self._blocks.stop:
             return states

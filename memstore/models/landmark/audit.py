@@ -83,7 +83,7 @@ class LandmarkAuditor(Auditor):
         scores = _scores(document, self._cache, layer, questions, stored)  # [H, N]
         local = choice.local[0, :, at].to(scores)
         weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
-        lists = choice.blocks[0, :, at if choice.blocks.shape[2] > 1 else 0].cpu()  # [X, K]
+        lists = choice.blocks[0, :, at if choice.blocks.shape[2] > 1 else 0]  # [X, K]
         lists = lists.repeat_interleave(len(scores) // len(lists), 0)
         chosen = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool)
         chosen.scatter_(1, torch.where(lists >= 0, lists, scores.shape[1]), value=True)

@@ -41,7 +41,8 @@ from memstore.models.landmark.lists import (
 from memstore.models.landmark.past import Past
 from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing
-from memstore.readers.observer import numbers
+from memstore.readers.observer import numbers as as_numbers
+from memstore.transfer import alike, from_each, numbers, to_device
 
 
 class _Frame(NamedTuple):
@@ -59,19 +60,18 @@ class _Kept(NamedTuple):
     """A list that further tokens use."""
 
     blocks: Tensor
-    """``[B, X, 1, K]``"""
+    """``[B, X, 1, K]``, in host memory as all but ``shown``."""
     shown: ListLayout
     run: Tensor
     """``[B]``: the run of tokens that it is for."""
     made: Tensor
     """``[B, X, 1]``: whether it was asked for."""
 
-    def reordered(self, rows: Tensor) -> _Kept:
-        """Row ``b`` is what row ``rows[b]`` was."""
+    def reordered(self, rows: Tensor, there: Tensor) -> _Kept:
+        """Row ``b`` is what row ``rows[b]`` was; ``there``: the same on the device."""
         keys, values, bias = self.shown
-        bias = None if bias is None else bias[rows]
-        cpu = rows.cpu()
-        return _Kept(self.blocks[rows], ListLayout(keys[rows], values[rows], bias), self.run[cpu], self.made[rows])
+        shown = ListLayout(keys[there], values[there], None if bias is None else bias[there])
+        return _Kept(self.blocks[rows], shown, self.run[rows], self.made[rows])
 
 
 class _Found(NamedTuple):
@@ -82,7 +82,7 @@ class _Found(NamedTuple):
     lse: Tensor
     """``[B, H, M]``"""
     blocks: Tensor
-    """``[B, X, R, K]``: the lists that they attended to."""
+    """``[B, X, R, K]``, in host memory: the lists that they attended to."""
     searched: bool
     """Whether these were searched for in this segment; not before, or not at all as every block is in the list."""
 
@@ -94,24 +94,25 @@ class _View:
         self.packing = packing
         self.size = cache.config.block_size
         device, rotary = packing.ids.device, cache.config.rotary
-        items, slot = cache.items, local_slot(cache.blocks, cache.slots)
-        self.uniform = packing.uniform and bool((items == items[0]).all())
-        if self.uniform and bool((slot == slot[0]).all()):
-            items, slot = items[:1], slot[:1]
+        items, slots = cache.items, local_slot(cache.blocks, cache.slots)
+        self.uniform = packing.uniform and alike(items)
+        if self.uniform and alike(slots):
+            items, slots = items[:1], slots[:1]
         # What fills a row up may lie beyond its segment, where there is no room.
         room = cache.config.segment_blocks * self.size
-        places = (items[:, None] + torch.arange(packing.items)).clamp(max=room - 1)  # [B or 1, M]
-        self.places = places.to(device)
-        self.real = packing.real
-        positions = (slot[:, None] * self.size + places).unsqueeze(1).to(device)
+        first, start = numbers(items.tolist(), device), numbers((slots * self.size).tolist(), device)
+        self.places = (first[:, None] + torch.arange(packing.items, device=device)).clamp(max=room - 1)  # [B or 1, M]
+        self.real = torch.arange(packing.items) < torch.tensor(packing.lengths)[:, None]
+        """``[B, M]``, in host memory: False for what only fills a row up."""
+        positions = (start[:, None] + self.places).unsqueeze(1)
         self.turns = rotary.turns(positions)
-        self.before = rotary.turns(torch.tensor(-1, device=device))
         self.remembers = bool((cache.blocks > 0).any())
         self.older: Turns | None = None
         """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
         if self.remembers:
             self.older = rotary.turns(positions - (self.size - 1))
-        blocks = int(places[:, -1].max()) // self.size + 1 if packing.items else 1
+        last = min(int(items.max()) + packing.items, room) - 1
+        blocks = last // self.size + 1 if packing.items else 1
         self.seen = blocks * self.size
         """Local places that any item may see."""
         self.bias, self.own = local_bias(self.places, blocks, self.size)
@@ -234,7 +235,8 @@ class LandmarkCache(Past):
             found = self._retrieved(layer, q, turned, None) if view.remembers else None
             self._tell(layer, q, turned, local[1], found, None)
             return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
-        gate = self.config.rotary.rotate(context_miss, view.before).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        before = self.config.rotary.turns(torch.full((), -1, device=q.device))
+        gate = self.config.rotary.rotate(context_miss, before).repeat_interleave(q.shape[1] // k.shape[1], 1)
         weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
         found = self._retrieved(layer, q, turned, called) if view.remembers else None
         self._tell(layer, q, turned, local[1], found, weight * called)
@@ -284,7 +286,7 @@ class LandmarkCache(Past):
         if len(full):
             for own, frame in zip(self.table.own, self._frames, strict=True):
                 assert frame is not None
-                own.extend(full, *(self._in_blocks(x[full.to(x.device)]) for x in (frame.keys, frame.values)))
+                own.extend(full, *(self._in_blocks(x) for x in self._rows_of(frame, full)))
             self.blocks[full] += self.config.segment_blocks
             self.items[full] = 0
             self._segment[full] += 1
@@ -292,6 +294,13 @@ class LandmarkCache(Past):
             self._recent.clear()
             self._forget()
         self._view = None
+
+    def _rows_of(self, frame: _Frame, rows: Tensor) -> list[Tensor]:
+        """Keys and values of ``rows [n]``."""
+        if len(rows) == self.rows:
+            return [frame.keys, frame.values]
+        (there,) = to_device([rows], frame.keys.device)
+        return [frame.keys[there], frame.values[there]]
 
     def _forget(self) -> None:
         """Let go of what no row will see again, where that is as much as is kept."""
@@ -334,7 +343,7 @@ class LandmarkCache(Past):
         keys, values = (x.transpose(0, 1).flatten(1, 2)[None, :, :items] for x in (keys, values))  # [1, G, items, D]
         frame = self._frame(layer, keys)
         start = local_slot(self.blocks[:1], self.slots) * self.config.block_size
-        turns = self.config.rotary.turns((start + torch.arange(items)).to(keys.device))
+        turns = self.config.rotary.turns(from_each(start, items, keys.device))
         fresh = (keys, self.config.rotary.rotate(keys, turns), values)
         for held, new in zip(frame, fresh, strict=True):
             held[:, :, :items] = new
@@ -354,10 +363,10 @@ class LandmarkCache(Past):
         self.counts = [self.counts[row] for row in rows.tolist()]
         self.blocks, self.items = self.blocks[rows], self.items[rows]
         self._segment, self._run = self._segment[rows], self._run[rows]
-        self.table.reorder(beam_idx)
+        self.table.reorder(rows, beam_idx)
         self._recent.clear()
         self._frames = [None if frame is None else _Frame(*(x[beam_idx] for x in frame)) for frame in self._frames]
-        self._kept = [None if kept is None else kept.reordered(beam_idx) for kept in self._kept]
+        self._kept = [None if kept is None else kept.reordered(rows, beam_idx) for kept in self._kept]
 
     @property
     def _room(self) -> int:
@@ -394,7 +403,7 @@ class LandmarkCache(Past):
             for held, new in zip(frame, fresh, strict=True):
                 held[:, :, start : start + new.shape[2]] = new
             return frame
-        rows, items = view.real.nonzero(as_tuple=True)
+        rows, items = to_device(view.real.nonzero(as_tuple=True), k.device)
         places = view.places.expand(self.rows, -1)[rows, items]
         for held, new in zip(frame, fresh, strict=True):
             held[rows, :, places] = new[rows, :, items]
@@ -409,11 +418,10 @@ class LandmarkCache(Past):
         """Attention to blocks in memory; None where nobody asks."""
         view = self._view
         assert view is not None
-        remembers = (self.blocks > 0).to(q.device)
-        asks = (view.real & remembers[:, None]).unsqueeze(1).expand(-1, q.shape[1], -1)  # [B, H, M]
+        asks = (view.real & (self.blocks > 0)[:, None]).unsqueeze(1).expand(-1, q.shape[1], -1)  # [B, H, M]
         self.asked.queries += (asking := int(asks.sum()))
         if called is not None:
-            asks = asks & called
+            asks = asks & called.cpu()  # a GPU is waited for: it is known there alone
             self.asked.dropped += asking - int(asks.sum())
         if not bool(asks.any()):
             return None
@@ -424,7 +432,7 @@ class LandmarkCache(Past):
             blocks = self._chosen(layer, self._questions(layer, q, turned), wanted)
             return _Found(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
         before = self._kept[layer]
-        kept = self._latest(layer, asks) if latest else self._one_list(layer, q, turned, asks)
+        kept = self._latest(layer) if latest else self._one_list(layer, q, turned, asks)
         out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
         return _Found(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
 
@@ -433,15 +441,14 @@ class LandmarkCache(Past):
         top_k = self.retrieval.top_k
         return FOREVER if top_k == "all" else top_k
 
-    def _latest(self, layer: int, asks: Tensor) -> _Kept:
+    def _latest(self, layer: int) -> _Kept:
         """The list of the latest blocks, which nobody has to search for; it serves the whole segment."""
         kept = self._kept[layer]
         if kept is None or not torch.equal(kept.run, self._segment):
             count = min(self._top_k, int(self.blocks.max()))
             first = (self.blocks - count)[:, None] + torch.arange(count)
-            blocks = first.clamp(min=-1).to(asks.device)[:, None, None]
-            made = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=asks.device)
-            kept = self._keep(layer, blocks, self._segment, made)
+            made = torch.ones(self.rows, 1, 1, dtype=torch.bool)
+            kept = self._keep(layer, first.clamp(min=-1)[:, None, None], self._segment, made)
         return kept
 
     def _one_list(self, layer: int, q: Tensor, turned: Tensor, asks: Tensor) -> _Kept:
@@ -449,7 +456,7 @@ class LandmarkCache(Past):
         wanted = asks.unflatten(1, (self._lists, -1)).any(2).any(-1, keepdim=True)  # [B, X, 1]
         kept, made = self._kept[layer], torch.zeros_like(wanted)
         if kept is not None and kept.made.shape == made.shape:
-            made = kept.made & (kept.run == self._run).to(made.device)[:, None, None]
+            made = kept.made & (kept.run == self._run)[:, None, None]
         needed = wanted & ~made
         if kept is not None and not bool(needed.any()):
             return kept
@@ -467,11 +474,11 @@ class LandmarkCache(Past):
         return kept
 
     def _fetched(self, layer: int, blocks: Tensor) -> Lists:
-        """Lists ``blocks [B, X, R, K]`` with the states of all of them."""
+        """Lists ``blocks [B, X, R, K]``, which are in host memory, with the states of all of them."""
         last = self._last if self._watched(layer) else None
         if last is not None:  # before they are fetched, which brings them nearer
             held = range(self.table.own[layer].first, self.origin.stored)
-            tiers = self.origin.tiers(layer, numbers(last.of(blocks)), held)
+            tiers = self.origin.tiers(layer, as_numbers(last.of(blocks)), held)
         searching, self._search_seconds = self._search_seconds, 0.0
         begun = time.perf_counter()
         table, size = self.table.layers[layer], self.config.block_size
@@ -505,12 +512,13 @@ class LandmarkCache(Past):
         assert view is not None
         assert view.older is not None
         count = min(self.slots, int(self.blocks.max()))
-        first = self.blocks.to(q.device) - count
+        first = self.blocks - count
         recent = turned.unflatten(1, (self.config.num_key_value_heads, -1)).flatten(2, 3)
         scores = recent @ self._recent_landmarks(layer, first, count).to(q.dtype).transpose(-1, -2)
         scores = scores.unflatten(2, (-1, q.shape[2])).flatten(1, 2) * scale  # [B, H, M, count]
-        missing = (first[:, None] + torch.arange(count, device=q.device)) < 0
-        scores = scores.masked_fill(missing[:, None, None], -math.inf)
+        if int(first.min()) < 0:
+            missing = from_each(first, count, q.device) < 0
+            scores = scores.masked_fill(missing[:, None, None], -math.inf)
         return Questions(self.config.rotary.rotate(q, view.older) * scale, scores, first, view.real)
 
     # The index holds landmarks without positions and is asked with queries turned back by a landmark's place in slot 0,
@@ -520,15 +528,16 @@ class LandmarkCache(Past):
         """Landmarks ``[B, G, count, D]`` of the latest blocks, in their slots; the same for a whole segment."""
         if layer not in self._recent:
             rotary, size = self.config.rotary, self.config.block_size
-            blocks = first[:, None] + torch.arange(count, device=first.device)
-            slots = searching_slots(blocks, self.blocks.to(first.device)[:, None], self.slots)
+            blocks = first[:, None] + torch.arange(count)
+            slots = searching_slots(blocks, self.blocks[:, None], self.slots)
             keys = self.table.layers[layer].landmarks(first, count)
-            turns = rotary.turns((slots * size + size - 1).unsqueeze(1), keys.dtype)
+            (places,) = to_device([(slots * size + size - 1).unsqueeze(1)], keys.device)
+            turns = rotary.turns(places, keys.dtype)
             self._recent[layer] = rotary.rotate(keys, turns)
         return self._recent[layer]
 
     def _final_slots(self, blocks: Tensor) -> Tensor:
-        count = self.blocks.to(blocks.device)[:, None, None, None]
+        count = self.blocks[:, None, None, None]
         match self.retrieval.positions:
             case "stingy":
                 return final_slots(blocks, count, self.slots)

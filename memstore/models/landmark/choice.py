@@ -25,6 +25,7 @@ from memstore.models.landmark.lists import Lists
 from memstore.models.landmark.tables import LayerBlocks
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Draft, Origin, numbers
+from memstore.transfer import to_device
 
 
 class LastLists(NamedTuple):
@@ -77,14 +78,16 @@ class LastTokens:
             return x[:, :, 0] if x.shape[2] else x.flatten(2)
         if len(x) == 1:
             return x[:, :, self.at[0]].clone()  # so that the rest of a long call can go
-        return x[torch.arange(len(x)), :, torch.tensor(self.at)]
+        rows, at = to_device([torch.arange(len(x)), torch.tensor(self.at)], x.device)
+        return x[rows, :, at]
 
     def lists(self, lists: Lists, tiers: Array) -> LastLists:
         """Those of ``lists`` that they use."""
         groups, heads = lists.keys.shape[1], lists.heads
         group = torch.arange(heads, device=lists.at.device)[:, None] // (heads // groups)
         at = self.of(lists.at).expand(-1, heads, -1)
-        return LastLists(self.of(lists.blocks), self.of(lists.there), lists.keys[:, :, -1][at, group], tiers)
+        blocks, there = to_device([self.of(lists.blocks), self.of(lists.there)], at.device)
+        return LastLists(blocks, there, lists.keys[:, :, -1][at, group], tiers)
 
 
 @dataclass(eq=False)
@@ -98,7 +101,7 @@ class LandmarkChoice(Choice):
     ask: Callable[[], Questions]
     """What the segment's queries ask, worked out only for who wants to know."""
     blocks: Tensor
-    """``[B, X, R, K]``: the lists, -1 where there is no block."""
+    """``[B, X, R, K]``, in host memory: the lists, -1 where there is no block."""
     queries: Tensor
     """``[B, H, M, D]``, turned."""
     local: Tensor

@@ -17,6 +17,7 @@ from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.tables import LayerBlocks
 from memstore.readers import options
 from memstore.readers.kinds import LANDMARK
+from memstore.transfer import to_device
 
 GATHERED = 1 << 22
 """Numbers of keys that are laid out at once for lists of single tokens."""
@@ -63,9 +64,11 @@ class Lists(NamedTuple):
     """Lists ``[B, X, R, K]`` of blocks, and the states of all of them."""
 
     blocks: Tensor
-    """``[B, X, R, K]``; -1 where there is none."""
+    """``[B, X, R, K]``, in host memory; -1 where there is none."""
     there: Tensor
-    """``[B, X, R, K]``: where there is one that could be read."""
+    """``[B, X, R, K]``, in host memory: where there is one that could be read."""
+    missing: Tensor | None
+    """``[B, X, R, K]``: where there is none; None where all are there."""
     at: Tensor
     """``[B, X, R, K]``: which of the states are its."""
     keys: Tensor
@@ -94,34 +97,38 @@ class ListLayout(NamedTuple):
 
 
 def fetch(table: LayerBlocks, blocks: Tensor, slots: Tensor, rotary: Rotary, size: int) -> Lists:
-    """``blocks [B, X, R, K]``, each placed in one of ``slots [B, X, R, K]`` of ``size`` positions."""
+    """``blocks [B, X, R, K]``, each placed in one of ``slots [B, X, R, K]`` of ``size`` positions; in host memory."""
     there = blocks >= 0
-    rows = torch.arange(len(blocks), device=blocks.device)[:, None, None, None].expand_as(blocks)
+    rows = torch.arange(len(blocks))[:, None, None, None].expand_as(blocks)
     count, most = int(blocks.max()) + 1, int(slots.max()) + 1
     # A block may stand in several slots: each of them is an entry, but the block is fetched once.
     named, entry = (rows * count + blocks)[there].unique(return_inverse=True)
     places, at_there = (entry * most + slots[there]).unique(return_inverse=True)
-    source = places.div(most, rounding_mode="floor")
     row, block = named.div(count, rounding_mode="floor"), named % count
-    found = table.states(row, block)
+    found, which = table.states(row, block)
+    source = which[places.div(most, rounding_mode="floor")]
     at = torch.zeros_like(blocks).masked_scatter(there, at_there)
     if found.sound is not None:
         there = there & found.sound[source][at]
-    positions = (places % most)[:, None, None] * size + torch.arange(size, device=blocks.device)
+    positions = (places % most)[:, None, None] * size + torch.arange(size)
+    missing = [] if bool(there.all()) else [~there]
+    source, positions, at, *missing = to_device([source, positions, at, *missing], found.keys.device)
     keys = rotary.rotate(found.keys[source], rotary.turns(positions, found.keys.dtype))
     values = found.values[source][..., :-1, :]
-    return Lists(blocks, there, at, keys, values, len(named), int(row.unique().numel()))
+    gone = missing[0] if missing else None
+    return Lists(blocks, there, gone, at, keys, values, len(named), int(row.unique().numel()))
 
 
 def show(lists: Lists, which: slice) -> ListLayout:
     """The states of some of the R lists, laid out."""
-    at, there = lists.at[:, :, which], lists.there[:, :, which]
+    at = lists.at[:, :, which]
     groups, heads = lists.keys.shape[1], lists.heads
     group = (torch.arange(heads, device=at.device) // (heads // groups))[None, :, None, None]
     at = at.expand(-1, heads, -1, -1)
     bias = None
-    if not bool(there.all()):
-        bias = torch.zeros((), device=at.device).masked_fill(~there, -math.inf)[:, :, :, None, None, :, None]
+    if lists.missing is not None:
+        missing = lists.missing[:, :, which]
+        bias = torch.zeros((), device=at.device).masked_fill(missing, -math.inf)[:, :, :, None, None, :, None]
     return ListLayout(lists.keys[at, group], lists.values[at, group], bias)
 
 

@@ -34,6 +34,7 @@ from memstore.models.reading import CacheReader
 from memstore.readers.kinds import LANDMARK
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reader import Job, Place, evaluating
+from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -248,7 +249,7 @@ class LandmarkReader(CacheReader):
             self._commit(job, waiting, cache)
 
     def _segment(self, tokens: Tensor, cache: LandmarkCache) -> None:
-        ids = tokens.to(self.model.device, torch.int64)[None]
+        (ids,) = to_device([tokens.long()[None]], self.model.device)
         packing = Packing(ids, None, cache.offsets, self.model.config.block_size)
         cache.begin(packing)
         self.model.model.read(packing, cache)
@@ -260,8 +261,9 @@ class LandmarkReader(CacheReader):
             return
         spec, options, job.options = self.memory.spec, job.options, None
         with job.document.append(torch.cat(waiting), reading=options) as batch:
-            for layer in range(spec.layers):
-                keys, values = (x.cpu() for x in cache.states(layer, batch.blocks.start))
+            copies, arrived = to_host([x for n in range(spec.layers) for x in cache.states(n, batch.blocks.start)])
+            arrived()
+            for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
                 # An incomplete block ends in zeros, and so does its landmark, which nobody searches.
                 landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None
                 batch.put(layer, landmarks=landmarks, k=keys, v=values)

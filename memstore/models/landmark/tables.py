@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import DamagedError
 from memstore.memory import Document, LayerView
+from memstore.transfer import alike, from_each, to_device
 
 OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""
@@ -31,11 +33,14 @@ class BlockStates(NamedTuple):
     values: Tensor
     """``[n, G, S, D]``"""
     sound: Tensor | None = None
-    """``[n]``: False for a block that could not be read; None where all could."""
+    """``[n]``, in host memory: False for a block that could not be read; None where all could."""
 
 
 class LayerBlocks(ABC):
-    """Complete blocks of ``B`` rows in one layer: ``attention.landmark.Landmarks``, and the states behind them."""
+    """Complete blocks of ``B`` rows in one layer: ``attention.landmark.Landmarks``, and the states behind them.
+
+    Numbers of rows and blocks that are given are in host memory, as all counts are: what depends on them needs no GPU.
+    """
 
     reach = FOREVER
     """Blocks that are searched, up to ``stop``: what is older is as if it were not there."""
@@ -53,8 +58,8 @@ class LayerBlocks(ABC):
         """Landmarks ``[B, G, count, D]`` of blocks from ``first [B]`` on; anything for numbers below 0."""
 
     @abstractmethod
-    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
-        """States of ``blocks [n]`` of ``rows [n]``."""
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
+        """States of some blocks, and which of them ``[n]`` are those of ``blocks [n]`` of ``rows [n]``."""
 
 
 class TensorBlocks(LayerBlocks):
@@ -80,17 +85,22 @@ class TensorBlocks(LayerBlocks):
 
     def extend(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Append ``keys, values [n, m, G, S, D]`` to ``rows [n]``: m blocks each."""
-        count = keys.shape[1]
-        self._grow(int(self._counts[rows].max()) - self.first + count, keys)
+        count, counts = keys.shape[1], self._counts[rows]
+        self._grow(int(counts.max()) - self.first + count, keys)
         assert self._keys is not None
         assert self._values is not None
         assert self._landmarks is not None
-        places = self._counts[rows, None] - self.first + torch.arange(count)  # [n, m]
-        rows, columns = rows[:, None].to(keys.device), places.to(keys.device)
-        self._keys[rows, columns] = keys
-        self._values[rows, columns] = values
-        self._landmarks[rows, :, columns] = keys[..., -1, :]
-        self._counts[rows[:, 0].cpu()] += count
+        if alike(counts) and torch.equal(rows, torch.arange(len(self._counts))):
+            new = slice(int(counts[0]) - self.first, int(counts[0]) - self.first + count)
+            self._keys[:, new], self._values[:, new] = keys, values
+            self._landmarks[:, :, new] = keys[..., -1, :].transpose(1, 2)
+        else:
+            places = counts[:, None] - self.first + torch.arange(count)  # [n, m]
+            row, column = to_device([rows[:, None], places], keys.device)
+            self._keys[row, column] = keys
+            self._values[row, column] = values
+            self._landmarks[row, :, column] = keys[..., -1, :]
+        self._counts[rows] += count
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Landmarks``."""
@@ -100,27 +110,26 @@ class TensorBlocks(LayerBlocks):
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Landmarks``."""
-        count = int(stop.max()) - self.first
-        if self._landmarks is None or count <= 0:
+        seen = range(max(self.first, int(stop.min()) - self.reach), int(stop.max()))
+        if self._landmarks is None or not seen:
             return queries.new_empty(*queries.shape[:3], 0), torch.empty(0, dtype=torch.int64, device=queries.device)
-        keys = self._landmarks[:, :, :count].to(queries.dtype)
+        keys = self._landmarks[:, :, seen.start - self.first : seen.stop - self.first].to(queries.dtype)
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         scores = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, grouped.shape[2:4]).flatten(1, 2)
-        blocks = self.first + torch.arange(count, device=queries.device)
+        blocks = torch.arange(seen.start, seen.stop, device=queries.device)
         return _within(scores, blocks, stop, self.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
         """See ``LayerBlocks``."""
         assert self._landmarks is not None
-        at = (first[:, None] - self.first + torch.arange(count, device=first.device)).clamp(min=0)
-        groups, dim = self._landmarks.shape[1], self._landmarks.shape[3]
-        return self._landmarks.gather(2, at[:, None, :, None].expand(-1, groups, -1, dim))
+        return _run(self._landmarks, first - self.first, count)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
         """See ``LayerBlocks``."""
         assert self._keys is not None
         assert self._values is not None
-        return BlockStates(self._keys[rows, blocks - self.first], self._values[rows, blocks - self.first])
+        at = rows * self._keys.shape[1] + blocks - self.first
+        return BlockStates(self._keys.flatten(0, 1), self._values.flatten(0, 1)), at
 
     def of_row(self, row: int, first: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, G, S, D]`` of the blocks of ``row`` from ``first`` on."""
@@ -137,12 +146,11 @@ class TensorBlocks(LayerBlocks):
             self._landmarks = None if self._landmarks is None else self._landmarks[:, :, gone:].clone()
             self.first = first
 
-    def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
-        self._counts = self._counts[rows.cpu()]
+    def reorder(self, rows: Tensor, there: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was; ``there``: the same on the device."""
+        self._counts = self._counts[rows]
         self._keys, self._values, self._landmarks = (
-            None if x is None else x.index_select(0, rows.to(x.device))
-            for x in (self._keys, self._values, self._landmarks)
+            None if x is None else x.index_select(0, there) for x in (self._keys, self._values, self._landmarks)
         )
 
     def _grow(self, count: int, like: Tensor) -> None:
@@ -176,9 +184,9 @@ class DocumentBlocks(LayerBlocks):
             return scores, blocks
         # One search serves all rows, and what it finds may be too old for some: then there is enough beside it.
         ahead = 0 if self.reach == FOREVER else int(stop.max() - stop.min())
-        hits = self._view.search(_together(queries), top_k + ahead, allowed=stored)
+        hits = self._view.search(self._together(queries), top_k + ahead, allowed=stored)
         shape = (*queries.shape[:3], -1)
-        found, ids = _apart(hits.scores, shape).to(scores), _apart(hits.blocks, shape).to(blocks.device)
+        found, ids = (_apart(x, shape) for x in to_device([hits.scores.to(scores.dtype), hits.blocks], scores.device))
         found = _within(found, ids, stop, self.reach)
         return torch.cat([found, scores], -1), torch.cat([torch.where(found > -math.inf, ids, -1), blocks], -1)
 
@@ -188,8 +196,9 @@ class DocumentBlocks(LayerBlocks):
         stored = self._stored(stop)
         if not stored:
             return scores, blocks
-        found, ids = self._view.score(_together(queries), allowed=stored)
-        found, ids = _apart(found, (*queries.shape[:3], -1)).to(scores), ids.to(blocks.device)
+        found, ids = self._view.score(self._together(queries), allowed=stored)
+        found, ids = to_device([found.to(scores.dtype), ids], scores.device)
+        found = _apart(found, (*queries.shape[:3], -1))
         return torch.cat([_within(found, ids, stop, self.reach), scores], -1), torch.cat([ids, blocks])
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
@@ -198,27 +207,33 @@ class DocumentBlocks(LayerBlocks):
         if lowest >= self.own.first:
             return self.own.landmarks(first, count)
         stored = self._view.landmarks(range(lowest, self.own.first)).squeeze(2).transpose(0, 1)
-        stop = torch.full_like(first, self.own.first)
-        own = self.own.landmarks(stop, max(0, int(first.max()) + count - self.own.first))
-        both = torch.cat([stored.to(own).expand(len(own), -1, -1, -1), own], 2)
-        at = (first[:, None] - lowest + torch.arange(count, device=first.device)).clamp(min=0)
-        return both.gather(2, at[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
+        own = self.own.landmarks(
+            torch.full_like(first, self.own.first), max(0, int(first.max()) + count - self.own.first)
+        )
+        (stored,) = to_device([stored.to(own.dtype)], own.device)
+        return _run(torch.cat([stored.expand(len(own), -1, -1, -1), own], 2), first - lowest, count)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
         """See ``LayerBlocks``."""
         theirs = blocks < self.own.first
         if not bool(theirs.any()):
             return self.own.states(rows, blocks)
-        stored = blocks[theirs].unique()
+        stored, places = blocks[theirs].unique(return_inverse=True)
         found = self._read(stored.tolist())
-        at = torch.searchsorted(stored, blocks).clamp(max=len(stored) - 1)
-        keys, values = found.keys[at], found.values[at]
-        sound = None if found.sound is None else found.sound[at]
         if bool(theirs.all()):
-            return BlockStates(keys, values, sound)
-        own, which = self.own.states(rows, blocks.clamp(min=self.own.first)), theirs[:, None, None, None]
-        sound = None if sound is None else sound | ~theirs
-        return BlockStates(torch.where(which, keys, own.keys), torch.where(which, values, own.values), sound)
+            return found, places
+        own, at = self.own.states(rows[~theirs], blocks[~theirs])
+        (at,) = to_device([at], own.keys.device)
+        keys, values = (torch.cat([a, b[at]]) for a, b in ((found.keys, own.keys), (found.values, own.values)))
+        sound = None if found.sound is None else F.pad(found.sound, (0, len(at)), value=True)
+        which = torch.arange(len(stored), len(stored) + len(at))
+        which = torch.empty_like(blocks).masked_scatter(~theirs, which).masked_scatter(theirs, places)
+        return BlockStates(keys, values, sound), which
+
+    def _together(self, queries: Tensor) -> Tensor:
+        """``[B, H, T, D]`` -> ``[H, B * T, D]``, where the index is."""
+        index = self._view.index
+        return queries.transpose(0, 1).flatten(1, 2).float().to("cpu" if index is None else index.device)
 
     def _stored(self, stop: Tensor) -> range:
         first = int(stop.min())
@@ -233,10 +248,11 @@ class DocumentBlocks(LayerBlocks):
                 raise
             whole = self._view.sound(blocks)
             sound = torch.isin(torch.tensor(blocks), torch.tensor(whole, dtype=torch.int64))
+            (there,) = to_device([sound.nonzero().squeeze(1)], like.device)
             read = self._view.gather(whole, device=like.device)
-            states = {name: _filled(x, sound.to(x.device)) for name, x in read.items()}
+            states = {name: x.new_zeros(len(blocks), *x.shape[1:]).index_copy(0, there, x) for name, x in read.items()}
         keys, values = (states[name].to(like.device, like.dtype) for name in ("k", "v"))
-        return BlockStates(keys, values, None if sound is None else sound.to(like.device))
+        return BlockStates(keys, values, sound)
 
 
 # In the first layer all landmarks have one key, that of one embedding, so all blocks in slot 0 are equal and no index
@@ -256,14 +272,15 @@ class FirstLayerBlocks(LayerBlocks):
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Landmarks``."""
         count = min(max(OFFERED, top_k), int(stop.max()), self.own.reach)
-        blocks = stop[:, None] - count + torch.arange(count, device=stop.device)
+        blocks = from_each(stop - count, count, queries.device)
         scores = self._score(queries).expand(-1, -1, -1, count)
         scores = scores.masked_fill(blocks[:, None, None] < 0, -math.inf)
         return scores, blocks.clamp(min=-1)[:, None, None].expand_as(scores)
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Landmarks``."""
-        blocks = torch.arange(int(stop.max()), device=queries.device)
+        first = max(0, int(stop.min()) - self.own.reach)
+        blocks = torch.arange(first, int(stop.max()), device=queries.device)
         scores = self._score(queries).expand(-1, -1, -1, len(blocks))
         return _within(scores, blocks, stop, self.own.reach), blocks
 
@@ -272,13 +289,13 @@ class FirstLayerBlocks(LayerBlocks):
         last = torch.full_like(first, self.own.first)
         return self.own.landmarks(last, 1).expand(-1, -1, count, -1)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> BlockStates:
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
         """See ``LayerBlocks``."""
         return self._blocks.states(rows, blocks)
 
     def _score(self, queries: Tensor) -> Tensor:
         """``[B, H, T, 1]``."""
-        stop = torch.full((len(queries),), self.own.first + 1, device=queries.device)
+        stop = torch.full((len(queries),), self.own.first + 1)
         return self.own.score(queries, stop)[0]
 
 
@@ -296,10 +313,10 @@ class LandmarkTable:
         for layer in (*self._layers, *self.own):
             layer.reach = reach
 
-    def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
+    def reorder(self, rows: Tensor, there: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was; ``there``: the same on the device."""
         for layer in self.own:
-            layer.reorder(rows)
+            layer.reorder(rows, there)
 
 
 def tensor_table(layers: int, rows: int) -> LandmarkTable:
@@ -329,18 +346,15 @@ def document_table(
 
 
 def _within(scores: Tensor, blocks: Tensor, stop: Tensor, reach: int) -> Tensor:
-    """``scores [B, H, T, n]`` without those of ``blocks``, of any shape that fits, that no row can see any more or yet.
+    """``scores [B, H, T, n]`` without those of ``blocks``, of any shape that fits, that a row sees no more or not yet.
 
-    -inf where a row's last block that counts is before ``blocks`` or more than ``reach`` blocks behind.
+    -inf where a row's last block that counts is before ``blocks`` or more than ``reach`` blocks behind. Where all rows
+    have the same ``stop`` nothing else was looked for.
     """
-    ends = stop[:, None, None, None]
-    hidden = (blocks >= ends) | (blocks < ends - reach)
-    return scores.masked_fill(hidden, -math.inf) if bool(hidden.any()) else scores
-
-
-def _together(queries: Tensor) -> Tensor:
-    """``[B, H, T, D]`` -> ``[H, B * T, D]``, on the CPU, where indexes are."""
-    return queries.transpose(0, 1).flatten(1, 2).float().cpu()
+    if alike(stop):
+        return scores
+    (ends,) = to_device([stop[:, None, None, None]], scores.device)
+    return scores.masked_fill((blocks >= ends) | (blocks < ends - reach), -math.inf)
 
 
 def _apart(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -349,11 +363,10 @@ def _apart(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return rows.transpose(0, 1).reshape(shape)
 
 
-def _filled(x: Tensor, there: Tensor) -> Tensor:
-    """``x [m, ...]`` at the m places that are ``there [n]``, zeros at the others."""
-    whole = x.new_zeros(len(there), *x.shape[1:])
-    whole[there] = x
-    return whole
+def _run(x: Tensor, first: Tensor, count: int) -> Tensor:
+    """``count`` of ``x [B, G, n, D]`` from ``first [B]`` on, which is in host memory; anything before the beginning."""
+    at = from_each(first, count, x.device).clamp(min=0)
+    return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _larger(old: Tensor | None, new: Tensor, dim: int) -> Tensor:

@@ -18,6 +18,7 @@ from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 from memstore.models.memorizing.choice import KNNChoice, Tokens
 from memstore.models.memorizing.configuration import MemorizingConfig
+from memstore.transfer import from_each
 
 
 class MemorizingCache(ModelCache):
@@ -36,7 +37,7 @@ class MemorizingCache(ModelCache):
         self.memory = memory
         self.windows: list[States | None] = [None] * config.num_hidden_layers
         self.empty: Tensor | None = None
-        """``[B]``: how many tokens of the windows do not exist, where rows differ."""
+        """``[B]``, in host memory: how many tokens of the windows do not exist, where rows differ."""
         self.waiting: list[list[Tensor]] = [[] for _ in range(rows)]
         """Tokens of each row that are not in the memory yet: the last ones of the window."""
         self._remaining: Sequence[int] = ()
@@ -101,7 +102,7 @@ class MemorizingCache(ModelCache):
         detached = [(k.detach(), v.detach()) for k, v in states]
         for waiting, new in zip(self.waiting, tokens, strict=True):
             waiting += [new] if self._remembers and len(new) else []
-        self._slide(torch.tensor([len(each) for each in tokens], device=detached[0][0].device), detached)
+        self._slide(torch.tensor([len(each) for each in tokens]), detached)
         self.given += given
 
     def _remember(self, least: int) -> None:
@@ -115,8 +116,7 @@ class MemorizingCache(ModelCache):
         if self.memory is None:
             sizes = (self.rows, window[0].shape[1], self.config.memory_size, window[0].shape[3])
             self.memory = RecentTokens(*sizes, dtype=window[0].dtype, device=window[0].device)
-        lengths = torch.tensor(counts, device=window[0].device)
-        at = self.past - lengths[:, None] + torch.arange(max(counts), device=lengths.device)
+        at = from_each(self.past - torch.tensor(counts), max(counts), window[0].device)
         keys, values = (_take(x, at.clamp(max=self.past - 1), 0) for x in window)
         tokens = [
             torch.cat(waiting) if count else torch.empty(0, dtype=torch.int64)
@@ -140,7 +140,7 @@ class MemorizingCache(ModelCache):
         self.waiting[row] = []
         if self.windows[0] is not None:
             if self.empty is None:
-                self.empty = torch.zeros(self.rows, dtype=torch.int64, device=self.windows[0][0].device)
+                self.empty = torch.zeros(self.rows, dtype=torch.int64)
             self.empty[row] = self.past
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -152,7 +152,7 @@ class MemorizingCache(ModelCache):
         if isinstance(self.memory, RecentTokens):
             self.memory.reorder(beam_idx)
         self.windows = [None if both is None else (both[0][beam_idx], both[1][beam_idx]) for both in self.windows]
-        self.empty = None if self.empty is None else self.empty[beam_idx]
+        self.empty = None if self.empty is None else self.empty[beam_idx.cpu()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is needed to go on, as tensors. Raises ``InvalidArgument`` where the memory is in a store."""
@@ -188,7 +188,7 @@ class MemorizingCache(ModelCache):
         self.memory = memory
         self.given = int(state["given"])
         self.waiting = [[row] if len(row) else [] for row in state["waiting"].split(lengths)]
-        self.empty = state.get("empty")
+        self.empty = state["empty"].cpu() if "empty" in state else None
         names = [(f"windows.{number}.k", f"windows.{number}.v") for number in range(len(self.windows))]
         self.windows = [(state[k], state[v]) if k in state else None for k, v in names]
 
@@ -215,10 +215,10 @@ class MemorizingCache(ModelCache):
         empty = torch.zeros_like(lengths) if self.empty is None else self.empty
         keep = min(self.config.window, total)
         windows = [after(before, new) for before, new in zip(self.windows, states, strict=True)]
-        at = past + lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
         if bool((lengths == states[0][0].shape[2]).all()):
             self.windows = [(k[:, :, -keep:].clone(), v[:, :, -keep:].clone()) for k, v in windows]
         else:
+            at = from_each(past + lengths - keep, keep, states[0][0].device)
             self.windows = [(_take(k, at, keep), _take(v, at, keep)) for k, v in windows]
         missing = (keep - (past - empty + lengths)).clamp(min=0)
         self.empty = missing if bool(missing.any()) else None

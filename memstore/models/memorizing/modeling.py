@@ -18,6 +18,7 @@ from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, Wind
 from memstore.models.causal import CausalLM
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
+from memstore.transfer import to_device
 
 
 class MemorizingLayer(nn.Module):
@@ -75,6 +76,7 @@ class MemorizingModel(nn.Module):
         """Tokens ``ids [B, T]`` -> ``[B, T, hidden]`` after the last norm, and the states of each layer."""
         x = self.embed_tokens(ids)
         empty, memory = (None, None) if cache is None else (cache.empty, cache.memory)
+        empty = None if empty is None else to_device([empty], x.device)[0]
         every: list[States] = []
         for number, layer in enumerate(self.layers):
             past = None if cache is None else cache.windows[number]

@@ -28,6 +28,7 @@ from memstore.models.reading import CacheReader
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reader import Job, Place, evaluating
+from memstore.transfer import to_device
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory; each of them has a landmark of its own."""
@@ -145,7 +146,8 @@ class MemorizingReader(CacheReader):
         cache = MemorizingCache(self.model.config, 1, StoredTokens([job.document]))
         try:
             for tokens in segments:
-                self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
+                (ids,) = to_device([tokens.long()[None]], self.model.device)
+                self.model(ids, past_key_values=cache, logits_to_keep=1)
                 yield len(tokens)
         finally:  # what was computed before an error, or before somebody interrupted, is whole
             cache.flush()

@@ -23,7 +23,7 @@ from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
 from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
 from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
-from memstore.transfer import to_device
+from memstore.transfer import along, to_device
 
 if TYPE_CHECKING:
     from memstore.memory import Document
@@ -213,24 +213,16 @@ class Call:
         assert isinstance(placement, Placement)
         return placement
 
-    def _where(self, chosen: CandidateLists, *along: Tensor) -> list[Tensor]:
-        """Blocks and slots of a list on the device, and in the same copy what else has to go there."""
+    def _where(self, chosen: CandidateLists) -> list[Tensor]:
+        """Blocks and slots of a list on the device."""
         key = ("where", id(chosen))
         if key not in self._memo:
-            blocks, slots, *there = to_device(
-                [self.candidates.blocks[chosen.numbers], chosen.slots, *along], self.device
-            )
-            self._memo[key] = (chosen, blocks, slots)
-            return there or [blocks, slots]
-        _, *where = self._memo[key]
-        return to_device(along, self.device) or where
+            self._memo[key] = (chosen, *to_device(self._numbered(chosen), self.device))
+        return list(self._memo[key][1:])
 
-    def bring(self, tokens: Tensor, device: torch.device) -> Tensor:
-        """``tokens [T]`` on ``device``, in one copy with where the blocks stand that they will see."""
-        self.device = device
-        if self.last_chosen is None:
-            return to_device([tokens], device)[0]
-        return self._where(self.last_chosen, tokens)[0]
+    def _numbered(self, chosen: CandidateLists) -> list[Tensor]:
+        """Blocks and slots of a list, in host memory."""
+        return [self.candidates.blocks[chosen.numbers], chosen.slots]
 
     @property
     def start(self) -> int:
@@ -375,8 +367,10 @@ class Call:
             if self.device.type != "cpu":
                 later = self.layers[plan.index + 1 :]
                 wanted += [states.plan.index for states in later if states.stale and states.chosen is chosen]
-            for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
-                self._ahead[layer, id(chosen)] = states
+            with along(self._numbered(chosen), self.device) as where:
+                for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
+                    self._ahead[layer, id(chosen)] = states
+            self._memo.setdefault(("where", id(chosen)), (chosen, *where()))
         return self._ahead.pop((plan.index, id(chosen)))
 
     # Masks

@@ -21,6 +21,7 @@ from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
 from memstore.readers.stock.selection import Selection
+from memstore.transfer import to_device
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -83,7 +84,7 @@ class Hooks:
         outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
         self._next, self._states_only = call, not logits
         try:
-            ids = call.bring(tokens, self.model.device)[None]
+            ids = to_device([tokens], self.model.device)[0][None]
             if logits:
                 result: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
                 return result

@@ -23,7 +23,7 @@ from memstore.readers.reader import Job
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
-from memstore.transfer import to_host
+from memstore.transfer import along, to_device, to_host
 
 
 class Made(NamedTuple):
@@ -74,7 +74,7 @@ class SegmentReading:
         for layer, codes in self.codes.items():
             stored = self.document.layer(layer).landmarks(blocks)  # [n, 1, S, dim]
             kept = stored[:, 0].flatten(0, 1)[: self.tokens - first]
-            codes.extend(kept.to(self.hooks.model.device), at=first)
+            codes.extend(to_device([kept], self.hooks.model.device)[0], at=first)
 
     def compute(self, tokens: Tensor) -> Made:
         """Read the next ``tokens [T]``, which lie within one segment."""
@@ -89,9 +89,10 @@ class SegmentReading:
             window=self.window,
         )
         call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.job.retrieve)
-        if call.routed and not self.selection.by_layer:
-            self._choose(call, begin)
-        logits = self.hooks.forward(call, tokens, logits=self._scores(len(tokens)))
+        with along([tokens], self.hooks.model.device) as there:  # with what the index takes up before it is searched
+            if call.routed and not self.selection.by_layer:
+                self._choose(call, begin)
+        logits = self.hooks.forward(call, there()[0], logits=self._scores(len(tokens)))
         self._score(tokens, logits)
         self._keep(call)
         call.release()
