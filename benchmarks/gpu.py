@@ -77,6 +77,10 @@ PARTS = (
     ),
     Part(name="attach", limit=60, least=20, processes=4, pieces=("promises", "cases", "more")),
     Part(name="models", limit=80, least=25, processes=5, pieces=("cases", "more", "shipped", "training", "waits")),
+    Part(
+        name="graphs", limit=40, least=10, processes=4,
+        pieces=("graphs, stock", "graphs, lists of each group", "graphs, drt", "graphs, landmark"),
+    ),
     Part(name="kernels", limit=110, least=40),
     Part(name="speed", limit=100, least=40, pieces=("8b", "8b without cuDNN", "135m")),
     Part(name="tiers", limit=30, least=10),

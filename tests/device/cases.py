@@ -23,6 +23,7 @@ from memstore.attention.retrieval import Retrieval
 from memstore.index import open_index
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM, add_knn_memory
+from memstore.readers.graphs import captured
 from tests.models import drt
 from tests.models.stock import small_llama
 from tests.pretended import Counts, on_device, pretended
@@ -42,7 +43,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
 }
-KINDS = ("kernel", "sync", "h2d", "h2d pageable", "h2d strided", "d2h")
+KINDS = ("graph", "kernel", "sync", "h2d", "h2d pageable", "h2d strided", "d2h")
 
 
 class Run:
@@ -82,8 +83,7 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
     def case(run: Run) -> None:
         model, prompt = run.model(small_llama(97, LAYERS)), run.ids(24, 1, seed=2)
         path = str(run.folder / "memory")
-        options: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": SEGMENT}
-        options["retrieval"] = retrieval
+        options: dict[str, Any] = {**STOCK, "retrieval": retrieval}
         with memstore.attach(model, path, codec=codec, **options) as reader:
             run.results["index lies there"] = reader.memory._shared.device.type == run.device
             ids = run.ids(20 * SEGMENT).cpu()
@@ -144,6 +144,24 @@ def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) ->
                 run.results["found"] = [found.block for found in one.search(prompt[0], 3)]
         with memstore.attach(model, path, **options) as one:
             run.results["again"] = one.generate(prompt, max_new_tokens=6, **GREEDY)
+
+    return case
+
+
+def by_graphs(make: Callable[[], Any], **options: Any) -> Callable[[Run], None]:
+    """A model writes, its steps recorded where they can be: on the CPU none are."""
+
+    def case(run: Run) -> None:
+        model, prompt, path = run.model(make()), run.ids(21, 1, seed=2), run.folder / "memory"
+        with memstore.attach(model, path, **options) as one:
+            one.read(run.ids(200).cpu(), document="d")
+        given: Any = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
+        with memstore.attach(model, path, document="d", **options) as one, captured(model):
+            made = run.count("generate by graphs", lambda: one.generate(prompt, max_new_tokens=2 * NEW_TOKENS, **given))
+            again = one.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)
+        with memstore.attach(model, path, document="d", **options) as one:
+            run.results["without graphs"] = one.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)
+        run.results |= {"tokens": made.sequences, "again": again, "logits": torch.stack([x.cpu() for x in made.logits])}
 
     return case
 
@@ -273,6 +291,16 @@ MORE: dict[str, Callable[[Run], None]] = {
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),
 }
 """Other ways through the same code."""
+STOCK: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": SEGMENT}
+GRAPHS: dict[str, Callable[[Run], None]] = {
+    "graphs, stock": by_graphs(lambda: small_llama(97, LAYERS), retrieval=Retrieval(top_k=4, span=8), **STOCK),
+    "graphs, lists of each group": by_graphs(
+        lambda: small_llama(97, LAYERS), retrieval=Retrieval(top_k=4, share="group"), **STOCK
+    ),
+    "graphs, drt": by_graphs(drt.make),
+    "graphs, landmark": by_graphs(landmark, retrieval=Retrieval(top_k=2, every="segment", share="layer")),
+}
+"""Tokens whose steps are recorded: on a GPU in a part of their own, for nothing of it has run there."""
 
 
 def outcome(case: Callable[[Run], None]) -> dict[str, Any]:
@@ -306,7 +334,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or CASES:
         try:
-            found = outcome({**CASES, **MORE}[name])
+            found = outcome({**CASES, **MORE, **GRAPHS}[name])
         except Exception as error:  # noqa: BLE001 - the others shall run
             import traceback
 

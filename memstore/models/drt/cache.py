@@ -15,6 +15,7 @@ from memstore.models.drt.choice import GroupSearch, ListsInUse
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import States
 from memstore.models.drt.packing import DRTPacking
+from memstore.models.drt.steps import DRTSteps
 from memstore.models.drt.tables import BlockTable, TensorTable
 from memstore.transfer import numbers
 
@@ -86,6 +87,11 @@ class DRTCache(ModelCache):
     def positions(self) -> list[int]:
         """Place in the stream of the next item of each row."""
         return [count + blocks for count, blocks in zip(self.counts, self.blocks, strict=True)]
+
+    @property
+    def steps(self) -> DRTSteps:
+        """Its steps of one token, to be recorded."""
+        return DRTSteps(self)
 
     def advance(self, packing: DRTPacking, given: int) -> None:
         """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""

@@ -39,6 +39,7 @@ from memstore.models.landmark.lists import (
     show,
 )
 from memstore.models.landmark.past import Past
+from memstore.models.landmark.steps import LandmarkSteps
 from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing
 from memstore.readers.observer import numbers as as_numbers
@@ -94,13 +95,14 @@ class _View:
         self.packing = packing
         self.size = cache.config.block_size
         device, rotary = packing.ids.device, cache.config.rotary
-        items, slots = cache.items, local_slot(cache.blocks, cache.slots)
+        items, slots, clock = cache.items, local_slot(cache.blocks, cache.slots), cache.clock
         self.uniform = packing.uniform and alike(items)
         if self.uniform and alike(slots):
             items, slots = items[:1], slots[:1]
         # What fills a row up may lie beyond its segment, where there is no room.
         room = cache.config.segment_blocks * self.size
-        first, start = numbers(items.tolist(), device), numbers((slots * self.size).tolist(), device)
+        first = numbers(items.tolist(), device) if clock is None else clock
+        start = numbers((slots * self.size).tolist(), device)
         self.places = (first[:, None] + torch.arange(packing.items, device=device)).clamp(max=room - 1)  # [B or 1, M]
         self.real = torch.arange(packing.items) < torch.tensor(packing.lengths)[:, None]
         """``[B, M]``, in host memory: False for what only fills a row up."""
@@ -111,7 +113,7 @@ class _View:
         """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
         if self.remembers:
             self.older = rotary.turns(positions - (self.size - 1))
-        last = min(int(items.max()) + packing.items, room) - 1
+        last = min(int(items.max()) + packing.items, room) - 1 if clock is None else room - 1
         blocks = last // self.size + 1 if packing.items else 1
         self.seen = blocks * self.size
         """Local places that any item may see."""
@@ -302,6 +304,11 @@ class LandmarkCache(Past):
         (there,) = to_device([rows], frame.keys.device)
         return [frame.keys[there], frame.values[there]]
 
+    @property
+    def steps(self) -> LandmarkSteps:
+        """Its steps of one token, to be recorded."""
+        return LandmarkSteps(self)
+
     def _forget(self) -> None:
         """Let go of what no row will see again, where that is as much as is kept."""
         if self.capacity is None:
@@ -398,6 +405,10 @@ class LandmarkCache(Past):
         frame, view = self._frame(layer, k), self._view
         assert view is not None
         fresh = (k, self.config.rotary.rotate(k, view.turns), v)
+        if self.clock is not None:
+            for held, new in zip(frame, fresh, strict=True):
+                held.index_copy_(2, self.clock, new)
+            return frame
         if view.uniform:
             start = int(self.items[0])
             for held, new in zip(frame, fresh, strict=True):

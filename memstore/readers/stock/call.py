@@ -22,6 +22,7 @@ from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
 from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
+from memstore.readers.stock.steps import CallSteps
 from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
 from memstore.transfer import along, to_device
 
@@ -56,6 +57,8 @@ class Call:
         self.candidates = seen.candidates if retrieve else Candidates(())
         self.slots = selection.slots(self.candidates)
         self.observers = observers
+        self.clock: Tensor | None = None
+        """See ``Steps``: what ``length`` is, on the device."""
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.reset()
 
@@ -102,6 +105,11 @@ class Call:
     def end(self) -> None:
         """The forward pass has succeeded: its tokens are local tokens now."""
         self.length += self.tokens
+
+    @property
+    def steps(self) -> CallSteps:
+        """Its steps of one token, to be recorded."""
+        return CallSteps(self)
 
     def release(self) -> None:
         """Let go of the layers, which know the call: nothing runs in it any more, and so memory is free at once."""
@@ -231,19 +239,27 @@ class Call:
 
     def _local_positions(self) -> Tensor:
         """Positions of the new tokens, ``[B or 1, T]``; padding is skipped over."""
+        if self.clock is not None:
+            return (self.start + self.clock)[None]
         return self._all_local_positions()[:, -self.tokens :]
 
-    def _all_local_positions(self) -> Tensor:
+    def _all_local_positions(self, count: int | None = None) -> Tensor:
+        """Of all local tokens ``[B or 1, n]``, or of the first ``count``, which need not be there yet."""
         if self.padding is None:
-            return torch.arange(self.start, self.start + self.length + self.tokens, device=self.device)[None]
+            count = self.length + self.tokens if count is None else count
+            return torch.arange(self.start, self.start + count, device=self.device)[None]
         return self.start + (self.padding.long().cumsum(-1) - 1).clamp(min=0)
 
     def _check_positions(self) -> None:
         architecture = self.selection.architecture
-        if architecture.learned_positions and int(self.positions.max()) >= architecture.max_positions:
+        if not architecture.learned_positions:
+            return
+        alone = self.start + self.length + self.tokens - 1
+        last = alone if self.padding is None else int(self.positions.max())
+        if last >= architecture.max_positions:
             raise InvalidArgument(
                 f"{architecture.name} has learned positions for {architecture.max_positions} tokens, and this call "
-                f"needs position {int(self.positions.max())}: use a smaller window, sink or top_k, or a shorter text"
+                f"needs position {last}: use a smaller window, sink or top_k, or a shorter text"
             )
 
     def prefix_cos_sin(self, rotary: LayerRotary, positions: Tensor) -> CosSin | None:
@@ -381,15 +397,19 @@ class Call:
         The memory is visible to every token, unless a sliding window ends within it or a block is not full.
         """
         sliding, empty = states.plan.sliding, self._empty(states)
-        if self.tokens == 1 and self.padding is None and sliding is None and empty is None:
+        alone = self.clock is None
+        if alone and self.tokens == 1 and self.padding is None and sliding is None and empty is None:
             return None
-        key = ("mask", sliding, None if sliding is None and empty is None else id(states.prefix_positions), id(empty))
+        # By the clock keys beyond the token are there too, and are not seen: as many as the buffer holds.
+        count = self.length + self.tokens if alone else states.keys.shape[2] - states.prefix
+        whole = sliding is not None or empty is not None or not alone
+        key = ("mask", sliding, count, id(states.prefix_positions) if whole else None, id(empty))
         if key not in self._step_memo:
-            visible = self._visible_local()
-            if sliding is not None or empty is not None:
+            visible = self._visible_local(count)
+            if whole:
                 visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True)
             if sliding is not None:
-                visible = visible & self._within(states, sliding)
+                visible = visible & self._within(states, sliding, count)
             if empty is not None:
                 visible = visible & ~torch.nn.functional.pad(empty, (0, visible.shape[-1] - empty.shape[-1]))
             self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
@@ -412,19 +432,19 @@ class Call:
         empty_keys: Tensor | None = self._memo[key][1]
         return empty_keys
 
-    def _visible_local(self) -> Tensor:
-        """``[B or 1, 1, T, local]``: causal, without padding (a token always sees itself, so that no row is empty)."""
-        total = self.length + self.tokens
-        rows = torch.arange(self.length, total, device=self.device)[:, None]
-        columns = torch.arange(total, device=self.device)
+    def _visible_local(self, count: int) -> Tensor:
+        """``[B or 1, 1, T, count]``: causal, without padding (a token always sees itself, so that no row is empty)."""
+        rows = torch.arange(self.length, self.length + self.tokens, device=self.device)
+        rows = (rows if self.clock is None else self.clock)[:, None]
+        columns = torch.arange(count, device=self.device)
         causal = (columns <= rows)[None, None]
         if self.padding is None:
             return causal
         return (causal & self.padding[:, None, None, :]) | (columns == rows)
 
-    def _within(self, states: LayerStates, sliding: int) -> Tensor:
-        """``[B or 1, heads or 1, T, prefix + local]``: less than ``sliding`` positions back."""
-        local = self._all_local_positions()
+    def _within(self, states: LayerStates, sliding: int, count: int) -> Tensor:
+        """``[B or 1, heads or 1, T, prefix + count]``: less than ``sliding`` positions back."""
+        local = self._all_local_positions(count)
         prefix = states.prefix_positions
         batch = max(len(local), len(prefix))
         keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)
@@ -489,7 +509,7 @@ class LayerStates(CacheLayerMixin):
         parts, self.prefix_positions, self.fetched = self.call.prefix(self.plan, self.chosen, self.tiers)
         heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
         self.prefix = self.prefix_positions.shape[-1]
-        self._allocate(k, v, heads, self.prefix + self.call.length + k.shape[2] + self.call.room)
+        self._allocate(k, v, heads, self.prefix + self.call.length + k.shape[2], self.call.room)
         start = 0
         for keys, values in parts:
             end = start + keys.shape[2] * keys.shape[3]
@@ -519,12 +539,19 @@ class LayerStates(CacheLayerMixin):
         local = slice(self.prefix, self.prefix + self.call.length)
         return self.keys[:, :, local].clone(), self.values[:, :, local].clone()
 
-    def _allocate(self, k: Tensor, v: Tensor, heads: int, capacity: int) -> None:
-        self.keys = k.new_empty(k.shape[0], heads, capacity, k.shape[3])
-        self.values = v.new_empty(v.shape[0], heads, capacity, v.shape[3])
+    def _allocate(self, k: Tensor, v: Tensor, heads: int, used: int, room: int) -> None:
+        self.keys = k.new_empty(k.shape[0], heads, used + room, k.shape[3])
+        self.values = v.new_empty(v.shape[0], heads, used + room, v.shape[3])
+        for free in (self.keys[:, :, used:], self.values[:, :, used:]):
+            free.zero_()  # by the clock it is attended to, with weight 0
         self.is_initialized = True
 
     def _append(self, k: Tensor, v: Tensor) -> States:
+        if self.call.clock is not None:
+            at, heads = self.call.clock + self.prefix, self.keys.shape[1]
+            self.keys.index_copy_(2, at, self._matching(k, heads))
+            self.values.index_copy_(2, at, self._matching(v, heads))
+            return self.keys, self.values
         start = self.prefix + self.call.length
         end = start + k.shape[2]
         if end > self.keys.shape[2]:
@@ -544,7 +571,7 @@ class LayerStates(CacheLayerMixin):
     def _grow(self, needed: int) -> None:
         used = self.prefix + self.call.length
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
-        self._allocate(keys, values, keys.shape[1], needed + max(ROOM, used // 4))
+        self._allocate(keys, values, keys.shape[1], needed, max(ROOM, used // 4))
         self.keys[:, :, :used], self.values[:, :, :used] = keys, values
 
     # What transformers asks of a cache layer. Lengths are those of the local tokens: the memory does not count.
