@@ -137,9 +137,9 @@ def rates(counts: dict[str, dict[str, int]]) -> dict[str, float]:
         found["syncs per segment read"] = read["sync"]
         found["copies to the device per segment read"] = read["h2d"]
         found["copies to the host per segment read"] = read["d2h"]
-    if read := counts.get("read", ten):
-        found["pageable copies while reading"] = read["h2d pageable"]
-        found["strided copies while reading"] = read["h2d strided"]
+    if whole := counts.get("read", ten):
+        found["pageable copies while reading"] = whole["h2d pageable"]
+        found["strided copies while reading"] = whole["h2d strided"]
     if again := counts.get("gather again"):
         found["copies to the device per repeated gather"] = again["h2d"]
     for what in ("search", "score", "step"):
