@@ -6,16 +6,47 @@ These are links to the packages that are installed already, so that no download 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+DEMO = ["transformers", "accelerate", "gguf", "psutil", "starlette", "uvicorn"]
+"""What the extra ``demo`` brings beside the command."""
+
+
+def check_releases(folder: Path) -> None:
+    """Wheel and sdist are the same bytes when they are built again, and the sdist has what a reader needs."""
+    digests = []
+    for name in ("first", "second"):
+        for builder in (WheelBuilder, SdistBuilder):
+            list(builder(str(ROOT)).build(directory=str(folder / name), versions=["standard"]))
+        digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted((folder / name).iterdir())])
+    assert digests[0] == digests[1], "two builds of one tree differ"
+    with tarfile.open(next((folder / "first").glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    wanted = {
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "README.md",
+        "SECURITY.md",
+        "docs/tour.md",
+        "tests/house.py",
+    }
+    assert wanted <= names, wanted - names
 
 
 def declared(names: list[str]) -> dict[str, Distribution]:
@@ -78,6 +109,11 @@ def smoke(folder: Path) -> None:
     help_text = run(folder / "venv/bin/memstore", "--help", cwd=folder)
     assert "Usage: memstore" in help_text, help_text
     assert (site / "memstore/py.typed").exists(), "the wheel lacks py.typed"
+    for package in declared(DEMO).values():
+        link(package, site)
+    told = json.loads(run(folder / "venv/bin/memstore", "demo", "--json", cwd=folder))
+    assert [answer["found"] for answer in told["answers"]] == [True] * 5, told
+    check_releases(folder)
     print(f"{wheel.name}: memstore {version} imports and runs with {len(packages)} declared packages")
 
 
