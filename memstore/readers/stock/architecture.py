@@ -118,6 +118,8 @@ class _Seen:
     keys: Tensor = field(default_factory=lambda: torch.empty(0))
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     sliding: int | None = None
+    mask: Any = None
+    """What the model gave the layer as its mask."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
 
@@ -144,22 +146,33 @@ def _examine(model: PreTrainedModel) -> Architecture:
     if len(devices) > 1:  # masks, rotations and states of the memory lie on one
         raise _unsupported(model, f"its weights lie on {' and '.join(devices)}; load it onto one, without device_map")
     config = model.config.get_text_config(decoder=True)
-    seen = _run_probe(model)
+    seen = _run_probe(model, config)
     expected = int(config.num_hidden_layers)
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
+    if len(seen) < expected:
+        raise _unsupported(
+            model,
+            f"only {len(seen)} of its {expected} layers attend, and what the others remember (linear attention, state "
+            "spaces, convolutions) is not kept",
+        )
     if len(seen) != expected or any(entry.calls != 1 for entry in seen):
         raise _unsupported(
             model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each"
         )
+    if any(isinstance(part, nn.Conv1d) for entry in seen for part in entry.module.modules()):
+        raise _unsupported(model, "its attention layers have convolutions, whose states are not kept")
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
     layers = tuple(_plan(model, names, i, entry, mixed, tables) for i, entry in enumerate(seen))
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
+    decoder = _decoder(model, names[layers[0].block])
+    if learned and not _takes_positions(model, decoder):
+        raise _unsupported(model, "its learned positions begin elsewhere than at 0, or cannot be told it")
     return Architecture(
         name=str(config.model_type),
-        decoder=_decoder(model, names[layers[0].block]),
+        decoder=decoder,
         layers=layers,
         hidden_size=int(config.hidden_size),
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1),
@@ -168,14 +181,17 @@ def _examine(model: PreTrainedModel) -> Architecture:
     )
 
 
-def _run_probe(model: PreTrainedModel) -> list[_Seen]:
+def _run_probe(model: PreTrainedModel, config: Any) -> list[_Seen]:
     seen: dict[nn.Module, _Seen] = {}
 
-    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def probe(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any = None, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         entry = seen.setdefault(module, _Seen(module))
         entry.calls += 1
         entry.queries, entry.keys, entry.values = q, k, v
         entry.sliding = kwargs.get("sliding_window")
+        entry.mask = kwargs.get("attention_mask", given)
         if getattr(module, "is_causal", True) is False:
             raise _unsupported(model, "its attention looks ahead: it is no causal model")
         if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
@@ -186,7 +202,16 @@ def _run_probe(model: PreTrainedModel) -> list[_Seen]:
 
     with torch.no_grad(), _probing(model, probe), _recording(model, seen):
         _forward_probe(model)
-    return list(seen.values())
+    found = list(seen.values())
+    if any(entry.mask is not None for entry in found):
+        raise _unsupported(model, "it makes masks of its own")
+    if getattr(config, "sliding_window", None) and not any(entry.sliding for entry in found):
+        calls = [entry.calls for entry in found]
+        with torch.no_grad(), _probing(model, probe, _marked_mask):
+            _forward_probe(model)
+        for entry, count in zip(found, calls, strict=True):
+            entry.sliding, entry.calls = _window_in(model, entry.mask), count
+    return found
 
 
 def _forward_probe(model: PreTrainedModel) -> None:
@@ -216,15 +241,47 @@ def _recording(model: nn.Module, seen: dict[nn.Module, _Seen]) -> Iterator[None]
 
 
 @contextmanager
-def _probing(model: PreTrainedModel, probe: Any) -> Iterator[None]:
+def _probing(model: PreTrainedModel, probe: Any, mask: Any = lambda *_, **__: None) -> Iterator[None]:
     """Route the model's attention through ``probe``."""
-    with implementation(model, PROBE, probe, lambda *_, **__: None):
+    with implementation(model, PROBE, probe, mask):
         was_training = model.training
         model.eval()
         try:
             yield
         finally:
             model.train(was_training)
+
+
+# Some models hand their layers a mask with a window and do not name the window beside it. So they are tried once more
+# with a mask that has the window in place of its values, which each layer then shows.
+def _marked_mask(
+    *_: Any, q_length: int = 1, kv_length: int = 1, mask_function: Any = None, device: Any = None, **__: Any
+) -> Tensor:
+    """A mask ``[1, 1, q_length, kv_length]`` whose values are the tokens that ``mask_function`` lets see, 0 for all."""
+    window = 0
+    if mask_function is not None:
+        far = [1 << power for power in range(24)]
+        last = torch.tensor(far[-1])
+        sees = [bool(mask_function(torch.tensor(0), torch.tensor(0), last, last - back)) for back in far]
+        if not sees[-1]:
+            low = max((back for back, seen in zip(far, sees, strict=True) if seen), default=0)
+            high = min(back for back, seen in zip(far, sees, strict=True) if not seen and back > low)
+            while high - low > 1:
+                middle = (low + high) // 2
+                seen = bool(mask_function(torch.tensor(0), torch.tensor(0), last, last - middle))
+                low, high = (middle, high) if seen else (low, middle)
+            window = high
+    return torch.full((1, 1, q_length, kv_length), float(window), device=device)
+
+
+def _window_in(model: PreTrainedModel, mask: Any) -> int | None:
+    """The window that ``_marked_mask`` has told a layer, None for none."""
+    if mask is None:
+        return None
+    values: list[float] = mask.unique().tolist() if isinstance(mask, Tensor) and mask.is_floating_point() else []
+    if len(values) != 1 or not 0 <= values[0] < 1 << 24:
+        raise _unsupported(model, "it makes masks of its own")
+    return int(values[0]) or None
 
 
 @contextmanager
@@ -281,24 +338,34 @@ def _plan(
 
 def _rotary(model: PreTrainedModel, index: int, seen: _Seen, tables: list[Table]) -> LayerRotary:
     """Run the layer again without positions, and find what turns the one result into the other."""
-    args, kwargs = seen.inputs
+    kwargs = seen.inputs[1]
     given = kwargs.get("position_embeddings")
     positioned, free = seen.keys, seen.keys
     if given is not None:
-        again: dict[nn.Module, _Seen] = {}
-
-        def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-            again[module] = _Seen(module, keys=k)
-            heads = q.shape[1] // v.shape[1]
-            return v.repeat_interleave(heads, 1).transpose(1, 2).contiguous(), None
-
-        with torch.no_grad(), _probing(model, probe):
-            seen.module(*args, **{**kwargs, "position_embeddings": identity(given)})
-        free = again[seen.module].keys
+        free = _keys_again(model, seen, position_embeddings=identity(given))
+    elif isinstance(positions := kwargs.get("position_ids"), Tensor):
+        moved = _keys_again(model, seen, position_ids=positions + PROBE_TOKENS)
+        if not torch.equal(moved, positioned):
+            raise _unsupported(model, f"layer {index} turns its keys itself, where a memory cannot reach them")
     found = _find_rotary(tables, seen.module, given, positioned, free)
     if found is None:
         raise _unsupported(model, f"its position encoding in layer {index} could not be taken apart")
     return found
+
+
+def _keys_again(model: PreTrainedModel, seen: _Seen, **other: Any) -> Tensor:
+    """The keys of a layer that gets what it got in the probe, but for what is ``other``."""
+    again: dict[nn.Module, Tensor] = {}
+
+    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        again[module] = k
+        heads = q.shape[1] // v.shape[1]
+        return v.repeat_interleave(heads, 1).transpose(1, 2).contiguous(), None
+
+    args, kwargs = seen.inputs
+    with torch.no_grad(), _probing(model, probe):
+        seen.module(*args, **{**kwargs, **other})
+    return again[seen.module]
 
 
 def _find_rotary(
@@ -380,6 +447,25 @@ def _decoder(model: nn.Module, layer_name: str) -> nn.Module:
 
 def _learned_positions(model: PreTrainedModel) -> bool:
     """True if the embeddings differ between positions: the same token twice gives two different states."""
+    tokens = torch.ones(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    states = _first_states(model, lambda: model.base_model(input_ids=tokens, use_cache=False))
+    return not torch.equal(states[0, 0], states[0, 1])
+
+
+def _takes_positions(model: nn.Module, decoder: nn.Module) -> bool:
+    """True if tokens that are told their positions have the states that they have where they stand."""
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return False
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=next(model.parameters()).device)[None]
+    positions = tokens - 1
+    whole = _first_states(model, lambda: decoder(input_ids=tokens, use_cache=False))
+    end = _first_states(model, lambda: decoder(input_ids=tokens[:, 2:], position_ids=positions[:, 2:], use_cache=False))
+    # A wrong position changes states by much more than the rounding of another length does.
+    return torch.allclose(whole[:, 2:], end, rtol=0, atol=0.01 * float(end.abs().max()))
+
+
+def _first_states(model: nn.Module, run: Callable[[], object]) -> Tensor:
+    """The states ``[1, T, hidden]`` that enter the first layer during ``run``."""
     states: list[Tensor] = []
     first = next(m for n, m in model.named_modules() if re.search(r"\.\d+$", n))
     hook = first.register_forward_pre_hook(
@@ -387,11 +473,10 @@ def _learned_positions(model: PreTrainedModel) -> bool:
     )
     try:
         with torch.no_grad():
-            device = next(model.parameters()).device
-            model.base_model(input_ids=torch.ones(1, 2, dtype=torch.long, device=device), use_cache=False)
+            run()
     finally:
         hook.remove()
-    return not torch.equal(states[0][0, 0], states[0][0, 1])
+    return states[0]
 
 
 def _describe_positions(config: Any, learned: bool) -> str:

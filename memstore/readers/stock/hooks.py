@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
@@ -294,6 +294,8 @@ def _padding(mask: Tensor | None, total: int) -> Tensor | None:
     """``[B, local tokens]``, True on real tokens; None where there is no padding."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise UnsupportedModel("cannot attach a memory to this model: its decoder is given masks that are made already")
     if mask.dim() != 2:
         raise InvalidArgument(f"an attached model takes a 2D attention mask [batch, tokens], got {tuple(mask.shape)}")
     mask = mask.bool()

@@ -1,0 +1,63 @@
+"""Each family of transformers with text generation: a memory leaves its logits as they are, or says why it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from memstore.errors import UnsupportedModel
+from memstore.readers.stock.architecture import examine
+from tests.readers.families import EXACT, NAMES, PAGE, UNTRIED, Tried, documented, tiny_family, tried
+
+pytestmark = pytest.mark.usefixtures("_the_version_of_the_page")
+
+
+@pytest.fixture
+def _the_version_of_the_page() -> None:
+    if transformers.__version__ not in PAGE.read_text():
+        pytest.skip(f"docs/families.md is of another version of transformers than {transformers.__version__}")
+
+
+def test_the_page_has_every_family() -> None:
+    assert sorted(documented()) == NAMES
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3", "phimoe"])
+def test_dense_models_experts_and_compressed_states_are_exact(name: str) -> None:
+    assert tried(name) == documented()[name] == Tried(EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("doge", "makes masks of its own"),
+        ("moshi", "turns its keys itself"),
+        ("roberta", "learned positions begin elsewhere"),
+        ("zaya", "convolutions"),
+        ("qwen3_next", "of its 4 layers attend"),
+        ("mamba", "do not call the attention interface"),
+    ],
+)
+def test_a_family_that_would_be_wrong_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        examine(tiny_family(name))
+
+
+def test_a_window_that_only_the_mask_has_is_found() -> None:
+    model = tiny_family("phimoe")
+    model.config.sliding_window = 1000
+    assert {plan.sliding for plan in examine(model).layers} == {1000}
+    model.config.sliding_window = None
+    with torch.no_grad():
+        assert {plan.sliding for plan in examine(model).layers} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_does_what_the_page_says(name: str) -> None:
+    told = documented()[name]
+    found = tried(name)
+    assert found.outcome == told.outcome, found.reason
+    if told.outcome != UNTRIED:
+        assert found.reason == told.reason
