@@ -7,9 +7,9 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument
-from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # nothing here needs PyTorch before an index is made
+    from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
     from memstore.index.exact import ExactIndex
     from memstore.index.faiss import FaissIndex
 
@@ -28,7 +28,8 @@ _HOMES = {
 }
 BUILT_IN = frozenset(_HOMES)
 """Kinds that come with memstore."""
-_NAMES = {name: home for home, name in _HOMES.values()}
+_CONTRACT = ("IndexCapabilities", "SearchResult", "VectorIndex")
+_NAMES = {name: home for home, name in _HOMES.values()} | dict.fromkeys(_CONTRACT, "memstore.index.contract")
 
 
 def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, **options: Any) -> VectorIndex:

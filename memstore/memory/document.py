@@ -7,24 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
-from memstore.index import IndexCapabilities
-from memstore.memory.append import Append, Tokens, as_tokens, forking, truncation
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, common, dropped, dropped_message, lacking
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, Shared, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
-from memstore.memory.tensors import from_record, read_rows
 from memstore.memory.usage import Deleting
-from memstore.memory.view import LayerView, gathered
 from memstore.store.contract import Batch
 from memstore.stored import check_whole
+
+if TYPE_CHECKING:  # documents are listed and forgotten without PyTorch, which takes seconds to load
+    import torch
+    from torch import Tensor
+
+    from memstore.index import IndexCapabilities
+    from memstore.memory.append import Append, Tokens
+    from memstore.memory.view import LayerView
 
 
 class Container(Protocol):
@@ -168,6 +169,8 @@ class Document:
         it is kept with the document, and another one later is refused: see ``reuse``.
         Raises ``InvalidArgument``, ``ReadOnlyMemory``, and on leaving also ``StoreFull`` and ``DamagedError``.
         """
+        from memstore.memory.append import Append, as_tokens
+
         self._shared.check_writable()
         return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
 
@@ -205,11 +208,15 @@ class Document:
         self._shared.check_layer(layer)
         with self._lock:
             if layer not in self._views:
+                from memstore.memory.view import LayerView
+
                 self._views[layer] = LayerView(self._handle, layer)
             return self._views[layer]
 
     def gather(self, layers: Sequence[int], blocks: Sequence[int], *, device: torch.device) -> list[dict[str, Tensor]]:
         """The states of ``blocks [K]`` in each of ``layers``: see ``LayerView.gather``. To a GPU in one copy."""
+        from memstore.memory.view import gathered
+
         return gathered([self.layer(layer) for layer in layers], blocks, device)
 
     def views(self) -> list[LayerView]:
@@ -222,6 +229,8 @@ class Document:
 
         An incomplete last block goes with ``truncate(len(document) // block_size)``.
         """
+        from memstore.memory.append import truncation
+
         self._shared.check_writable()
         with self._shared.writing:
             before = self._handle.current()
@@ -245,6 +254,8 @@ class Document:
         new one is not pinned and has no time to live, whatever this one has.
         Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
+        from memstore.memory.append import forking
+
         self._shared.check_writable()
         with self._shared.writing:
             state, child = self._handle.current(), self._memory.document(name)
@@ -365,6 +376,10 @@ class Document:
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""
+        import torch
+
+        from memstore.memory.tensors import from_record, read_rows
+
         if not blocks or self._handle.id is None:
             return torch.empty(0, dtype=torch.int32)
         size = self._shared.spec.block_size
@@ -387,4 +402,6 @@ class Document:
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:
     """Where ``parts`` lie within ``blocks``."""
+    import torch
+
     return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)

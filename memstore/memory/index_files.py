@@ -15,21 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
-from torch import Tensor
 
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
-from memstore.index import BUILT_IN, VectorIndex, files
+from memstore.index import BUILT_IN
 from memstore.memory.entry import LONGEST_NAME, DocumentState
 from memstore.memory.history import hash_before
 from memstore.memory.places import Places
 from memstore.memory.spec import MemorySpec
-from memstore.memory.tensors import Runs, byte_rows
 from memstore.store import paths
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM
 from memstore.stored import anything, fit, members, parse, table, text, whole
+
+if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
+    from torch import Tensor
+
+    from memstore.index import VectorIndex
+    from memstore.memory.tensors import Runs
 
 FORMAT = 2
 SAMPLES = 16
@@ -205,6 +209,8 @@ def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
                 raise DamagedError(f"{path} is damaged: it is not what was written. Rebuild the index.")
             if str(about.get("index")).partition(":")[0] in BUILT_IN:
                 paths.find(path.with_suffix(".index"))
+                from memstore.index import files
+
                 files.load(path.with_suffix(".index"), {})
         except (DamagedError, NotFound, NotAMemory) as error:
             if path.exists():  # else a writer has put another in its place
@@ -234,6 +240,8 @@ def _spread(blocks: range) -> list[int]:
 
 
 def _sum(source: LayerLandmarks, block: int) -> str:
+    from memstore.memory.tensors import byte_rows
+
     rows: list[Tensor] = [rows for _, rows in source.landmarks.read(source.places, range(block, block + 1))]
     return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]).tobytes())
 

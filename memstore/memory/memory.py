@@ -8,29 +8,30 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull
-from memstore.index import IndexCapabilities
 from memstore.memory import verify
-from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.history import beginning, chain
-from memstore.memory.repair import Repair, Repaired
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.shared import NamedValues, Shared, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
-from memstore.memory.tensors import byte_rows
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.memory.usage import Deleting, Usage, present
 from memstore.store.contract import Compacted, Progress
 from memstore.store.paths import FULL
+
+if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
+    import torch
+    from torch import Tensor
+
+    from memstore.index import IndexCapabilities
+    from memstore.memory.append import Tokens
+    from memstore.memory.repair import Repaired
 
 _log = logging.getLogger("memstore.index")
 
@@ -66,7 +67,8 @@ def open_memory(
         budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes, "device": device}
         shared = Shared.opened(opened.store, str(url), mode, index, folder(url), budgets)
         memory = Memory(shared, opened)
-        _ = memory.index_capabilities  # so that an unknown kind is an error now, not at the first search
+        if index != "exact":
+            _ = memory.index_capabilities  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
         if max_bytes is not None or when_full is not None:
@@ -186,6 +188,9 @@ class Memory:
         Found by the hashes of histories: the document was computed with the same ``reading``, and its first blocks
         hold these tokens. A document whose first blocks have left is not looked at. Raises ``InvalidArgument``.
         """
+        from memstore.memory.append import as_tokens
+        from memstore.memory.tensors import byte_rows
+
         ids, size = as_tokens(tokens), self.spec.block_size
         full = len(ids) // size
         hashes = chain(beginning(self.spec.fingerprint, reading), byte_rows(ids[: full * size].view(full, size)))
@@ -299,6 +304,10 @@ class Memory:
         """What ``put_info`` stored, or None."""
         return self._named.get_info(name)
 
+    def infos(self, beginning: str = "") -> dict[str, Any]:
+        """What ``put_info`` stored under names that begin so, by name."""
+        return self._named.infos(beginning)
+
     def facts(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Everything that ``put_info`` and ``put_arrays`` stored, by name."""
         return self._named.all()
@@ -331,6 +340,8 @@ class Memory:
         Raises ``DamagedError`` where the tree around the values is damaged, so that nothing can be changed in place
         (``memstore repair --to`` saves what can be read then), ``ReadOnlyMemory``.
         """
+        from memstore.memory.repair import Repair
+
         self._shared.check_writable()
         with self._shared.writing:
             try:

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
-from memstore.index import IndexCapabilities, VectorIndex, lies_on_devices, open_index
+from memstore.index import lies_on_devices, open_index
 from memstore.memory.catalog import Catalog, catalog_of
 from memstore.memory.entry import (
     FIRST_NAMED,
@@ -31,16 +28,24 @@ from memstore.memory.entry import (
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
-from memstore.memory.pipeline import background_workers
 from memstore.memory.places import Homes, Places
 from memstore.memory.rules import Retention
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
-from memstore.memory.tensors import TORCH_DTYPES, HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
 from memstore.store.cache import BlockCache
 from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Key, Layout, Record, Table
 from memstore.stored import anything, array, check_storable, check_whole, fit, table, text
 
+if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
+    from concurrent.futures import Executor
+
+    import torch
+    from torch import Tensor
+
+    from memstore.index import IndexCapabilities, VectorIndex
+    from memstore.memory.tensors import HistoryRuns, LandmarkRuns
+
 INFO = table(value=anything)
+_LAST_NAMED = Key(Table.META, item=MAX_ITEM)
 ARRAYS = table(arrays=array(text(1000), 254))
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
@@ -67,8 +72,8 @@ class Shared:
     """Indexes that are kept beside the store."""
     catalog: Catalog
     """Names and numbers of the documents."""
-    device: torch.device
-    """Where indexes lie that can lie on an accelerator."""
+    device: str | torch.device | None
+    """Where indexes lie that can lie on an accelerator; None: on the CPU."""
 
     @classmethod
     def opened(
@@ -80,10 +85,12 @@ class Shared:
         """
         header, catalog = read_header(store, url), catalog_of(store, url)
         spec = header.spec
-        blocks = BlockCache(store, block_layouts(spec), partial(background_workers, 1), **budgets)
+        blocks = BlockCache(store, block_layouts(spec), _background_worker, **budgets)
         retention = Retention(store, url, catalog, blocks)
         files = IndexFiles(folder_of(folder), spec, index, writable=mode != "r" and not store.read_only)
-        device = _index_device(budgets.get("device"))
+        device = budgets.get("device")
+        if device is not None:
+            device = _index_device(device)
         return cls(store, spec, url, mode, index, header.blocks_per_run, blocks, retention, files, catalog, device)
 
     def __reduce__(self) -> NoReturn:
@@ -116,21 +123,27 @@ class Shared:
 
     def runs(self, layer: int) -> LandmarkRuns:
         """The stored landmarks of one layer."""
+        from memstore.memory.tensors import LandmarkRuns
+
         return LandmarkRuns(self.store, self.spec, layer, self.run_length)
 
     @property
     def history(self) -> HistoryRuns:
         """The stored hashes of the histories of documents."""
+        from memstore.memory.tensors import HistoryRuns
+
         return HistoryRuns(self.store)
 
     @cached_property
     def index_device(self) -> torch.device:
         """Where indexes lie: on a GPU that was asked for, where they can."""
-        there = self.device.type == "cuda" and lies_on_devices(self.index)
-        return self.device if there else torch.device("cpu")
+        device = _index_device(self.device or "cpu")
+        return device if device.type != "cuda" or lies_on_devices(self.index) else _index_device("cpu")
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
+        from memstore.memory.tensors import index_dtype
+
         spec = self.spec
         return open_index(
             self.index,
@@ -273,6 +286,8 @@ class NamedValues:
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors under ``name``, replacing what was there, in one transaction."""
+        from memstore.memory.tensors import to_record
+
         records = [to_record(tensor) for tensor in arrays.values()]
         self._put("arrays", name, {"arrays": list(arrays)}, records)
 
@@ -296,6 +311,15 @@ class NamedValues:
         found = self._find("info", name)
         return None if found is None else head_of(found[1])["value"]
 
+    def infos(self, beginning: str) -> dict[str, Any]:
+        """All JSON values whose names begin so, by name."""
+        heads = (head_of(records) for _, records in self._shared.store.walk(FIRST_NAMED, _LAST_NAMED))
+        return {
+            head["name"]: head["value"]
+            for head in heads
+            if head["kind"] == "info" and str(head["name"]).startswith(beginning)
+        }
+
     def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """All JSON values and all arrays, by their names."""
         info: dict[str, Any] = {}
@@ -317,6 +341,8 @@ class NamedValues:
         In one transaction. Raises ``ForeignMemory`` where there are other arrays under a name.
         """
         facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
+        from memstore.memory.tensors import to_record
+
         tensors = (
             (_head("arrays", name, {"arrays": list(each)}), *map(to_record, each.values()))
             for name, each in arrays.items()
@@ -370,7 +396,7 @@ class NamedValues:
                 self._next = key.item + 1
 
     def _keys(self, first: int = FIRST_NAMED.item) -> list[Key]:
-        return self._shared.store.keys(Key(Table.META, item=first), Key(Table.META, item=MAX_ITEM))
+        return self._shared.store.keys(Key(Table.META, item=first), _LAST_NAMED)
 
 
 def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
@@ -379,12 +405,14 @@ def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
     if head["kind"] == "info":
         return fit(head, INFO, f"the value under the name {head['name']!r}")  # type: ignore[no-any-return]
     names = fit(head, ARRAYS, f"the value under the name {head['name']!r}")["arrays"]
-    if len(names) != len(records) - 1 or any(record.layout.dtype not in TORCH_DTYPES for record in records[1:]):
+    if len(names) != len(records) - 1 or any(record.layout.dtype == "json" for record in records[1:]):
         raise DamagedError(f"the arrays under the name {head['name']!r} are damaged; restore them from a copy")
     return head
 
 
 def _arrays(head: dict[str, Any], records: tuple[Record, ...]) -> dict[str, Tensor]:
+    from memstore.memory.tensors import from_record
+
     return dict(zip(head["arrays"], map(from_record, records[1:]), strict=True))
 
 
@@ -396,9 +424,15 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
     return [(record.layout, record.payload.tobytes()) for record in records]
 
 
+def _background_worker() -> Executor:
+    from memstore.memory.pipeline import background_workers
+
+    return background_workers(1)
+
+
 def _index_device(device: object) -> torch.device:
-    if device is None:
-        return torch.device("cpu")
+    import torch
+
     try:
         chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
     except (RuntimeError, TypeError) as error:

@@ -26,16 +26,17 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.store.contract import ITEM_BYTES, BlockKeys, BlockStore, Bytes, Key, Layout
-from memstore.transfer import to_device
+
+if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
+    import torch
+    from torch import Tensor
 
 HOST_BYTES = 256 << 20
 """Bytes of host memory for blocks of a store on disk, unless ``BlockCache`` is told otherwise."""
@@ -143,9 +144,8 @@ class BlockCache:
         self._layouts = list(layouts)
         self._block_bytes = sum(layout.nbytes for layout in layouts)
         self._workers = workers
-        on = _pool_device(device) if device_bytes else torch.device("cpu")
-        self._host = PagePool(host_bytes, layouts, torch.device("cpu"))
-        self._device = PagePool(device_bytes, layouts, on)
+        self._host = PagePool(host_bytes, layouts, None)
+        self._device = PagePool(device_bytes, layouts, _pool_device(device) if device_bytes else None)
         self._disk = TierCounts()
         self._gathered: Counter[int] = Counter()
         self._lost: set[tuple[int, Key]] = set()
@@ -166,6 +166,8 @@ class BlockCache:
         if not blocks.blocks:
             rows = empty_rows(self._layouts)
             return rows if device is None else [each.to(device) for each in rows]
+        from memstore.transfer import to_device
+
         if device is not None and self.holds_on(device):
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
         rows = self._from_host(blocks, unchanged)
@@ -284,7 +286,11 @@ class BlockCache:
             found, missing = pool.take(names)
         if not missing:
             return found
-        rows = to_device(below(blocks.only(missing) if found else blocks), pool.device)
+        rows = below(blocks.only(missing) if found else blocks)
+        if pool.device is not None:
+            from memstore.transfer import to_device
+
+            rows = to_device(rows, pool.device)
         with self._lock:
             pool.put([names[place] for place in missing], rows)
         return rows if not found else [_merged(*pair, missing) for pair in zip(found, rows, strict=True)]
@@ -305,6 +311,8 @@ class BlockCache:
 
 
 def _pool_device(device: str | torch.device | None) -> torch.device:
+    import torch
+
     if device is None and not torch.cuda.is_available():
         raise InvalidArgument(
             "device_bytes needs an accelerator, and torch sees none; pass device=, or device_bytes=0."
@@ -318,6 +326,10 @@ def _pool_device(device: str | torch.device | None) -> torch.device:
 
 def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
     """Rows of both, in order: ``others`` at ``places``, ``found`` at all other places."""
+    import torch
+
+    from memstore.transfer import to_device
+
     total = len(found) + len(others)
     at = torch.tensor(places)
     rest = torch.ones(total, dtype=torch.bool)
@@ -331,8 +343,8 @@ def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
 class PagePool:
     """Named blocks in the pages of one slab, allocated when the first comes. Not for several threads at once."""
 
-    def __init__(self, budget: int, layouts: Sequence[Layout], device: torch.device) -> None:
-        """``layouts`` are those of the records of a block."""
+    def __init__(self, budget: int, layouts: Sequence[Layout], device: torch.device | None) -> None:
+        """``layouts`` are those of the records of a block; ``device`` None is host memory."""
         self.device = device
         self.counts = TierCounts()
         self._layouts = list(layouts)
@@ -387,7 +399,7 @@ class PagePool:
         self.counts.prefetched += len(new) if ahead else 0
 
     def _allocate(self) -> _Slab:
-        if self.device.type == "cpu":
+        if self.device is None or self.device.type == "cpu":
             return _HostSlab(self.capacity, self._layouts)
         return _DeviceSlab(self.capacity, self._layouts, self.device)
 
@@ -411,11 +423,15 @@ class _HostSlab:
         self._pages = np.empty(pages, page)
 
     def select(self, pages: _Numbers) -> list[Tensor]:
+        import torch
+
         # As fast as copying memory, where index_select of bytes takes half as long again.
         rows = self._pages.take(pages)
         return [_seen(torch.from_numpy(rows[name]), layout) for name, layout in self._layouts.items()]
 
     def fill(self, pages: _Numbers, rows: Sequence[Tensor], chosen: _Numbers) -> None:
+        import torch
+
         # Not by PyTorch: a slab made in inference mode may not be changed outside of it, such as by another thread.
         for (name, layout), source in zip(self._layouts.items(), rows, strict=True):
             numbers = source.cpu().view(torch.int16) if layout.dtype == "bfloat16" else source.cpu()
@@ -424,15 +440,25 @@ class _HostSlab:
 
 class _DeviceSlab:
     def __init__(self, pages: int, layouts: Sequence[Layout], device: torch.device) -> None:
+        import torch
+
         self._device = device
         kinds = [(layout.shape, getattr(torch, layout.dtype)) for layout in layouts]
         self._records = [torch.empty(pages, *shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
     def select(self, pages: _Numbers) -> list[Tensor]:
+        import torch
+
+        from memstore.transfer import to_device
+
         (at,) = to_device([torch.from_numpy(pages)], self._device)
         return [records.index_select(0, at) for records in self._records]
 
     def fill(self, pages: _Numbers, rows: Sequence[Tensor], chosen: _Numbers) -> None:
+        import torch
+
+        from memstore.transfer import to_device
+
         at, taken, *rows = to_device([torch.from_numpy(pages), torch.from_numpy(chosen), *rows], self._device)
         for records, source in zip(self._records, rows, strict=True):
             with torch.inference_mode(records.is_inference()):
@@ -441,16 +467,22 @@ class _DeviceSlab:
 
 def empty_rows(layouts: Sequence[Layout]) -> list[Tensor]:
     """What is stored of no block: ``[0, *shape]`` for each of ``layouts``."""
+    import torch
+
     return [torch.empty(0, *layout.shape, dtype=getattr(torch, layout.dtype)) for layout in layouts]
 
 
 def as_tensor(rows: Bytes, layout: Layout) -> Tensor:
     """Bytes ``[n, bytes]``, between whose rows there may be gaps, seen as a tensor ``[n, *shape]``."""
+    import torch
+
     numbers = rows.view(_NUMBERS[layout.dtype]).reshape(len(rows), *layout.shape)
     return _seen(torch.from_numpy(numbers), layout)
 
 
 def _seen(numbers: Tensor, layout: Layout) -> Tensor:
+    import torch
+
     return numbers.view(torch.bfloat16) if layout.dtype == "bfloat16" else numbers
 
 

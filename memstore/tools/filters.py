@@ -58,7 +58,7 @@ class Filter:
 
 def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
     """What is known of the file of each document, and was noted of it; of most that are no files nothing."""
-    facts = memory.facts()[0]
+    facts = memory.infos(FACT)
     return {each.name: _dict(facts.get(FACT + each.name)) for each in memory.documents()}
 
 

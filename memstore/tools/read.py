@@ -257,7 +257,7 @@ def _told(memory: Memory, model: str | None) -> There:
     rules = stats["rules"]
     most = rules["max_bytes"] if rules["when_full"] == "refuse" else None
     documents = {document.name: len(document) for document in memory.documents()}
-    facts = {key[len(FACT) :]: fact for key, fact in memory.facts()[0].items() if key.startswith(FACT)}
+    facts = {key[len(FACT) :]: fact for key, fact in memory.infos(FACT).items()}
     files = {key: fact for key, fact in facts.items() if key in documents and isinstance(fact, dict)}
     room = None if most is None else max(0, most - stats["used_bytes"])
     return There(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, room)

@@ -85,7 +85,7 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
         path = str(run.folder / "memory")
         options: dict[str, Any] = {**STOCK, "retrieval": retrieval}
         with memstore.attach(model, path, codec=codec, **options) as reader:
-            run.results["index lies there"] = reader.memory._shared.device.type == run.device
+            run.results["index lies there"] = reader.memory._shared.index_device.type == run.device
             ids = run.ids(20 * SEGMENT).cpu()
             reader.read(ids[: 5 * SEGMENT], document="d")
             run.count("read of 5 segments", lambda: reader.read(ids[: 10 * SEGMENT], document="d"))
