@@ -2,8 +2,8 @@
 
     python benchmarks/framing.py --paragraphs 100
 
-SQuAD's first paragraphs; evidence among 8 blocks, where the whole prompt is given as the query. (Where the question
-alone is, as ``ask`` and ``generate(query=...)`` do, what stands around it is not looked at.)
+SQuAD's first paragraphs; evidence among 8 blocks. ``search`` is given the whole prompt, ``ask`` what somebody says: it
+chooses with the questions in it. (``generate(query=...)`` is given the question, and looks at nothing else.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import HALVES, Question
 from memstore.eval.questions.shallow import cut_off
 from memstore.eval.resources import hardware
+from memstore.readers.asking import wanted_in
 from memstore.tools.models import load_model
 
 CHATTER = """
 Hello again! It took me a while to get back to you, the train was late and my phone had no battery left. Thank you for
 the long letter of last week, we read it together at breakfast. The garden does well this year, there are more tomatoes
 than we can eat, and the neighbours bring plums nearly every day. My sister has moved to a larger flat, with a balcony
-and a view of the river, and we helped her to carry the boxes. Yesterday it rained, so I stayed at home and looked
-through old photographs. By the way, the film that you told me about was wonderful.
+and a view of the river, and we helped her to carry the boxes. How was your week? Yesterday it rained, so I stayed at
+home and looked through old photographs. By the way, the film that you told me about was wonderful.
 """
 WORDS = 500
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--paragraphs", type=int, default=100)
     parser.add_argument("--questions", type=int)
     parser.add_argument("--half", choices=HALVES, default="held-out")
+    parser.add_argument("--frames", type=int, help="the first of them alone: long prompts take long")
     parser.add_argument("--words", type=float, default=2.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,7 +59,7 @@ def main() -> None:
         routing_layers=None if layer is None else (layer,),
     ) as reader:
         reader.read(pool.tokens, document="squad")
-        for name, frame in frames(tokenizer).items():
+        for name, frame in list(frames(tokenizer).items())[: options.frames]:
             ranker = MemoryRanker(reader, name)
             framed = [Question(each.id, frame(each.text), each.answers, each.evidence) for each in questions]
             rows += recall(ranker, framed, pool, block_size=reader.memory.spec.block_size)
@@ -77,8 +79,10 @@ def frames(tokenizer: Any) -> dict[str, Callable[[str], str]]:
         "bare": lambda question: question,
         "Question: ... Answer:": lambda question: f"Question: {question}\nAnswer:",
         "chat template": in_template,
-        "behind 500 words": lambda question: f"{chatter} {question}",
-        "before 500 words": lambda question: f"{question} {chatter}",
+        "ask, behind 500 words": lambda question: wanted_in(f"{chatter} {question}"),
+        "ask, before 500 words": lambda question: wanted_in(f"{question} {chatter}"),
+        "search, behind 500 words": lambda question: f"{chatter} {question}",
+        "search, before 500 words": lambda question: f"{question} {chatter}",
     }
 
 

@@ -6,6 +6,7 @@ chat template; a ``Template`` is it, cut where people's words go.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -30,6 +31,9 @@ INSTRUCTION = "Answer from what you have read, in a few words. If it does not sa
 TELL = Callable[[str], object]
 THINK, THOUGHT = "<think>", "</think>"
 """Around what a model thinks aloud."""
+LONG = 50
+"""Words of somebody from which on the questions in them choose. People's questions are shorter."""
+_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
 
@@ -301,6 +305,16 @@ def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
 
 
+def wanted_in(words: str) -> str:
+    """What somebody wants to know who says ``words``: all of it, or the questions in it, where it is long.
+
+    A question behind or before a long letter chooses as it does alone; a long text that asks nothing chooses as it is.
+    """
+    if len(words.split()) <= LONG:
+        return words
+    return " ".join(each for each in _SENTENCES.split(words) if each.rstrip().endswith(("?", "\uff1f"))) or words
+
+
 def answered(
     reader: Asker, question: str, prompt: torch.Tensor, teller: Teller, *, max_tokens: int, trace: bool, **options: Any
 ) -> Answer:
@@ -309,7 +323,7 @@ def answered(
     options = {"do_sample": False, **options}
     if teller.frame is not None:
         if reader.kind in OPTIONS["query"] and reader.retrieval.share == "model":
-            options["query"] = question  # not the template around it, which is the same for all questions
+            options["query"] = wanted_in(question)  # not the template around it, which is the same for all questions
         options["eos_token_id"] = teller.ends or None
         if teller.frame.stop is not None:
             options |= {"stop_strings": [teller.frame.stop], "tokenizer": reader.tokenizer}

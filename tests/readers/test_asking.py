@@ -11,6 +11,7 @@ import pytest
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.readers.asking import wanted_in
 from memstore.readers.reader import Reader
 from tests.instruct import TEMPLATE, instruct_model, instruct_tokenizer, saying
 
@@ -147,6 +148,18 @@ def test_the_words_of_a_question_choose_and_not_the_template_around_them(reader:
     reader.tokenizer.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|>And here is what it says:")
     assert chosen(None) == chosen("Answer in the words of the text that you have read, and no others.")
     assert chosen(None) >= {match.block for match in reader.search("What is new in line 7?", top_k=8)}
+
+
+def test_the_questions_in_a_long_message_choose_and_not_the_message(reader: Reader) -> None:
+    letter = "We stayed at home. " * 20
+    assert wanted_in(f"{letter}What is new in line 7? {letter}\nAnd who?") == "What is new in line 7? And who?"
+    assert wanted_in(letter) == letter
+    assert wanted_in("It rained. Why?") == "It rained. Why?"
+
+    def chosen(words: str) -> set[int]:
+        return {block for _, block, _ in reader.ask(words, max_tokens=2).used}
+
+    assert chosen(f"{letter}What is new in line 7?") == chosen("What is new in line 7?")
 
 
 def test_raw_words_are_gone_on_from(reader: Reader) -> None:
