@@ -4,7 +4,7 @@ The hash before the first block says which model computed the states, and how it
 That of a block says everything up to its end: ``h[i] = H(h[i - 1], tokens of block i)``. So where the hashes of two
 blocks are equal, their whole histories are, and with them their states: blocks are found by hash and shared.
 
-Digests of weights and tokenizers, for the fingerprint that a history begins with.
+The digest of a tokenizer is for the fingerprint that a history begins with.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ MOST_HELD = 64 << 20
 """Bytes of histories that are held, so that texts are compared with documents that were compared before."""
 
 if TYPE_CHECKING:  # no tensors are imported here: the child process of `verify` starts in a tenth of the time
-    from torch import nn
-
     from memstore.memory.tensors import Runs
 
 
@@ -59,17 +57,6 @@ def broken(blocks: range, stored: Iterable[bytes], tokens: Bytes, start: bytes |
 def hashed(content: bytes) -> bytes:
     """BLAKE2b of 16 bytes."""
     return blake2b(content, digest_size=HASH_BYTES).digest()
-
-
-def digest_of_weights(model: nn.Module) -> str:
-    """xxh3-128 over the names, dtypes, shapes and bytes of all weights."""
-    from memstore.memory.tensors import byte_rows
-
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(byte_rows(tensor.reshape(1, -1)).data)
-    return digest.hexdigest()
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:

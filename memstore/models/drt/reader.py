@@ -17,9 +17,10 @@ from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
-from memstore.memory.history import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer
 from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, search_vectors
+from memstore.memory.weights import digest_of_weights
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import DRTChoice, group_layers

@@ -21,8 +21,9 @@ from torch import Tensor
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
-from memstore.memory.history import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer
 from memstore.memory.search import Match, best, check_layer
+from memstore.memory.weights import digest_of_weights
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.configuration import LandmarkConfig

@@ -19,8 +19,9 @@ from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
-from memstore.memory.history import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer
 from memstore.memory.search import Match, search_vectors
+from memstore.memory.weights import digest_of_weights
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM

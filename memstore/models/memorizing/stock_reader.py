@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec
-from memstore.memory.history import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer
 from memstore.memory.search import Match, search_vectors
+from memstore.memory.weights import digest_of_weights
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of

@@ -16,10 +16,11 @@ from memstore.attention import Router, pooled
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
-from memstore.memory.history import digest_of_tokenizer, digest_of_weights
+from memstore.memory.history import digest_of_tokenizer
 from memstore.memory.layer_index import cannot_score
 from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, check_layer
+from memstore.memory.weights import digest_of_weights
 from memstore.readers.kinds import STOCK
 from memstore.readers.reader import Job, Place, Reader
 from memstore.readers.stock.architecture import Architecture, examine

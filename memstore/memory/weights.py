@@ -1,0 +1,91 @@
+"""The digest of a model's weights, which the fingerprint of a memory holds.
+
+Weights on a GPU are not copied to the host each time: a checksum of all their bytes is computed where they lie, in one
+pass, and the digest that belongs to it is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+
+from memstore.folders import cache_folder
+from memstore.memory.tensors import byte_rows
+
+PIECE = 1 << 26
+"""Bytes that are summed up at once."""
+FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
+"""Odd, as signed numbers of 64 bits: a product with them loses nothing."""
+
+Weights = Sequence[tuple[str, Tensor]]
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """xxh3-128 over the names, dtypes, shapes and bytes of all weights."""
+    weights = sorted(model.state_dict().items())
+    if not any(tensor.device.type == "cuda" for _, tensor in weights):
+        return _digest(weights)
+    kept = cache_folder() / "weights" / _checksum(weights)
+    with suppress(OSError, ValueError):
+        known = kept.read_text(encoding="ascii")
+        if len(bytes.fromhex(known)) == 16:
+            return known
+    digest = _digest(weights)
+    with suppress(OSError):  # then it is computed again next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=kept.parent)
+        with os.fdopen(number, "w", encoding="ascii") as file:
+            file.write(digest)
+        Path(name).replace(kept)  # at once, for other processes read it
+    return digest
+
+
+def _digest(weights: Weights) -> str:
+    digest = xxhash.xxh3_128()
+    for name, tensor in weights:
+        digest.update(_about(name, tensor))
+        digest.update(byte_rows(tensor.reshape(1, -1)).data)
+    return digest.hexdigest()
+
+
+def _checksum(weights: Weights) -> str:
+    """Of the same, from two sums for each tensor; a device is waited for once."""
+    sums = [_sums(tensor.detach()) for _, tensor in weights]
+    by_device: dict[torch.device, list[int]] = {}
+    for at, each in enumerate(sums):
+        by_device.setdefault(each.device, []).append(at)
+    rows = {at: row for which in by_device.values() for at, row in zip(which, _rows(sums, which), strict=True)}
+    digest = xxhash.xxh3_128()
+    for at, (name, tensor) in enumerate(weights):
+        digest.update(_about(name, tensor) + f" {rows[at]}".encode())
+    return digest.hexdigest()
+
+
+def _rows(sums: list[Tensor], which: list[int]) -> list[list[int]]:
+    found: list[list[int]] = torch.stack([sums[at] for at in which]).tolist()
+    return found
+
+
+def _about(name: str, tensor: Tensor) -> bytes:
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Two numbers ``[2]`` int64 of all bytes: of words that are mixed, plain and by their places. Sums wrap around."""
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(flat), PIECE):
+        piece = flat[start : start + PIECE]
+        words = F.pad(piece, (0, -len(piece) % 8)).view(torch.int64) * FACTORS[0]
+        words = (words ^ (words >> 32)) * FACTORS[1]
+        places = torch.arange(start // 8, start // 8 + len(words), device=tensor.device) * 2 + 1
+        total += torch.stack([words.sum(), (words * places).sum()])
+    return total
