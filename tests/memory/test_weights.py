@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from memstore.memory.weights import digest_of_weights
 from tests.pretended import on_device, pretended
 
 
-def model() -> nn.Module:
+def model() -> Any:
     generator = torch.Generator().manual_seed(0)
     made = nn.Sequential(nn.Linear(33, 64), nn.Linear(64, 16, bias=False), nn.LayerNorm(3))
     for parameter in made.parameters():
