@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import memstore
+from tests import house
 
 CORE = ["attention", "index", "kernels", "memory", "readers", "store"]
 """What whoever has a memory needs."""
@@ -66,3 +67,10 @@ def test_a_memory_is_attached_without_the_lab_and_the_command() -> None:
     statement = "import memstore.readers.stock.reader, memstore.readers.audit, memstore.memory.memory"
     lab = {f"memstore.{name}" for name in LAB} | {"typer", "rich", "matplotlib"}
     assert modules_after(statement).isdisjoint(lab)
+
+
+def test_no_files_import_each_other_and_no_class_has_the_name_of_another() -> None:
+    sources = {path: path.read_text("utf-8") for path in sorted(house.PACKAGE.rglob("*.py"))}
+    assert house.import_circles(sources) == []
+    assert {name: homes for name, homes in house.public_classes(sources).items() if len(homes) > 1} == {}
+    assert house.kinds_asked(sources) == []

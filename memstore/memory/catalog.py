@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
 from memstore.memory.entry import NAMED, Address, DocumentState, stored_state
-from memstore.memory.history import Beginnings
+from memstore.memory.history import Histories
 from memstore.memory.places import Homes, Places
 from memstore.store.contract import MAX_DOCUMENT, BlockStore, Key, Record
 from memstore.stored import fit
@@ -57,7 +57,7 @@ class Catalog:
             """Entries that were read or written."""
             self._whole = False
             """Whether ``_names`` are all that there are."""
-            self._beginnings: Beginnings | None = None
+            self._beginnings: Histories | None = None
 
     def state(self, number: int) -> DocumentState | None:
         """The entry of a document, None where there is none. Raises ``DamagedError`` and ``ForeignMemory``."""
@@ -72,12 +72,12 @@ class Catalog:
         """Where the blocks of a document lie. Raises ``DamagedError``."""
         return Places(number, state, self.homes.of(number, state))
 
-    def beginnings(self) -> Beginnings:
+    def beginnings(self) -> Histories:
         """Which documents begin with which blocks, at this moment. Raises ``DamagedError``."""
         with self._lock:
             self._look()
             if self._beginnings is None:
-                self._beginnings = Beginnings(self.state, self.places)
+                self._beginnings = Histories(self.state, self.places)
                 self._beginnings.changed(self.numbers(0))
             return self._beginnings
 

@@ -99,7 +99,7 @@ def _row(history: Runs, places: Places, block: int) -> bytes:
     return row.numpy().tobytes()
 
 
-class Beginnings:
+class Histories:
     """The documents of a store in the order of their histories: one that begins as a text does stands beside it.
 
     So a text is compared with a few documents, however many there are: with none where no other has its first block,

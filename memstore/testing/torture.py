@@ -163,7 +163,7 @@ BAD = ("lost", "torn", "wrong", "crashed")
 
 
 @dataclass
-class Outcome:
+class FaultTally:
     """What one fault did to one subject."""
 
     fault: str
@@ -230,9 +230,9 @@ def write(make: Make, history: History, folder: Path, start: int, stop: int, say
     subject.close()
 
 
-def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
     """Close it, and open it in a new process: nothing else happens."""
-    outcome = Outcome("restart")
+    outcome = FaultTally("restart")
     for _ in range(rounds):
         history, place = History(rng.randrange(1 << 30)), _new(folder)
         _whole(make, history, place, STEPS)
@@ -242,9 +242,9 @@ def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcom
     return outcome
 
 
-def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
     """End the writing process by SIGKILL, at a system call (where that can be traced) or a moment; then go on."""
-    outcome, history, place, done = Outcome("kill"), History(rng.randrange(1 << 30)), _new(folder), 0
+    outcome, history, place, done = FaultTally("kill"), History(rng.randrange(1 << 30)), _new(folder), 0
     calls, seconds, traced = 400.0, 0.2, may_trace()
     for number in range(rounds):
         if done >= STEPS - 4:
@@ -270,9 +270,9 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
     return outcome
 
 
-def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
     """Fill the disk while it writes: an error, what was committed stands, and with room it goes on."""
-    outcome = Outcome("fill")
+    outcome = FaultTally("fill")
     if not may_mount():
         return outcome
     for number in range(rounds):
@@ -353,9 +353,9 @@ def _roll_back(rng: random.Random, folder: Path, files: Sequence[Path], older: S
 DAMAGES: dict[str, Damage] = {"flip": _flip, "truncate": _truncate, "swap": _swap, "roll-back": _roll_back}
 
 
-def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random) -> Outcome:
+def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
     """Damage copies of a whole store, one after the other, and read what is left."""
-    outcome, history = Outcome(name), History(rng.randrange(1 << 30))
+    outcome, history = FaultTally(name), History(rng.randrange(1 << 30))
     states, whole = history.states(), folder / "whole"
     older = [folder / str(step) for step in range(STEPS - 8, STEPS)]
     for step in range(STEPS):  # each commit in a process of its own, so that nothing is open when it is copied
@@ -372,7 +372,7 @@ def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random)
     return outcome
 
 
-FAULTS: dict[str, Callable[[Make, Path, int, random.Random], Outcome]] = {
+FAULTS: dict[str, Callable[[Make, Path, int, random.Random], FaultTally]] = {
     "restart": restart,
     "kill": kill,
     "fill": fill,
@@ -383,7 +383,7 @@ FAULTS: dict[str, Callable[[Make, Path, int, random.Random], Outcome]] = {
 }
 
 
-def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | None = None) -> Outcome:
+def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | None = None) -> FaultTally:
     """Meet a subject with ``rounds`` of one fault, in a folder below ``folder`` that is removed afterwards.
 
     ``fault`` is one of ``FAULTS``. Processes are forked: call it where there is one thread and no memory is open.

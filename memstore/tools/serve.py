@@ -84,7 +84,7 @@ def serve(
 
     In Python: memstore.tools.serve.run.
     """
-    from memstore.tools.inspector.server import require_web
+    from memstore.tools.web import require_web
 
     require_web()
     from memstore.tools.endpoint.app import Endpoint
@@ -128,7 +128,7 @@ def run(
 
     ``port`` 0 is a free one. Raises ``InvalidArgument`` for a host or port that cannot be had.
     """
-    from memstore.tools.inspector.server import in_url, listen, server_of
+    from memstore.tools.web import in_url, listen, server_of
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -148,7 +148,7 @@ def run(
 
 def token_for(host: str, file: str | None) -> str | None:
     """The token in ``file``, in one line. Raises ``InvalidArgument`` where there is none and others reach ``host``."""
-    from memstore.tools.inspector.server import is_loopback
+    from memstore.tools.web import is_loopback
 
     if file is None and not is_loopback(host):
         raise InvalidArgument(

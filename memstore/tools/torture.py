@@ -15,7 +15,7 @@ from memstore.errors import InvalidArgument
 from memstore.tools.output import Page, Report
 
 if TYPE_CHECKING:
-    from memstore.testing.torture import Outcome, Subject
+    from memstore.testing.torture import FaultTally, Subject
 
 Subjects = Annotated[
     list[str] | None,
@@ -114,7 +114,7 @@ def _subject(name: str) -> type[Subject]:
     return found
 
 
-def _row(name: str, subject: type[Subject], outcome: Outcome) -> dict[str, Any]:
+def _row(name: str, subject: type[Subject], outcome: FaultTally) -> dict[str, Any]:
     from memstore.testing.torture import VERDICTS
 
     return {

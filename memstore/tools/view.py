@@ -43,7 +43,8 @@ def view(
 
     In Python: memstore.tools.inspector.serve.
     """
-    from memstore.tools.inspector.server import is_loopback, open_browser, require_web, serve
+    from memstore.tools.inspector.server import open_browser, serve
+    from memstore.tools.web import is_loopback, require_web
 
     def started(url: str) -> None:
         typer.echo(f"{url}\nCtrl-C ends it.", err=True)

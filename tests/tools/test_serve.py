@@ -27,7 +27,7 @@ from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, Worker
-from memstore.tools.inspector.server import listen, server_of
+from memstore.tools.web import listen, server_of
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
 

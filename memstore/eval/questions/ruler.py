@@ -44,7 +44,7 @@ FREQUENT, ALPHA = 3, 2.0
 """``fwe``: words that are asked for, and the exponent of how often the k-th word comes."""
 
 
-class Sample(NamedTuple):
+class RulerSample(NamedTuple):
     """A text, what is asked about it, and what an answer has to contain."""
 
     text: str
@@ -64,7 +64,7 @@ class Maker:
         self.tokens, self.size, self._seed = tokens, size, seed
         self._manual: list[str] | None = None
 
-    def sample(self, task: str, number: int) -> Sample:
+    def sample(self, task: str, number: int) -> RulerSample:
         """The sample ``number`` of ``task``, always the same. Raises ``InvalidArgument`` for a task there is not."""
         if task not in TASKS:
             raise InvalidArgument(f"RULER has no task {task!r}: name some of {', '.join(TASKS)}")
@@ -90,10 +90,10 @@ class Maker:
 
 def _needles(
     *, hay: str = "manual", keys: int = 1, values: int = 1, asked: int = 1, codes: str = ""
-) -> Callable[[Maker, random.Random], Sample]:
+) -> Callable[[Maker, random.Random], RulerSample]:
     """Needles: ``keys`` of them with ``values`` each, ``asked`` of which are asked for; ``codes``: what is a uuid."""
 
-    def make(maker: Maker, chance: random.Random) -> Sample:
+    def make(maker: Maker, chance: random.Random) -> RulerSample:
         names = _names(chance, "key" in codes)
         kind = "code" if "value" in codes else "number"
         facts = {next(names): [_value(chance, kind) for _ in range(values)] for _ in range(keys)}
@@ -102,7 +102,7 @@ def _needles(
         pieces = {"noise": cycle([NOISE]), "needles": others}.get(hay) or maker.manual(chance)
         hidden = [_needle(kind, name, value) for name, several in facts.items() for value in several]
         what = f"are the magic {kind}s" if asked * values > 1 else f"is the magic {kind}"
-        return Sample(
+        return RulerSample(
             maker.filled(pieces, hidden, chance),
             f"What {what} of {' and '.join(wanted)} in the text?",
             tuple(value for name in wanted for value in facts[name]),
@@ -136,7 +136,7 @@ def _code(chance: random.Random) -> str:
     return str(uuid.UUID(int=chance.getrandbits(128), version=4))
 
 
-def _chain(maker: Maker, chance: random.Random) -> Sample:
+def _chain(maker: Maker, chance: random.Random) -> RulerSample:
     """Variable tracking: one gets a number, each of the others the value of the one before."""
     names = ["".join(chance.sample(string.ascii_uppercase, 5)) for _ in range(HOPS + 1)]
     value = str(chance.randrange(10**4, 10**5))
@@ -148,10 +148,10 @@ def _chain(maker: Maker, chance: random.Random) -> Sample:
     for place, link in zip(places, links, strict=True):  # in the order of the chain
         pieces[place] = link
     question = f"Which variables have the value {value}, directly or through others? Name all {len(names)}."
-    return Sample("\n".join(pieces), question, tuple(names), whole=True, tokens=30)
+    return RulerSample("\n".join(pieces), question, tuple(names), whole=True, tokens=30)
 
 
-def _common(maker: Maker, chance: random.Random) -> Sample:
+def _common(maker: Maker, chance: random.Random) -> RulerSample:
     """Common words in a numbered list: ten come often, all others seldom."""
     words = _words(chance)
     common, cost = [next(words) for _ in range(COMMON)], maker.size("1000. kobadu\n")
@@ -160,10 +160,12 @@ def _common(maker: Maker, chance: random.Random) -> Sample:
         listed += [next(words)] * SELDOM
     chance.shuffle(listed)
     text = "\n".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
-    return Sample(text, f"What are the {COMMON} most common words of the list?", tuple(common), whole=True, tokens=120)
+    return RulerSample(
+        text, f"What are the {COMMON} most common words of the list?", tuple(common), whole=True, tokens=120
+    )
 
 
-def _frequent(maker: Maker, chance: random.Random) -> Sample:
+def _frequent(maker: Maker, chance: random.Random) -> RulerSample:
     """Frequent words in a coded text: how often the k-th one comes falls as a power of k."""
     words = _words(chance)
     known = [next(words) for _ in range(500)]
@@ -172,7 +174,7 @@ def _frequent(maker: Maker, chance: random.Random) -> Sample:
     text = maker.filled(drawn, [], chance, " ")
     wanted = [word for word, _ in Counter(text.split()).most_common(FREQUENT)]
     question = f"What are the {FREQUENT} most frequent words of the coded text?"
-    return Sample(text, question, tuple(wanted), whole=True, tokens=50)
+    return RulerSample(text, question, tuple(wanted), whole=True, tokens=50)
 
 
 def _words(chance: random.Random) -> Iterator[str]:
@@ -185,11 +187,11 @@ def _words(chance: random.Random) -> Iterator[str]:
             yield word
 
 
-def _documents(load: Callable[[], QuestionSet]) -> Callable[[Maker, random.Random], Sample]:
+def _documents(load: Callable[[], QuestionSet]) -> Callable[[Maker, random.Random], RulerSample]:
     """A question of people, whose paragraphs are hidden among others of the same set."""
     kept: list[QuestionSet] = []
 
-    def make(maker: Maker, chance: random.Random) -> Sample:
+    def make(maker: Maker, chance: random.Random) -> RulerSample:
         if not kept:
             kept.append(load())
         (asked,) = kept
@@ -202,12 +204,12 @@ def _documents(load: Callable[[], QuestionSet]) -> Callable[[Maker, random.Rando
             chance,
             "\n\n",
         )
-        return Sample(text, question.text, question.answers, whole=False, tokens=32)
+        return RulerSample(text, question.text, question.answers, whole=False, tokens=32)
 
     return make
 
 
-TASKS: dict[str, Callable[[Maker, random.Random], Sample]] = {
+TASKS: dict[str, Callable[[Maker, random.Random], RulerSample]] = {
     "niah_single_1": _needles(hay="noise"),
     "niah_single_2": _needles(),
     "niah_single_3": _needles(codes="value"),
@@ -224,7 +226,7 @@ TASKS: dict[str, Callable[[Maker, random.Random], Sample]] = {
 }
 
 
-def score(answer: str, sample: Sample) -> float:
+def score(answer: str, sample: RulerSample) -> float:
     """The share of what is wanted that is in ``answer``, in upper or lower case; or whether any of it is."""
     found = [each.lower() in answer.lower() for each in sample.wanted]
     return sum(found) / len(found) if sample.whole else float(any(found))

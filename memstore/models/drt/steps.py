@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from memstore.readers.graphs import Steps
 
-if TYPE_CHECKING:
-    from memstore.models.drt.cache import DRTCache
-
 
 class DRTSteps(Steps):
     """Those of a ``DRTCache``: its windows slide, which makes them anew, and its incomplete block grows."""
 
-    cache: DRTCache
+    cache: Any  # a DRTCache, which knows these steps
 
     @property
     def place(self) -> int:
         """See ``Steps``: in the stream."""
-        return self.cache.positions[0]
+        return int(self.cache.positions[0])
 
     def same(self) -> Hashable | None:
         """See ``Steps``: while windows are full and blocks incomplete; a new list lies where the one before lay."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,14 +13,11 @@ from memstore.models.landmark.lists import ListLayout
 from memstore.readers.graphs import Steps
 from memstore.transfer import alike
 
-if TYPE_CHECKING:
-    from memstore.models.landmark.cache import LandmarkCache
-
 
 class LandmarkSteps(Steps):
     """Those of a ``LandmarkCache``: each token goes into the frames of the layers, which are attended to as a whole."""
 
-    cache: LandmarkCache
+    cache: Any  # a LandmarkCache, which knows these steps
 
     @property
     def place(self) -> int:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from memstore.readers.graphs import Steps
 
-if TYPE_CHECKING:
-    from memstore.readers.stock.call import Call
-
 
 class CallSteps(Steps):
     """Those of a ``Call``: each token goes into the buffers of the layers, which are attended to as a whole."""
 
-    cache: Call
+    cache: Any  # a Call, which knows these steps
 
     @property
     def place(self) -> int:
         """See ``Steps``: among the local tokens."""
-        return self.cache.length
+        return int(self.cache.length)
 
     def same(self) -> Hashable | None:
         """See ``Steps``: while no list is due, nobody watches, and all buffers have room."""

@@ -21,8 +21,7 @@ from memstore.tools.endpoint.metrics import Metrics
 from memstore.tools.endpoint.request import Ask, Refused
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, answer, converse
-from memstore.tools.inspector.app import body_of, status_of
-from memstore.tools.inspector.guard import is_known, names_of, same
+from memstore.tools.web import body_of, is_known, names_of, same, status_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

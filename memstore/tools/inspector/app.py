@@ -11,20 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import (
-    ForeignMemory,
     InvalidArgument,
-    MemoryInUse,
     MemstoreError,
-    NotAMemory,
     NotFound,
-    ReadOnlyMemory,
-    StoreFull,
-    UnsupportedModel,
 )
 from memstore.tools.inspector import data, find, traced, writes
 from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
+from memstore.tools.web import MOST_BYTES, body_of, status_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
 
 STATIC = Path(__file__).parent / "static"
-MOST_BYTES = 65_536
 Answer = Callable[["PageQuery"], Mapping[str, Any]]
 
 
@@ -144,16 +138,6 @@ class Inspector:
         return await run_in_threadpool(change)
 
 
-async def body_of(request: Request, most: int = MOST_BYTES) -> bytes:
-    """What was sent. Raises ``ValueError`` for more than ``most`` bytes."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise ValueError
-    return body
-
-
 class PageQuery:
     """What a request asks for, checked."""
 
@@ -229,15 +213,3 @@ def _json(answer: Mapping[str, Any], status: int = 200) -> Response:
 
 def _failed(error: MemstoreError) -> Response:
     return _json({"error": type(error).__name__, "message": str(error)}, status_of(error))
-
-
-def status_of(error: Exception) -> int:
-    """The status of HTTP that says what kind of error it is."""
-    match error:
-        case NotFound() | NotAMemory():
-            return 404
-        case InvalidArgument():
-            return 400
-        case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | UnsupportedModel():
-            return 409
-    return 500

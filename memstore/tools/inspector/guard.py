@@ -13,12 +13,11 @@
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import secrets
-import socket
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
+
+from memstore.tools.web import is_known, names_of, same
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,29 +95,6 @@ class Guard:
         if headers.get("origin", f"http://{host}") != f"http://{host}":
             return "a change must come from this page."
         return None
-
-
-def names_of(hosts: Iterable[str]) -> frozenset[str]:
-    """What this machine may be called in a request, beside its addresses."""
-    return frozenset({"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)})
-
-
-def is_known(host: str, names: frozenset[str]) -> bool:
-    """Whether the header ``Host`` is an address or one of ``names``."""
-    name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-    name = name.strip("[]").lower()
-    if name in names:
-        return True
-    try:
-        ipaddress.ip_address(name)  # nobody can make an address point elsewhere
-    except ValueError:
-        return False
-    return True
-
-
-def same(given: str, expected: str) -> bool:
-    """Whether two secrets are the same, in a time that does not tell how much of them is."""
-    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def _cookie(headers: dict[str, str], name: str) -> str:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import html
-import ipaddress
 import os
-import socket
 import sys
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.tools.web import LOOPBACK, in_url, listen, require_web, server_of
 
 if TYPE_CHECKING:
-    import uvicorn
-    from starlette.types import ASGIApp
-
     from memstore.memory import Memory
 
-LOOPBACK = "127.0.0.1"
 REDIRECT = """<!doctype html>
 <meta charset="utf-8">
 <meta name="referrer" content="no-referrer">
@@ -63,72 +55,6 @@ def serve(
     return url
 
 
-def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1, lifespan: bool = False) -> uvicorn.Server:
-    """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
-
-    ``most`` connections; what runs when it is to end has ``grace`` seconds. With ``lifespan`` the app is told when
-    it begins and ends.
-    """
-    import uvicorn
-
-    from memstore.tools.inspector.patience import Patience
-
-    config = uvicorn.Config(
-        app,
-        http=type("Patience", (Patience,), {"most": most}),
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        lifespan="on" if lifespan else "off",
-        ws="none",
-        proxy_headers=False,
-        timeout_graceful_shutdown=grace,
-    )
-    return uvicorn.Server(config)
-
-
-def require_web() -> None:
-    """Raise ``NotFound`` unless starlette and uvicorn are there."""
-    if not all(find_spec(package) for package in ("starlette", "uvicorn")):
-        raise NotFound("this needs the packages starlette and uvicorn: pip install 'torch-memstore[web]'")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise InvalidArgument(f"--host {host} is no address of this machine: {error.strerror or error}.") from None
-    try:
-        if sys.platform != "win32":  # there it would let two programs share a port
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise _unavailable(host, port, error) from None
-    return listening
-
-
-def _unavailable(host: str, port: int, error: OSError) -> MemstoreError:
-    if error.errno == errno.EADDRINUSE:
-        return InvalidArgument(f"port {port} is in use; choose another with --port, or leave it out for a free one.")
-    if error.errno == errno.EACCES:
-        return InvalidArgument(f"port {port} is not for everybody to use; choose one above 1023 with --port.")
-    return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def open_browser(url: str, folder: Path) -> None:
     """Open ``url`` in the user's browser, where there is a screen to show it on.
 
@@ -141,10 +67,3 @@ def open_browser(url: str, folder: Path) -> None:
     with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
         file.write(REDIRECT.format(html.escape(url)))
     webbrowser.open(page.as_uri())
-
-
-def in_url(host: str) -> str:
-    """``host`` as a url has it."""
-    if ":" in host:
-        return f"[{host}]"
-    return LOOPBACK if host == "0.0.0.0" else host  # noqa: S104 - not bound to here

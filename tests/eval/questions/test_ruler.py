@@ -7,7 +7,7 @@ import pytest
 
 from memstore.errors import InvalidArgument
 from memstore.eval.questions import ruler
-from memstore.eval.questions.ruler import TASKS, Maker, Sample, score
+from memstore.eval.questions.ruler import TASKS, Maker, RulerSample, score
 from memstore.eval.questions.sets import Question, QuestionSet
 
 MANUAL = "Nothing happened that day, nor on the next one, as the old book says.\n" * 400
@@ -74,8 +74,8 @@ def test_common_words_are_the_most_common_ones() -> None:
 
 
 def test_parts_count_where_all_are_wanted() -> None:
-    assert score("ab and cd", Sample("", "", ("AB", "ef"), whole=True, tokens=1)) == 0.5
-    assert score("ab and cd", Sample("", "", ("AB", "ef"), whole=False, tokens=1)) == 1
+    assert score("ab and cd", RulerSample("", "", ("AB", "ef"), whole=True, tokens=1)) == 0.5
+    assert score("ab and cd", RulerSample("", "", ("AB", "ef"), whole=False, tokens=1)) == 1
 
 
 def test_an_unknown_task_is_told() -> None:

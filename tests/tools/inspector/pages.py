@@ -16,7 +16,7 @@ import memstore
 from memstore.memory.spec import Fingerprint
 from memstore.memory.trace_file import Look
 from memstore.tools.inspector.app import Inspector
-from memstore.tools.inspector.server import listen, server_of
+from memstore.tools.web import listen, server_of
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import memstore
-from memstore.tools.inspector import patience
+from memstore.tools import patience
 from memstore.tools.inspector.app import Inspector
 from memstore.tools.inspector.guard import HEADERS, READ_HEADER, WRITE_HEADER
 from tests.tools.inspector.conftest import client_of

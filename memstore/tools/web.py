@@ -1,0 +1,152 @@
+"""What the servers share: which names they answer to, sockets, how much is taken from a request, and its status."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import socket
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from memstore.errors import (
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+    UnsupportedModel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import uvicorn
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+LOOPBACK = "127.0.0.1"
+MOST_BYTES = 65_536
+"""Of the body of a request, unless said."""
+
+
+def names_of(hosts: Iterable[str]) -> frozenset[str]:
+    """What this machine may be called in a request, beside its addresses."""
+    return frozenset({"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)})
+
+
+def is_known(host: str, names: frozenset[str]) -> bool:
+    """Whether the header ``Host`` is an address or one of ``names``."""
+    name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+    name = name.strip("[]").lower()
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name)  # nobody can make an address point elsewhere
+    except ValueError:
+        return False
+    return True
+
+
+def same(given: str, expected: str) -> bool:
+    """Whether two secrets are the same, in a time that does not tell how much of them is."""
+    return hmac.compare_digest(given.encode(), expected.encode())
+
+
+async def body_of(request: Request, most: int = MOST_BYTES) -> bytes:
+    """What was sent. Raises ``ValueError`` for more than ``most`` bytes."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise ValueError
+    return body
+
+
+def status_of(error: Exception) -> int:
+    """The status of HTTP that says what kind of error it is."""
+    match error:
+        case NotFound() | NotAMemory():
+            return 404
+        case InvalidArgument():
+            return 400
+        case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | UnsupportedModel():
+            return 409
+    return 500
+
+
+def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1, lifespan: bool = False) -> uvicorn.Server:
+    """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
+
+    ``most`` connections; what runs when it is to end has ``grace`` seconds. With ``lifespan`` the app is told when
+    it begins and ends.
+    """
+    import uvicorn
+
+    from memstore.tools.patience import Patience
+
+    config = uvicorn.Config(
+        app,
+        http=type("Patience", (Patience,), {"most": most}),
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="on" if lifespan else "off",
+        ws="none",
+        proxy_headers=False,
+        timeout_graceful_shutdown=grace,
+    )
+    return uvicorn.Server(config)
+
+
+def require_web() -> None:
+    """Raise ``NotFound`` unless starlette and uvicorn are there."""
+    if not all(find_spec(package) for package in ("starlette", "uvicorn")):
+        raise NotFound("this needs the packages starlette and uvicorn: pip install 'torch-memstore[web]'")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidArgument(f"--host {host} is no address of this machine: {error.strerror or error}.") from None
+    try:
+        if sys.platform != "win32":  # there it would let two programs share a port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise _unavailable(host, port, error) from None
+    return listening
+
+
+def _unavailable(host: str, port: int, error: OSError) -> MemstoreError:
+    if error.errno == errno.EADDRINUSE:
+        return InvalidArgument(f"port {port} is in use; choose another with --port, or leave it out for a free one.")
+    if error.errno == errno.EACCES:
+        return InvalidArgument(f"port {port} is not for everybody to use; choose one above 1023 with --port.")
+    return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def in_url(host: str) -> str:
+    """``host`` as a url has it."""
+    if ":" in host:
+        return f"[{host}]"
+    return LOOPBACK if host == "0.0.0.0" else host  # noqa: S104 - not bound to here
