@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,21 +82,39 @@ class Router:
         return cls(**arrays)
 
 
-def late_interaction(scores: Tensor, *, span: int, pool: Literal["max", "mean"]) -> Tensor:
+class Moments(NamedTuple):
+    """What scores are standardised by."""
+
+    mean: Tensor
+    """``[..., 1]``"""
+    deviation: Tensor
+    """``[..., 1]``"""
+
+    @classmethod
+    def of(cls, scores: Tensor) -> Moments:
+        """Those of ``scores [..., N]`` over the blocks."""
+        mean = scores.mean(-1, keepdim=True)
+        return cls(mean, (scores - mean).square().mean(-1, keepdim=True).sqrt())
+
+
+def late_interaction(
+    scores: Tensor, *, span: int, pool: Literal["max", "mean"], moments: Moments | None = None
+) -> Tensor:
     """Score of each block for a query of ``T`` tokens: ``[T, N]`` best inner products to ``[N]``.
 
     Tokens are taken in groups of ``span``, the last group ending at the last token; ``pool`` is over groups.
+    ``moments`` are those of more blocks, where these are some of them.
     """
-    z = standardised(scores).clamp(min=FLOOR)
+    z = standardised(scores, moments).clamp(min=FLOOR)
     groups = [group.sum(0) for group in _groups_from_the_end(z, span)]
     stacked = torch.stack(groups)
     return stacked.amax(0) if pool == "max" else stacked.mean(0)
 
 
-def standardised(scores: Tensor) -> Tensor:
-    """Scores ``[..., N]`` with mean 0 and standard deviation 1 over the blocks."""
-    centred = scores - scores.mean(-1, keepdim=True)
-    return centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+def standardised(scores: Tensor, moments: Moments | None = None) -> Tensor:
+    """Scores ``[..., N]`` with mean 0 and standard deviation 1 over the blocks, or over those of ``moments``."""
+    mean, deviation = Moments.of(scores) if moments is None else moments
+    return (scores - mean) / deviation.clamp(min=1e-6)
 
 
 def _groups_from_the_end(x: Tensor, span: int) -> list[Tensor]:
@@ -129,18 +147,30 @@ def best_inherited(scores: Tensor, numbers: Tensor, count: int, top_k: int) -> t
     return near[places], best
 
 
-def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int) -> Tensor:
+def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int, moments: Moments | None = None) -> Tensor:
     """Scores of the blocks for each of ``lists`` lists: ``[H, T, N]`` inner products to ``[lists, N]``.
 
-    The ``H / lists`` heads that share a list are standardised, so that none outvotes the others by its scale.
+    The ``H / lists`` heads that share a list are standardised, so that none outvotes the others by its scale; by
+    ``moments``, where these blocks are some of more.
     """
     by_head = scores.amax(1) if pool == "max" else scores.mean(1)  # [H, N]
-    return standardised(by_head).reshape(lists, -1, scores.shape[-1]).mean(1)
+    return standardised(by_head, moments).reshape(lists, -1, scores.shape[-1]).mean(1)
 
 
 def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` best of ``scores [..., N]``, in the order of the blocks: their numbers and scores ``[..., K]``."""
-    numbers = scores.topk(min(top_k, scores.shape[-1]), dim=-1).indices.sort(dim=-1).values
+    """The ``top_k`` best of ``scores [..., N]``, in the order of the blocks: their numbers and scores ``[..., K]``.
+
+    Of equal ones the first are taken on a CPU, so that some blocks after others are chosen from as all at once.
+    """
+    values, numbers = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
+    if scores.device.type == "cpu" and values.numel():
+        least = values[..., -1:]
+        tied = scores == least
+        if not torch.equal(tied.sum(-1), (values == least).sum(-1)):
+            wanted = (values == least).sum(-1, keepdim=True)
+            taken = (scores > least) | (tied & (tied.cumsum(-1) <= wanted))
+            numbers = taken.nonzero()[:, -1].view(numbers.shape)
+    numbers = numbers.sort(dim=-1).values
     return numbers, scores.gather(-1, numbers)
 
 

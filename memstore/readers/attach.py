@@ -34,6 +34,7 @@ def attach(
     router: str | Path | None = None,
     segment_blocks: int | None = None,
     capacity: int | None = None,
+    process_group: Any = None,
 ) -> Reader:
     """Attach a memory to a model, for the length of a ``with`` block.
 
@@ -66,8 +67,10 @@ def attach(
             it is kept in the memory, instead of one that is fitted to the beginning of the text, and says the layer.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
+        process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a
+            memory together, each to its share of the blocks. All call the model alike. Needs ``mode="r"``.
 
-    Which of the last nine, and which fields of ``retrieval``, a kind of model takes is in docs/models.md; others are
+    Which of the last ten, and which fields of ``retrieval``, a kind of model takes is in docs/models.md; others are
     refused.
 
     Raises (the last two on entering the block):
@@ -92,6 +95,7 @@ def attach(
         "router": router,
         "segment_blocks": segment_blocks,
         "capacity": capacity,
+        "process_group": process_group,
     }
     check_options(kind, given)
     reader: Reader = kind.reader_class()(

@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[Kind, ...]] = {
     "segment": (STOCK,),
     "routing_layers": (STOCK,),
     "router": (STOCK,),
+    "process_group": (STOCK,),
     "segment_blocks": (DRT,),
     "capacity": (LANDMARK,),
     "block_size": (STOCK, MEMORIZING, KNN),

@@ -22,6 +22,7 @@ from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
 from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
+from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
 from memstore.readers.stock.steps import CallSteps
 from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
 from memstore.transfer import along, to_device
@@ -59,6 +60,9 @@ class Call:
         self.observers = observers
         self.clock: Tensor | None = None
         """See ``Steps``: what ``length`` is, on the device."""
+        self.sharded = selection if isinstance(selection, ShardedSelection) else None
+        if self.sharded and observers:
+            raise InvalidArgument("what several ranks retrieve cannot be watched or asked for; use generate")
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.reset()
 
@@ -133,7 +137,7 @@ class Call:
         if wanted and self.routed:
             wanted[0].searched = True
         if self.last_chosen is None or not self.last_chosen.same(chosen):
-            for document, blocks in self._located(chosen)[1]:
+            for document, blocks in self._located(self._fetchable(chosen).chosen)[1]:
                 for states in wanted:
                     document.layer(states.plan.index).prefetch(blocks)
         self.last_chosen = chosen
@@ -295,16 +299,33 @@ class Call:
         begun = time.perf_counter()
         direct = self.seen.direct_for(plan.sliding if plan.local else None)
         sink = range(0) if plan.local else self.seen.sink
-        parts = []
+        parts, own = [], None if chosen is None else self._fetchable(chosen)
         if sink:
             parts.append(self._run(plan, sink))
-        if chosen is not None:
-            chosen, states = self._readable(plan, chosen)
+        if own is not None and own.chosen.numbers.numel():
+            kept, states = self._readable(plan, own.chosen)
             parts += states
+            if self.sharded is None:
+                chosen = kept
         if direct:
             parts.append(self._run(plan, direct))
-        fetched = None if chosen is None else FetchedList(chosen, len(sink), tiers, time.perf_counter() - begun)
-        return parts, self._prefix_positions(chosen, len(sink), len(direct)), fetched
+        positions = self._prefix_positions(chosen, len(sink), len(direct))
+        if chosen is None or own is None:
+            return parts, positions, None
+        fetched = own.chosen if self.sharded else chosen
+        return parts, positions, FetchedList(fetched, len(sink), tiers, time.perf_counter() - begun, own.void)
+
+    def _fetchable(self, chosen: CandidateLists) -> OwnPart:
+        """What is fetched of a list here: all of it, where no other ranks fetch the rest."""
+        key = ("own", id(chosen))
+        if key not in self._memo:
+            own = OwnPart(chosen, torch.empty(0), None)
+            if self.sharded:
+                own = self.sharded.own_part(self.candidates, chosen)
+            self._memo[key] = (chosen, own)
+        own = self._memo[key][1]
+        assert isinstance(own, OwnPart)
+        return own
 
     def _prefix_positions(self, chosen: CandidateLists | None, sink: int, direct: int) -> Tensor:
         key = ("positions", id(chosen), sink, direct)
@@ -312,13 +333,22 @@ class Call:
             placement = self._placement(chosen)
             parts = [torch.arange(self.start - direct, self.start, device=self.device)[None, None]]
             if chosen is not None:
-                parts.insert(0, placement.retrieved)
+                parts.insert(0, self._own_positions(chosen, placement.retrieved))
             if sink:
                 parts.insert(0, placement.sink)
             batch, heads = (max(part.shape[i] for part in parts) for i in (0, 1))
             self._memo[key] = torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
         positions: Tensor = self._memo[key]
         return positions
+
+    def _own_positions(self, chosen: CandidateLists, positions: Tensor) -> Tensor:
+        """Of ``positions [B or 1, lists, K * S]`` of a list those of what is fetched here."""
+        if self.sharded is None:
+            return positions
+        slots, columns = positions.unflatten(-1, (-1, self.selection.block_size)), self._fetchable(chosen).columns
+        where = columns.to(slots.device)[..., None].expand(*columns.shape, slots.shape[-1])
+        found: Tensor = slots.expand(*columns.shape[:2], -1, -1).gather(2, where).flatten(-2)
+        return found
 
     def _run(self, plan: LayerPlan, tokens: range) -> States:
         assert self.states is not None, "what is visible has states"
@@ -420,12 +450,15 @@ class Call:
 
     def _empty(self, states: LayerStates) -> Tensor | None:
         """``[B or 1, lists, 1, n]``: where the first ``n`` keys of a layer have no token, or None."""
-        if states.fetched is None or not self.candidates.incomplete:
+        if states.fetched is None or not (self.candidates.incomplete or states.fetched.void is not None):
             return None
-        chosen, start = states.fetched.chosen, states.fetched.start
+        chosen, start, void = states.fetched.chosen, states.fetched.start, states.fetched.void
         key = ("empty", id(chosen), start)
         if key not in self._memo:
             empty = self.candidates.empty(chosen.numbers, self.selection.block_size)
+            if void is not None:
+                filled = void[..., None].expand(*void.shape, self.selection.block_size)
+                empty = filled if empty is None else empty | filled
             if empty is not None:
                 empty = torch.nn.functional.pad(empty.flatten(-2)[:, :, None], (start, 0)).to(self.device)
             self._memo[key] = (chosen, empty)
@@ -501,6 +534,10 @@ class LayerStates(CacheLayerMixin):
         keys, values = self._append(k, v)
         mask = call.mask(self, q.dtype)
         call.tell(self, queries, q, keys, mask, **options)
+        if call.sharded and self.fetched is not None:
+            tokens = self.fetched.chosen.numbers.shape[-1] * call.selection.block_size
+            fetched = range(self.fetched.start, self.fetched.start + tokens)
+            return attend_together(call.sharded.ranks, fetched, q, keys, values, mask, **options)
         return attend(q, keys, values, mask=mask, **options)
 
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:

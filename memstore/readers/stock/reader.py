@@ -29,6 +29,7 @@ from memstore.readers.stock.hooks import Hooks, check_free
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.routers import load_router
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
+from memstore.readers.stock.sharded import Ranks, ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
 if TYPE_CHECKING:
@@ -71,9 +72,13 @@ class StockReader(Reader):
         codec: str | None = None,
         routing_layers: tuple[int, ...] | None = None,
         router: str | Path | None = None,
+        process_group: Any = None,
         **shared: Any,
     ) -> None:
         """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        if process_group is not None and shared.get("mode", "a") != "r":
+            raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
+        self._process_group = process_group
         if isinstance(model, nn.Module):
             check_free(model)
         self.architecture = examine(model)
@@ -148,10 +153,16 @@ class StockReader(Reader):
     def _begin(self) -> None:
         spec = self.memory.spec
         self.block_size = spec.block_size
-        self.selection = Selection(
-            self.architecture, self.retrieval, spec.block_size, spec.index_layers, self.tokenizer
-        )
+        self.selection = self._selection(spec)
         self.hooks = Hooks(self.model, self.architecture, self.selection, self._new_call, self.observers)
+
+    def _selection(self, spec: MemorySpec) -> Selection:
+        options = (self.architecture, self.retrieval, spec.block_size, spec.index_layers, self.tokenizer)
+        if self._process_group is None:
+            return Selection(*options)
+        if any(memory.mode != "r" for memory in self.memories):
+            raise InvalidArgument("with process_group a memory is only asked: open it with mode='r'")
+        return ShardedSelection(Ranks(self._process_group), *options)
 
     def _install(self, stack: ExitStack) -> None:
         self.hooks.install(stack)
@@ -211,6 +222,8 @@ class StockReader(Reader):
         if found is None:
             return Call(self.selection)
         own, seen = found
+        if isinstance(self.selection, ShardedSelection):
+            self.selection.ranks.agree(len(seen.candidates), own.state.tokens)
         states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
         return Call(self.selection, seen, states.read, observers=self.observers)
 
@@ -356,6 +369,8 @@ class StockReader(Reader):
 
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
+        if isinstance(self.selection, ShardedSelection):
+            raise InvalidArgument("a search scores every block, and a rank has some: search without process_group")
         layer = check_layer(self.memory, layer)
         candidates = self._everything()
         if not len(candidates):

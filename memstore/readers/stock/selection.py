@@ -67,6 +67,8 @@ class FetchedList:
     """Where each candidate was when it was chosen; None where nobody was watching."""
     gather_seconds: float
     """Time it took."""
+    void: Tensor | None = None
+    """``[B or 1, lists, K]``: True where a list was filled up with what it does not attend to."""
 
 
 class Selection:

@@ -148,7 +148,7 @@ class Candidates:
                 last = incomplete_landmarks(
                     view.landmarks(blocks[-1:])[0], tokens, source.document.memory.spec.block_size
                 )
-                scores[..., numbers.stop - 1] = _best(last, queries[source.memory])
+                scores[..., numbers.stop - 1] = best_of(last, queries[source.memory])
         for memory, (at, parts) in together.items():
             found = short.score(memory, layer, parts, queries[memory])
             if len(at) == len(self):
@@ -186,7 +186,7 @@ class Candidates:
         ]
 
 
-def _best(landmarks: Tensor, queries: Tensor) -> Tensor:
+def best_of(landmarks: Tensor, queries: Tensor) -> Tensor:
     """Best inner product ``[H, T]`` of ``queries [H, T, D]`` with ``landmarks [G, P, D]`` of one block."""
     heads = landmarks.to(queries.device).repeat_interleave(len(queries) // len(landmarks), 0)
     best: Tensor = (queries.float() @ heads.transpose(-1, -2)).amax(-1)

@@ -1,0 +1,98 @@
+"""What the tests of memories that several processes share run in each of them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memstore import Retrieval
+from memstore.errors import MemstoreError
+from memstore.readers.stock import sharded
+from tests.readers.models import attach, tiny, tokens
+
+SIZES: dict[str, Any] = {"window": 16, "sink": 16, "segment": 32}
+CASES = {
+    "model": Retrieval(top_k=3),
+    "model, two passes": Retrieval(top_k=3, passes=2, order="time"),
+    "group": Retrieval(top_k=3, share="group"),
+    "none": Retrieval(top_k=2, share="none", pool="mean"),
+    "all": Retrieval(top_k="all", positions="true"),
+}
+LENGTHS = {"model": (200, 75, 6, 330), "all": (333,)}
+"""Tokens of the documents: ragged, one of them shorter than a block of 16."""
+
+
+def lengths(case: str) -> tuple[int, ...]:
+    return LENGTHS.get(case, LENGTHS["model"])
+
+
+def read(folder: Path, case: str, sizes: tuple[int, ...]) -> None:
+    """Make the memory of a case."""
+    with attach(tiny("llama"), folder, retrieval=CASES[case], block_size=16, **SIZES) as reader:
+        for number, length in enumerate(sizes):
+            reader.read(tokens(length, seed=number), str(number))
+
+
+def answer(memory: str, case: str, group: Any = None) -> dict[str, Any]:
+    """Logits of a batch of two prompts, one padded, and what is generated after one of them."""
+    model: Any = tiny("llama")
+    prompts = tokens(22, seed=9).view(2, 11)
+    mask = torch.ones_like(prompts)
+    mask[1, :3] = 0
+    options = {} if group is None else {"process_group": group}
+    with attach(model, memory, retrieval=CASES[case], mode="r", **options, **SIZES) as reader, torch.no_grad():
+        logits = model(input_ids=prompts, attention_mask=mask).logits
+        generated = model.generate(prompts[:1], max_new_tokens=6, do_sample=False)
+        held = getattr(reader.selection, "landmarks", 0)
+    return {"logits": logits, "generated": generated, "landmarks": held}
+
+
+def work(rank: int, size: int, folder: str, case: str) -> None:
+    """Be a rank: answer, and write the answer down."""
+    join(rank, size, folder)
+    torch.save(answer(f"{folder}/m", case, dist.group.WORLD), f"{folder}/{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def join(rank: int, size: int, folder: str) -> None:
+    """Join the others; blocks are dealt two by two, so that a small memory has some for each."""
+    torch.set_num_threads(1)
+    sharded.DEAL = 2
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/ranks-{size}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
+
+
+def work_until_one_dies(rank: int, size: int, folder: str) -> None:
+    """Answer, let the second rank die, and write down how the others hear of it."""
+    sharded.PATIENCE = timedelta(seconds=20)
+    join(rank, size, folder)
+    model = tiny("llama")
+    options = {"retrieval": CASES["model"], "mode": "r", "process_group": dist.group.WORLD, **SIZES}
+    with attach(model, f"{folder}/m", **options), torch.no_grad():
+        model(tokens(11)[None])
+        if rank == 1:
+            os._exit(9)
+        try:
+            model(tokens(11)[None])
+        except MemstoreError as error:
+            Path(f"{folder}/{rank}.txt").write_text(str(error))
+    os._exit(0)  # a group that has lost one cannot be taken down in order
+
+
+def work_on_different_memories(rank: int, size: int, folder: str) -> None:
+    """Write down how a rank hears that the others see another memory."""
+    join(rank, size, folder)
+    model = tiny("llama")
+    options = {"retrieval": CASES["model"], "mode": "r", "process_group": dist.group.WORLD, **SIZES}
+    with attach(model, f"{folder}/{rank}", **options), torch.no_grad():
+        try:
+            model(tokens(11)[None])
+        except MemstoreError as error:
+            Path(f"{folder}/{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()

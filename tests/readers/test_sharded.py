@@ -1,0 +1,91 @@
+"""A memory that several processes search and attend to together answers as one process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import memstore
+from memstore import Retrieval
+from memstore.errors import InvalidArgument
+from tests import forks
+from tests.readers import ranks
+from tests.readers.models import tiny
+
+
+def run_ranks(work: Callable[..., None], size: int, *arguments: object) -> list[int | None]:
+    """Exit codes of so many processes."""
+    processes = [forks.start(work, rank, size, *arguments) for rank in range(size)]
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.parametrize("case", list(ranks.CASES))
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_answer_as_one_process(tmp_path: Path, case: str, size: int) -> None:
+    ranks.read(tmp_path / "m", case, ranks.lengths(case))
+    alone = ranks.answer(str(tmp_path / "m"), case)
+    assert run_ranks(ranks.work, size, str(tmp_path), case) == [0] * size
+    check(tmp_path, alone, size)
+
+
+def check(folder: Path, alone: dict[str, torch.Tensor], size: int) -> list[int]:
+    """Compare what each rank wrote down; landmarks that each held."""
+    told = [torch.load(folder / f"{size}-{rank}.pt", weights_only=True) for rank in range(size)]
+    for each in told:
+        torch.testing.assert_close(each["logits"][0], alone["logits"][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(each["logits"][1, 3:], alone["logits"][1, 3:], atol=1e-5, rtol=0)
+        assert torch.equal(each["generated"], alone["generated"])
+        assert torch.equal(each["logits"], told[0]["logits"])
+    return [int(each["landmarks"]) for each in told]
+
+
+def test_a_memory_opens_with_any_number_of_ranks_each_of_which_holds_its_share(tmp_path: Path) -> None:
+    ranks.read(tmp_path / "m", "model", (1500,))
+    alone = ranks.answer(str(tmp_path / "m"), "model")
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        full = len(memory.document("0").complete_blocks)
+    for size in (1, 4):
+        assert run_ranks(ranks.work, size, str(tmp_path), "model") == [0] * size
+        held = check(tmp_path, alone, size)
+        # Half as many again: in runs of two each has the block before it too.
+        assert max(held) <= full / size * 1.5 + 3
+
+
+def test_there_may_be_more_ranks_than_blocks(tmp_path: Path) -> None:
+    ranks.read(tmp_path / "m", "model", (65,))
+    alone = ranks.answer(str(tmp_path / "m"), "model")
+    assert run_ranks(ranks.work, 4, str(tmp_path), "model") == [0] * 4
+    check(tmp_path, alone, 4)
+
+
+def test_a_rank_that_dies_is_an_error_on_all_others_in_time(tmp_path: Path) -> None:
+    ranks.read(tmp_path / "m", "model", (500,))
+    begun = time.monotonic()
+    assert run_ranks(ranks.work_until_one_dies, 3, str(tmp_path)) == [0, 9, 0]
+    assert time.monotonic() - begun < 90
+    for rank in (0, 2):
+        assert "a rank of the process group was lost" in (tmp_path / f"{rank}.txt").read_text()
+
+
+def test_ranks_that_see_different_memories_hear_of_it(tmp_path: Path) -> None:
+    for rank, length in enumerate((500, 400)):
+        ranks.read(tmp_path / str(rank), "model", (length,))
+    assert run_ranks(ranks.work_on_different_memories, 2, str(tmp_path)) == [0, 0]
+    for rank in range(2):
+        assert "do not see the same memory" in (tmp_path / f"{rank}.txt").read_text()
+
+
+def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="use mode='r', and read with one process"):
+        memstore.attach(tiny("llama"), tmp_path / "m", process_group=object())
+    ranks.read(tmp_path / "m", "model", (100,))
+    reader = memstore.attach(tiny("llama"), tmp_path / "m", mode="r", process_group=object(), **ranks.SIZES)
+    with pytest.raises(InvalidArgument, match="call init_process_group, or use torchrun"), reader:
+        pass
+    assert Retrieval().on_error == "raise"
