@@ -3,7 +3,7 @@
     python benchmarks/framing.py --paragraphs 100
 
 SQuAD's first paragraphs; evidence among 8 blocks. ``search`` is given the whole prompt, ``ask`` what somebody says: it
-chooses with the questions in it. (``generate(query=...)`` is given the question, and looks at nothing else.)
+chooses with the longest question in it. (``generate(query=...)`` is given the question, and looks at nothing else.)
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def frames(tokenizer: Any) -> dict[str, Callable[[str], str]]:
 
     return {
         "bare": lambda question: question,
-        "Question: ... Answer:": lambda question: f"Question: {question}\nAnswer:",
-        "chat template": in_template,
         "ask, behind 500 words": lambda question: wanted_in(f"{chatter} {question}"),
         "ask, before 500 words": lambda question: wanted_in(f"{question} {chatter}"),
+        "Question: ... Answer:": lambda question: f"Question: {question}\nAnswer:",
+        "chat template": in_template,
         "search, behind 500 words": lambda question: f"{chatter} {question}",
         "search, before 500 words": lambda question: f"{question} {chatter}",
     }

@@ -32,7 +32,7 @@ TELL = Callable[[str], object]
 THINK, THOUGHT = "<think>", "</think>"
 """Around what a model thinks aloud."""
 LONG = 50
-"""Words of somebody from which on the questions in them choose. People's questions are shorter."""
+"""Words of somebody from which on a question in them chooses. People's questions are shorter."""
 _SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
@@ -306,13 +306,15 @@ def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
 
 
 def wanted_in(words: str) -> str:
-    """What somebody wants to know who says ``words``: all of it, or the questions in it, where it is long.
+    """What somebody wants to know who says ``words``: all of it, or the longest question in it, where it is long.
 
-    A question behind or before a long letter chooses as it does alone; a long text that asks nothing chooses as it is.
+    A question behind or before a long letter chooses as it does alone, also where the letter asks how one is; all
+    questions together would not (docs/notes/questions.md). A long text that asks nothing chooses as it is.
     """
     if len(words.split()) <= LONG:
         return words
-    return " ".join(each for each in _SENTENCES.split(words) if each.rstrip().endswith(("?", "\uff1f"))) or words
+    asked = [each for each in _SENTENCES.split(words) if each.rstrip().endswith(("?", "\uff1f"))]
+    return max(reversed(asked), key=lambda each: len(each.split()), default=words)
 
 
 def answered(

@@ -24,7 +24,7 @@ from memstore.tools.completion import VARIABLE, answer, completion
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
-from memstore.tools.eval_questions import beam, facts, hotpotqa, locomo, lookalikes, squad
+from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, squad
 from memstore.tools.eval_ruler import ruler
 from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
@@ -163,6 +163,7 @@ _group(
         hotpotqa,
         facts,
         lookalikes,
+        babi,
         locomo,
         beam,
         ruler,

@@ -287,6 +287,25 @@ def lookalikes(setting: QuestionSetting) -> Report:
     return setting.measure("lookalikes", lambda: [source.load()])
 
 
+@taking(QuestionSetting)
+def babi(setting: QuestionSetting) -> Report:
+    """Tell who went where with what, among other text, and ask where people and things are: one, two, three facts.
+
+    The story is memstore's own, after bAbI and BABILong; the book is Python's language reference (20,000 tokens in
+    all). Earlier facts about the same people look like the right ones. Beside the memory: BM25 and MiniLM over the same
+    blocks, and rankings fused. The first run fetches MiniLM (84 MB).
+
+    Example:
+
+        memstore eval babi --half all --top-k 8,16
+
+    In Python: memstore.eval.questions.recall.
+    """
+    from memstore.eval.questions import babi as source
+
+    return setting.measure("babi", lambda: [source.load(facts) for facts in source.FACTS])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Locomo(QuestionSetting):
     """The options of ``memstore eval locomo``."""

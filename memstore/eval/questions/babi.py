@@ -1,0 +1,130 @@
+"""Facts in books, as BABILong has them (Kuratov et al. 2024): who went where with what, told among other text.
+
+The three kinds of questions are bAbI's first (Weston et al. 2015), with one, two and three facts that an answer needs;
+people, places and the story are our own, and the book is Python's language reference. Somebody is in many places one
+after the other, so the right fact is the last of several that look alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memstore.eval.questions.facts import paragraphs, reference
+from memstore.eval.questions.sets import Question, QuestionSet
+
+SOURCE = "a story of memstore's own in Python's language reference (PSF licence)"
+FACTS = ("one", "two", "three")
+CHARACTERS = 70_000
+PARAGRAPH = 300
+EVENTS = 200
+PEOPLE = (
+    "Adele",
+    "Boris",
+    "Carla",
+    "Dieter",
+    "Elsa",
+    "Farid",
+    "Greta",
+    "Henrik",
+    "Irma",
+    "Jakob",
+    "Kirsten",
+    "Lorenz",
+    "Mathilda",
+    "Norbert",
+    "Oda",
+    "Pierre",
+    "Quentin",
+    "Rahel",
+    "Selma",
+    "Theo",
+    "Ulrike",
+    "Viktor",
+    "Wanda",
+    "Yannick",
+)
+PLACES = ("kitchen", "garden", "office", "bedroom", "hallway", "bathroom", "cellar", "library")
+THINGS = (
+    "apple",
+    "football",
+    "lantern",
+    "letter",
+    "milk",
+    "umbrella",
+    "violin",
+    "ladder",
+    "basket",
+    "candle",
+    "scarf",
+    "hammer",
+    "mirror",
+    "kettle",
+    "map",
+    "coat",
+)
+
+
+@dataclass
+class Story:
+    """What has happened, and what each question needs of it. Events are numbered."""
+
+    told: list[str] = field(default_factory=list)
+    moves: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """Of each person, the places in their order, and when."""
+    held: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Who has a thing, and since when."""
+
+    @classmethod
+    def of(cls, events: int, chance: random.Random) -> Story:
+        """A story of so many events by chance."""
+        story = cls()
+        while len(story.told) < events:
+            who, thing = chance.choice(PEOPLE), chance.choice(THINGS)
+            if who in story.moves and thing not in story.held and chance.random() < 0.25:
+                story.held[thing] = (who, len(story.told))
+                story.told.append(f"{who} picked up the {thing}.")
+            else:
+                here = story.moves.get(who, [("", 0)])[-1][0]
+                place = chance.choice([each for each in PLACES if each != here])
+                story.moves.setdefault(who, []).append((place, len(story.told)))
+                story.told.append(f"{who} went to the {place}.")
+        return story
+
+    def asked(self, facts: str) -> Iterator[tuple[str, str, str, list[int]]]:
+        """Name, question, answer and evidence of each question that needs so many ``facts``."""
+        if facts == "one":
+            for who, moves in self.moves.items():
+                yield who, f"Where is {who} now?", moves[-1][0], [moves[-1][1]]
+            return
+        for thing, (who, taken) in self.held.items():
+            place, when = self.moves[who][-1]
+            if facts == "two":
+                yield thing, f"Where is the {thing} now?", place, sorted([taken, when])
+            elif when > taken:  # it was carried at least once
+                before, earlier = self.moves[who][-2]
+                question = f"Where was the {thing} before it came to the {place}?"
+                yield thing, question, before, sorted([taken, earlier, when])
+
+
+def load(facts: str = "one", book: str | None = None) -> QuestionSet:
+    """The story among the paragraphs of ``book``, Python's language reference by default, and what needs ``facts``.
+
+    Raises ``NotFound`` where this Python has no reference.
+    """
+    text = paragraphs(reference(CHARACTERS) if book is None else book, PARAGRAPH)
+    chance = random.Random(0)
+    story = Story.of(min(EVENTS, len(text)), chance)
+    places = dict(zip(sorted(chance.sample(range(len(text)), len(story.told))), story.told, strict=True))
+    pool, numbers = list[str](), list[int]()
+    for number, paragraph in enumerate(text):
+        pool.append(paragraph)
+        if number in places:
+            numbers.append(len(pool))
+            pool.append(places[number])
+    questions = (
+        Question(f"babi-{facts}/{name}", question, (answer,), tuple(numbers[event] for event in evidence))
+        for name, question, answer, evidence in story.asked(facts)
+    )
+    return QuestionSet(f"babi-{facts}", SOURCE, tuple(pool), tuple(questions))
