@@ -251,6 +251,8 @@ def draw(rows: list[Row]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for verb in VERBS:
         points = [(row["blocks"], row["processor"], row["anonymous_mb"]) for row in rows if row["verb"] == verb]
+        if not points:
+            continue
         blocks, seconds, megabytes = zip(*points, strict=True)
         left.plot(blocks, seconds, "o-", label=verb, markersize=3)
         right.plot(blocks, megabytes, "o-", markersize=3)
