@@ -167,6 +167,19 @@ def test_of_a_file_that_changed_the_blocks_before_the_change_stay(cli: Cli, memo
     assert texts(memory_path)["notes/trips/ferry.txt"].strip() == changed.strip()
 
 
+def test_a_word_that_changed_in_the_last_tenth_of_a_long_file_costs_a_tenth_at_most(
+    cli: Cli, memory_path: Path, notes: Path
+) -> None:
+    text = "".join(f"Line {number} says that nothing has happened.\n" for number in range(300))
+    (notes / "long.txt").write_text(text)
+    (first,) = cli("read", notes, memory_path, "--json").json["documents"]
+    (notes / "long.txt").write_text(text.replace("Line 275 says", "Line 275 denies"))
+    (again,) = cli("read", notes, memory_path, "--json").json["documents"]
+    assert first["new_tokens"] > 10_000
+    assert 0 < again["new_tokens"] <= again["tokens"] / 10
+    assert again["new_tokens"] + again["reused_tokens"] == again["tokens"]
+
+
 def test_a_file_that_is_gone_is_told_and_forgotten_if_wished(cli: Cli, memory_path: Path, notes: Path) -> None:
     (notes / "bakery.md").unlink()
     told = cli("read", notes, memory_path)

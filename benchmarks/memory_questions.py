@@ -1,0 +1,145 @@
+"""The memory questions of bfcl-eval through the OpenAI-compatible endpoint: sessions in, questions later.
+
+    pip download --no-deps bfcl-eval==2026.3.23
+    python benchmarks/memory_questions.py --wheel bfcl_eval-*.whl --model MODEL --scenario healthcare
+
+A server takes what a user says, turn by turn, as a session; the model's answers are cut after a token, for they are not
+what is asked for later. Another server, a new process, is asked each question over that session, and tells the sources
+that its answer was written with. A question's evidence is found where one of them has the words that bfcl-eval names
+as its source: a run of 40 characters of it, or most of a shorter one. An answer is right where it has one of the
+expected texts. Questions whose source is not in what was said, word for word, are left out and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from memstore.eval.resources import hardware
+
+DATA = "bfcl_eval/data"
+RUN = 40
+"""Characters of a source that a block must have in one piece; blocks of 64 tokens cut longer ones."""
+
+
+def main() -> None:
+    """Run it and print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wheel", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--scenario", nargs="+", default=["customer", "finance", "healthcare", "notetaker", "student"])
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--most", type=int, help="questions of each scenario at most")
+    options = parser.parse_args()
+    all_found = all_right = all_asked = 0
+    for scenario in options.scenario:
+        turns, questions = load(options.wheel, scenario)
+        good = [each for each in questions if any(is_evidence(each["source"], turn) for turn in turns)]
+        asked = good[: options.most]
+        with tempfile.TemporaryDirectory() as scratch:
+            memory = Path(scratch) / f"{scenario}.mem"
+            made = [sys.executable, "-m", "memstore", "read", "-", str(memory), "--model", options.model]
+            subprocess.run(made, input="Conversations with one user.", text=True, capture_output=True, check=True)
+            served = [str(memory), "--top-k", str(options.top_k)]
+            with serving(*served, "--sessions", "1") as url:
+                for turn in turns:
+                    ask(url, scenario, turn, {"session": scenario}, 1)
+            found = right = 0
+            with serving(*served) as url:
+                for each in asked:
+                    told = ask(url, scenario, each["question"], {"document": f"chat/{scenario}"}, 40)
+                    answer = told["choices"][0]["message"]["content"]
+                    hit = any(is_evidence(each["source"], source["text"]) for source in told["sources"])
+                    said = any(text.lower() in answer.lower() for text in each["ground_truth"])
+                    found, right = found + hit, right + said
+                    print(f"  {'found' if hit else 'lost '} {each['question']!r}: {answer!r}", flush=True)
+        left_out = len(questions) - len(good)
+        print(
+            f"{scenario}: {len(turns)} turns; evidence in the sources of {found} of {len(asked)} questions, {right} "
+            f"answers right; {left_out} left out",
+            flush=True,
+        )
+        all_found, all_right, all_asked = all_found + found, all_right + right, all_asked + len(asked)
+    print(f"evidence {all_found / all_asked:.3f}, answers {all_right / all_asked:.3f}, of {all_asked} questions")
+    print(hardware())
+
+
+def load(wheel: str, scenario: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """What a user says, and the questions with their answers and sources."""
+    with zipfile.ZipFile(wheel) as file:
+        sessions, questions, answers = (
+            [json.loads(line) for line in file.read(f"{DATA}/{name}.json").decode().splitlines()]
+            for name in (
+                f"memory_prereq_conversation/memory_{scenario}",
+                "BFCL_v4_memory",
+                "possible_answer/BFCL_v4_memory",
+            )
+        )
+    expected = {each["id"]: each for each in answers}
+    turns = [message["content"] for session in sessions for turn in session["question"] for message in turn]
+    wanted = [each for each in questions if each["scenario"] == scenario]
+    return turns, [{**expected[each["id"]], "question": each["question"][0][0]["content"]} for each in wanted]
+
+
+def is_evidence(source: str, text: str) -> bool:
+    """Whether ``text`` has a long enough piece of what bfcl-eval names as the source."""
+    text = plain(text)
+    pieces = [piece for piece in re.split(r"\.\.\.", plain(source)) if len(piece) > RUN // 4]
+    for piece in pieces:
+        same = SequenceMatcher(None, piece, text, autojunk=False).find_longest_match()
+        if same.size >= min(RUN, 0.8 * len(piece)):
+            return True
+    return False
+
+
+def plain(text: str) -> str:
+    """With plain marks and single spaces."""
+    for mark, instead in (("…", "..."), ("\u2019", "'"), ("\u2018", "'"), ("\u201c", '"'), ("\u201d", '"')):
+        text = text.replace(mark, instead)
+    return re.sub(r"\s+", " ", text).strip(' "')
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """The address of a server, a process of its own."""
+    command = [sys.executable, "-m", "memstore", "serve", *options, "--port", "0", "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines = (line for line in server.stderr if "http://" in line)
+        try:
+            yield next(word for word in next(lines).split() if word.startswith("http://"))
+        finally:
+            server.terminate()
+
+
+def ask(url: str, memory: str, words: str, metadata: dict[str, str], tokens: int) -> dict[str, Any]:
+    """The completion of one request."""
+    given = {
+        "model": memory,
+        "messages": [{"role": "user", "content": words}],
+        "metadata": metadata,
+        "max_tokens": tokens,
+    }
+    call = urllib.request.Request(  # noqa: S310 - our own server
+        f"{url}/chat/completions", json.dumps(given).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(call, timeout=3600) as answer:  # noqa: S310
+        told: dict[str, Any] = json.load(answer)
+    return told
+
+
+if __name__ == "__main__":
+    main()
