@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memstore.store.zarr.extents import OBJECT
 from memstore.store.zarr.objects import Objects, RangeRead, absent
@@ -57,7 +57,11 @@ class Stored(NamedTuple):
     """An object and its version."""
 
     content: bytes
-    tag: str
+    tag: Tag
+
+
+Tag = Mapping[str, str]
+"""What names a version of an object, in the words of its storage: ``e_tag``, ``version``, or both."""
 
 
 class BucketObjects(Objects):
@@ -88,14 +92,14 @@ class BucketObjects(Objects):
             self.doubtful |= durable
             raise
 
-    def put_new(self, path: str, content: bytes, *, instead: str | None = None) -> str:
+    def put_new(self, path: str, content: bytes, *, instead: Tag | None = None) -> Tag:
         """Put an object where nothing lies, or ``instead`` of the version of this tag; its tag. Raises ``Lost``."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
             with told(path):
-                mode = "create" if instead is None else {"e_tag": instead}
-                return str(self._store.put(path, content, mode=mode, use_multipart=False)["e_tag"])  # type: ignore[arg-type]
+                mode = "create" if instead is None else dict(instead)
+                return _tag(self._store.put(path, content, mode=mode, use_multipart=False))  # type: ignore[arg-type]
         except OSError as error:
             if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
                 raise Lost(f"{path} was put by another writer") from None
@@ -106,7 +110,7 @@ class BucketObjects(Objects):
         try:
             with told(path):
                 found = self._store.get(path)
-                return Stored(bytes(found.bytes()), str(found.meta["e_tag"]))
+                return Stored(bytes(found.bytes()), _tag(found.meta))
         except OSError as error:
             if isinstance(error.__cause__, FileNotFoundError) and "NoSuchBucket" not in str(error):
                 return None
@@ -191,6 +195,10 @@ def reason(error: BaseException) -> str:
     said = str(error)
     words = [found[1] for pattern in (_CODE, _STATUS) if (found := pattern.search(said))]
     return ", ".join(words) or " ".join(_AROUND.sub("", said).split())[:160]
+
+
+def _tag(facts: Mapping[str, Any]) -> Tag:
+    return {name: str(facts[name]) for name in ("e_tag", "version") if facts.get(name) is not None}
 
 
 def _spread(read: RangeRead, raw: memoryview) -> str | None:

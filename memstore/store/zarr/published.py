@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from uuid import uuid4
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
 from memstore.store import paths
 from memstore.store.lmdb.environment import DATA_NAME
-from memstore.store.zarr.bucket import BucketObjects, Lost
+from memstore.store.zarr.bucket import BucketObjects, Lost, Tag
 from memstore.stored import Unfit, array, fit, parse, table, text, whole
 
 MANIFEST = "manifest.json"
@@ -76,7 +76,7 @@ class Version:
     """Hashes of the pieces of the data file, in order."""
     stale: tuple[str, ...] = ()
     """Pieces of versions before that this one does not need."""
-    tag: str = ""
+    tag: Tag = field(default_factory=dict)
     """Of the object that says it."""
 
     def encoded(self) -> bytes:
@@ -235,7 +235,7 @@ def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
         version = last_version(bucket)
         if version is None or not version.pieces:
             raise NotFound(f"there is no memory at {url}: nothing was published there. Check bucket and prefix")
-        target = folder / "published" / f"{version.owner}-{version.number}-{version.tag.strip(chr(34))[:32]}"
+        target = folder / "published" / f"{version.owner}-{version.number}-{version.digest}"
         if (target / "tail" / DATA_NAME).exists() or _fetched(bucket, version, target):
             return target
     raise DamagedError(f"the published version of {url} lacks pieces; publish it again where it is written", memory=url)
