@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 import memstore
 from memstore import Retrieval
@@ -25,6 +28,8 @@ from tests.readers.models import VOCABULARY, tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+PICTURES = sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*NAMES})
+"""Families that are loaded as models of pictures and text alone."""
 EXACT, REFUSED, WRONG, UNTRIED = "exact", "refused", "wrong", "not tried"
 MOST = 20_000_000
 """Parameters."""
@@ -79,6 +84,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"layer_types": ["conv", "full_attention"] * 2},
     {"num_hidden_layers": 8},
     {"hidden_size": 64, "num_key_value_heads": 4, "head_dim": 16},
+    {"head_dim": 128},
+    {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
 )
 
 
@@ -94,7 +101,7 @@ def tiny_family(name: str) -> PreTrainedModel:
     errors = []
     for variant in VARIANTS:
         try:
-            model = _made(_config(name, {**SIZES, **HYBRID, **variant}))
+            model = _made(_config(name, {**SIZES, **HYBRID, **variant}), pictures=name in PICTURES)
             with torch.no_grad():
                 model(torch.arange(2, 60)[None])
         except Exception as error:  # noqa: BLE001 - families fail in every way
@@ -104,13 +111,14 @@ def tiny_family(name: str) -> PreTrainedModel:
     raise RuntimeError(errors[0])
 
 
-def _made(config: Any) -> PreTrainedModel:
+def _made(config: Any, *, pictures: bool) -> PreTrainedModel:
+    kind: Any = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
     with torch.device("meta"):
-        count = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(each.numel() for each in kind.from_config(config).parameters())
     if count > MOST:
         raise RuntimeError(f"it stays at {count:,} parameters")
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    model: PreTrainedModel = kind.from_config(config).eval()
     with torch.no_grad():  # untrained weights are so small that a mistake would hardly show in the logits
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -133,7 +141,7 @@ def _config(name: str, sizes: dict[str, Any]) -> Any:
     for part in ("vision_config", "audio_config"):
         if (other := getattr(usual, part, None)) is not None:
             kept = {key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
-            parts[part] = {**_known(other, kept | {"num_hidden_layers": 1}), "model_type": other.model_type}
+            parts[part] = {**_known(other, kept | {"num_hidden_layers": 1, "depth": 1}), "model_type": other.model_type}
     return AutoConfig.for_model(name, **parts)
 
 
@@ -209,9 +217,14 @@ def documented() -> dict[str, Tried]:
 
 
 def main(names: list[str]) -> None:
-    """Print the table, of all families or those named."""
+    """Print both tables, or that of the families named."""
+    for each in (names,) if names else (NAMES, PICTURES):
+        _print(each)
+
+
+def _print(names: list[str]) -> None:
     groups: dict[Tried, list[str]] = defaultdict(list)
-    for name in names or NAMES:
+    for name in names:
         found = tried(name)
         sys.stderr.write(f"{name}: {found.outcome} {found.reason}\n")
         groups[Tried(found.outcome, "" if found.outcome == UNTRIED else found.reason)].append(name)

@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers
 
+import memstore
 from memstore.errors import UnsupportedModel
 from memstore.readers.stock.architecture import examine
-from tests.readers.families import EXACT, NAMES, PAGE, UNTRIED, Tried, documented, tiny_family, tried
+from tests.readers.families import EXACT, NAMES, PAGE, PICTURES, UNTRIED, Tried, documented, tiny_family, tried
+from tests.readers.models import tokens
 
 pytestmark = pytest.mark.usefixtures("_the_version_of_the_page")
 
@@ -20,7 +22,7 @@ def _the_version_of_the_page() -> None:
 
 
 def test_the_page_has_every_family() -> None:
-    assert sorted(documented()) == NAMES
+    assert sorted(documented()) == sorted([*NAMES, *PICTURES])
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3", "phimoe"])
@@ -54,10 +56,24 @@ def test_a_window_that_only_the_mask_has_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PICTURES])
 def test_a_family_does_what_the_page_says(name: str) -> None:
     told = documented()[name]
     found = tried(name)
     assert found.outcome == told.outcome, found.reason
     if told.outcome != UNTRIED:
         assert found.reason == told.reason
+
+
+def test_padding_reaches_the_decoder_within_a_model_of_pictures() -> None:
+    model, ids = tiny_family("gemma3"), tokens(60)
+    padded = torch.cat((torch.zeros(5, dtype=torch.long), ids[50:]))[None]
+    mask = torch.cat((torch.zeros(5, dtype=torch.long), torch.ones(10, dtype=torch.long)))[None]
+    with memstore.attach(model, "ram:", document="text", window=16, sink=0, segment=16, block_size=16) as reader:
+        reader.read(ids[:50])
+        with torch.no_grad():
+            want = model(ids[None, 50:]).logits[0, -1]
+            got = model(padded, attention_mask=mask).logits[0, -1]
+            without = model(padded).logits[0, -1]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert not torch.allclose(without, want, atol=1e-4)

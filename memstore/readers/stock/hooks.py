@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import InvalidArgument
 from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
@@ -54,6 +54,7 @@ class Hooks:
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
+        self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
         self.query: Tensor | None = None
         """Tokens ``[n]`` that choose blocks for prompts, if not the prompts' own."""
 
@@ -71,6 +72,8 @@ class Hooks:
             for layer in self.selection.index_layers:
                 _before(stack, plans[layer].block, self._hidden_hook(layer))
         decoder = self.architecture.decoder
+        if self.model.base_model is not decoder:
+            _before(stack, self.model.base_model, self._before_base)
         _before(stack, decoder, self._before_forward)
         stack.callback(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True).remove)
 
@@ -121,9 +124,15 @@ class Hooks:
             call.release()
         return tapped
 
+    def _before_base(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
+        self._given_mask = given.get("attention_mask")
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._claim()
         given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
+        if isinstance(given.get("attention_mask"), dict):  # of masks by the kind of layer, which nobody needs here
+            given["attention_mask"] = self._given_mask
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         call = self._next if self._next is not None else self._call_of(given)
         tokens = inputs.shape[1]
@@ -294,8 +303,6 @@ def _padding(mask: Tensor | None, total: int) -> Tensor | None:
     """``[B, local tokens]``, True on real tokens; None where there is no padding."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise UnsupportedModel("cannot attach a memory to this model: its decoder is given masks that are made already")
     if mask.dim() != 2:
         raise InvalidArgument(f"an attached model takes a 2D attention mask [batch, tokens], got {tuple(mask.shape)}")
     mask = mask.bool()
