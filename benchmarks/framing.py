@@ -69,7 +69,7 @@ def main() -> None:
 
 def frames(tokenizer: Any) -> dict[str, Callable[[str], str]]:
     """What is put around a question."""
-    chatter = " ".join((CHATTER * 9).split()[:WORDS])
+    chatter = " ".join((CHATTER * 9).split()[:WORDS]).rstrip(".,") + "."
 
     def in_template(question: str) -> str:
         turns = [{"role": "user", "content": question}]

@@ -33,7 +33,8 @@ THINK, THOUGHT = "<think>", "</think>"
 """Around what a model thinks aloud."""
 LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
-_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
+_SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
+"""Where a sentence ends: not behind "Dr." and the like."""
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
 

@@ -153,6 +153,7 @@ def test_the_words_of_a_question_choose_and_not_the_template_around_them(reader:
 def test_the_longest_question_in_a_long_message_chooses_and_not_the_message(reader: Reader) -> None:
     letter = "We stayed at home. " * 20
     assert wanted_in(f"How are you? {letter}What is new in line 7? {letter}\nAnd who?") == "What is new in line 7?"
+    assert wanted_in(f"{letter}What did Dr. Ito say of the U.S. in May?") == "What did Dr. Ito say of the U.S. in May?"
     assert wanted_in(letter) == letter
     assert wanted_in("It rained. Why?") == "It rained. Why?"
 
