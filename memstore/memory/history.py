@@ -28,7 +28,7 @@ MOST_HELD = 64 << 20
 """Bytes of histories that are held, so that texts are compared with documents that were compared before."""
 
 if TYPE_CHECKING:  # no tensors are imported here: the child process of `verify` starts in a tenth of the time
-    from memstore.memory.tensors import Runs
+    from memstore.memory.runs import Runs
 
 
 def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> bytes:

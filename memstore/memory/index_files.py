@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
     from torch import Tensor
 
     from memstore.index import VectorIndex
-    from memstore.memory.tensors import Runs
+    from memstore.memory.runs import Runs
 
 FORMAT = 2
 SAMPLES = 16

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, whi
     from torch import Tensor
 
     from memstore.index import IndexCapabilities, VectorIndex
-    from memstore.memory.tensors import HistoryRuns, LandmarkRuns
+    from memstore.memory.runs import HistoryRuns, LandmarkRuns
 
 INFO = table(value=anything)
 _LAST_NAMED = Key(Table.META, item=MAX_ITEM)
@@ -123,14 +123,14 @@ class Shared:
 
     def runs(self, layer: int) -> LandmarkRuns:
         """The stored landmarks of one layer."""
-        from memstore.memory.tensors import LandmarkRuns
+        from memstore.memory.runs import LandmarkRuns
 
         return LandmarkRuns(self.store, self.spec, layer, self.run_length)
 
     @property
     def history(self) -> HistoryRuns:
         """The stored hashes of the histories of documents."""
-        from memstore.memory.tensors import HistoryRuns
+        from memstore.memory.runs import HistoryRuns
 
         return HistoryRuns(self.store)
 

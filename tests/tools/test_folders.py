@@ -513,10 +513,10 @@ def test_a_watch_reads_what_changes_until_ctrl_c(notes: Path, memory_path: Path)
     assert (read["notes/new.md"], "notes/bakery.md" in read) == ("A note that has grown.", False)
 
 
-@pytest.mark.parametrize("verb", ["ls", "stats", "verify", "pin", "limit", "compact", "read"])
+@pytest.mark.parametrize("verb", ["ls", "stats", "verify", "pin", "limit", "forget", "compact", "read"])
 def test_what_needs_no_tensors_starts_without_pytorch(memory_path: Path, notes: Path, verb: str) -> None:
     """It takes seconds to load."""
-    given = {"pin": ["notes/bakery.md"], "limit": ["--max-bytes", "1GB"]}.get(verb, [])
+    given = {"pin": ["notes/bakery.md"], "forget": ["notes/bakery.md"], "limit": ["--max-bytes", "1GB"]}.get(verb, [])
     words = [verb, str(notes), str(memory_path)] if verb == "read" else [verb, str(memory_path), *given]
     code = (
         "import sys; from memstore.tools.app import main; code = main(sys.argv[1:]); "
