@@ -146,11 +146,11 @@ class Histories:
                 return
             one = state.tokens < 2 * size
             first = bytes.fromhex(state.digest) if one else _row(history, self._places(document, state), 0)
-            group = self._groups.setdefault(first, [])
-            if group:
-                group.insert(self._place(group, self._history(document, history, size), history, size)[0], document)
-            else:
-                group.append(document)
+            place = 0
+            if group := self._groups.get(first):
+                place = self._place(group, self._history(document, history, size), history, size)[0]
+            # Not into ``group``: where all in it were damaged, it is no more.
+            self._groups.setdefault(first, []).insert(place, document)
         except DamagedError:
             return  # verify names it; here it only means that nothing of this document is used
         self._first[document] = first

@@ -16,7 +16,7 @@ from memstore.memory import Memory
 from tests import forks
 from tests.memory.helpers import D, G, S, append, check_content, in_blocks, make_spec, random_tokens, states
 from tests.readers import child
-from tests.store.buckets import BUCKET, Way, bucket
+from tests.store.buckets import BUCKET, UNANSWERED, Fault, Way, bucket
 
 TOKENS = random_tokens(41 * S + 1)
 HERE, THERE = f"zarr+s3://{BUCKET}/notes", "zarr+s3://nowhere/notes"
@@ -191,6 +191,48 @@ def test_a_storage_that_is_gone_in_mid_upload_leaves_the_previous_version(
     with memstore.open(HERE, mode="r") as memory:
         check_content(memory.document("whale"), text)
         assert memory.verify() == []
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+def test_a_manifest_whose_answer_was_lost_is_not_taken_for_another_writers(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
+    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": retries})
+    written(tokens=TOKENS[: 5 * S])
+    memory = memstore.open(HERE)
+    append(memory.document("whale"), TOKENS[5 * S : 9 * S])
+    way.fault = _once_unanswered(way)
+    if retries:  # it is the second try that meets what the first one put
+        memory._shared.store.sync()
+    else:
+        with pytest.raises(MemstoreError, match="was not published"):
+            memory._shared.store.sync()
+    append(memory.document("whale"), TOKENS[9 * S :])
+    memory.close()
+    with memstore.open(HERE) as memory:
+        check_content(memory.document("whale"), TOKENS)
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r") as memory:
+        check_content(memory.document("whale"), TOKENS)
+
+
+def test_a_place_whose_claim_was_not_answered_is_this_memorys(way: Way) -> None:
+    way.fault = _once_unanswered(way)
+    written()
+    with memstore.open(HERE) as memory:
+        check_content(memory.document("whale"), TOKENS)
+
+
+def _once_unanswered(way: Way) -> Fault:
+    """The answer to the next put of a manifest is lost."""
+
+    def once(method: str, path: str) -> int | None:
+        if method != "PUT" or "manifest.json" not in path:
+            return None
+        way.fault = lambda method, path: None
+        return UNANSWERED
+
+    return once
 
 
 def test_throttling_and_cut_lines_are_tried_again(way: Way) -> None:

@@ -218,3 +218,16 @@ def test_hashes_that_are_lost_are_missing_and_nothing_is_reused(memory: Memory) 
     assert (finding.kind, finding.document) == ("missing", "text")
     assert memory.known(TEXT) is None
     check_content(document, TEXT)
+
+
+def test_a_document_is_known_where_all_that_begin_like_it_are_damaged(make_memory: MakeMemory) -> None:
+    memory, long = make_memory(), random_tokens((HASHES_PER_RUN + 1) * S, 4)
+    append(memory.document("damaged"), long)
+    batch = Batch()
+    batch.delete(Key(Table.HISTORY, memory.document("damaged").id or 0, 0, 1))
+    memory._shared.store.write(batch)
+    assert memory.known(TEXT) is None  # from here on it is told of documents one by one
+    document = memory.document("whole")
+    for stop in (2, 5):
+        append(document, long[len(document) : stop * S])
+        assert memory.known(long) == (document, stop)

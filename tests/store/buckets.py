@@ -15,7 +15,11 @@ import pytest
 
 BUCKET = "states"
 Fault = Callable[[str, str], "int | None"]
-"""Told method and path of a request: None lets it through, else the status to answer with; 0 cuts the line instead."""
+"""Told method and path of a request: None lets it through, else the status to answer with.
+
+0 cuts the line before the server has heard of it, ``UNANSWERED`` when the server has done it.
+"""
+UNANSWERED = -1
 
 pytest.importorskip("moto.server", reason="moto is a development extra")
 
@@ -64,15 +68,19 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(length)
         time.sleep(self.server.delay)
-        if status is not None:
+        if status is not None and status != UNANSWERED:
             self._answer(status, {}, b"<Error><Code>SlowDown</Code></Error>")
             return
         line = http.client.HTTPConnection(*self.server.target, timeout=30)
         line.request(self.command, self.path, body, dict(self.headers))
         answer = line.getresponse()
         content = answer.read()
-        self._answer(answer.status, dict(answer.getheaders()), content)
         line.close()
+        if status == UNANSWERED:
+            self.connection.close()
+            self.close_connection = True
+            return
+        self._answer(answer.status, dict(answer.getheaders()), content)
 
     def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
         self.send_response_only(status)

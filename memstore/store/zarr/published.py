@@ -113,6 +113,8 @@ class Publisher:
         self._folder = folder
         self._bucket = bucket
         self._version: Version | None = None
+        self._unanswered: tuple[Version, int] | None = None
+        """A version that may have been put, for no answer came, and its commit."""
         self._published = -1
         self._when = time.monotonic()
 
@@ -120,7 +122,7 @@ class Publisher:
         """Make an empty place in the bucket this memory's. Raises ``ForeignMemory`` and ``OSError``."""
         first = Version(owner=owner)
         try:
-            self._version = replace(first, tag=self._bucket.put_new(MANIFEST, first.encoded()))
+            self._version = self._put(first)
         except Lost:
             raise ForeignMemory("the shards that were given belong to another memory; choose an empty place") from None
 
@@ -156,6 +158,7 @@ class Publisher:
         ``prune`` deletes what the version before needed too. Raises ``MemoryInUse`` where another writer has put one,
         and ``OSError``.
         """
+        self._look_for_unanswered()
         before = self._version
         assert before is not None
         if commit == self._published and not (prune and before.stale):
@@ -181,14 +184,17 @@ class Publisher:
             stale=() if prune else stale,
         )
         self._write_note(coming=after.digest)
+        self._unanswered = after, commit
         try:
-            tag = self._bucket.put_new(MANIFEST, after.encoded(), instead=before.tag or None)
+            put = self._put(after, instead=before.tag or None)
         except Lost:
+            self._unanswered = None
             raise MemoryInUse(
                 f"another writer has published a version of this memory: version {after.number} was not put, and "
                 "nothing in the bucket was replaced. What was committed stands in this tail; write with one of the two"
             ) from None
-        self._version, self._published, self._when = replace(after, tag=tag), commit, time.monotonic()
+        self._version, self._published, self._when = put, commit, time.monotonic()
+        self._unanswered = None
         self._write_note()
         gone = (set(before.stale) | set(stale) if prune else set(before.stale)) - set(names)
         try:
@@ -196,6 +202,27 @@ class Publisher:
         except OSError as error:
             self._bucket.doubtful = True
             logger.warning("memory %s: pieces that no version needs were not deleted: %s", self._folder, error)
+
+    def _put(self, version: Version, instead: str | None = None) -> Version:
+        """Put a manifest; what was put, with its tag. Raises ``Lost`` and ``OSError``."""
+        try:
+            return replace(version, tag=self._bucket.put_new(MANIFEST, version.encoded(), instead=instead))
+        except Lost:  # to this writer itself, where the answer to a first try did not come
+            there = last_version(self._bucket)
+            if there is None or there.digest != version.digest:
+                raise
+            return there
+
+    def _look_for_unanswered(self) -> None:
+        """Find out whether the version before, to which no answer came, was put. Raises ``OSError``."""
+        if self._unanswered is None:
+            return
+        version, commit = self._unanswered
+        there = last_version(self._bucket)
+        if there is not None and there.digest == version.digest:
+            self._version, self._published = there, commit
+            self._bucket.doubtful = True  # what it made unnecessary was not deleted
+        self._unanswered = None
 
     def close(self) -> None:
         """Note that all that lies in the bucket is named."""
