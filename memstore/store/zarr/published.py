@@ -203,7 +203,7 @@ class Publisher:
             self._bucket.doubtful = True
             logger.warning("memory %s: pieces that no version needs were not deleted: %s", self._folder, error)
 
-    def _put(self, version: Version, instead: str | None = None) -> Version:
+    def _put(self, version: Version, instead: Tag | None = None) -> Version:
         """Put a manifest; what was put, with its tag. Raises ``Lost`` and ``OSError``."""
         try:
             return replace(version, tag=self._bucket.put_new(MANIFEST, version.encoded(), instead=instead))
