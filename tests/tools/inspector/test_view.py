@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import memstore
+from memstore.tools import web
 from memstore.tools.inspector import server
 from tests.tools.conftest import Cli
 
@@ -127,7 +128,7 @@ def test_a_memory_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_without_the_packages_it_says_what_to_install(cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    monkeypatch.setattr(web, "find_spec", lambda name: None)
     done = cli("view", memory, "--no-open")
     assert done.code == 3
     assert "pip install 'torch-memstore[web]'" in done.err
