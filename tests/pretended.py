@@ -433,7 +433,8 @@ def _check_mix(func: Any, args: Any, tensors: list[Tensor]) -> None:
 def _copied(x: Tensor, device: torch.device | None, options: dict[str, Any]) -> Tensor:
     dropped = ("device", "pin_memory", "non_blocking")
     out: Tensor = aten._to_copy.default(real(x), **{key: v for key, v in options.items() if key not in dropped})
-    goal = x.device if device is None else device
+    # A move to the host is seen by `_to`: who comes here with a device is C++, and believes that x is there.
+    goal = x.device if device is None or isinstance(x, Pretended) else device
     if goal.type == x.device.type:
         if goal.type == "cuda":
             counts.note("kernel")

@@ -139,6 +139,10 @@ def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) ->
             with torch.no_grad():
                 run.results["logits"] = model(prompt, past_key_values=one.cache(), use_cache=True).logits
             run.results["tokens"] = write(run, one, prompt)
+            both = torch.cat([prompt, prompt.flip(1)])
+            mask = torch.ones_like(both)
+            mask[1, :5] = 0
+            run.results["padded"] = one.generate(both, attention_mask=mask, max_new_tokens=12, **GREEDY)
             step(run, model, prompt, one.cache())
             if searches:
                 run.results["found"] = [found.block for found in one.search(prompt[0], 3)]
@@ -287,6 +291,8 @@ MORE: dict[str, Callable[[Run], None]] = {
     "landmark, all": reader(
         landmark, searches=False, retrieval=Retrieval(top_k="all", share="layer", positions="true")
     ),
+    "landmark with context misses": reader(lambda: landmark(context_miss=True)),
+    "train memorizing in bfloat16": training(lambda: memorizing().to(torch.bfloat16)),
     "train landmark with context misses": training(lambda: landmark(context_miss=True)),
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),
 }
