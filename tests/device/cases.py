@@ -292,7 +292,7 @@ MORE: dict[str, Callable[[Run], None]] = {
         landmark, searches=False, retrieval=Retrieval(top_k="all", share="layer", positions="true")
     ),
     "landmark with context misses": reader(lambda: landmark(context_miss=True)),
-    "train memorizing in bfloat16": training(lambda: memorizing().to(torch.bfloat16)),
+    "train memorizing in bfloat16": training(lambda: memorizing().bfloat16()),
     "train landmark with context misses": training(lambda: landmark(context_miss=True)),
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),
 }
