@@ -127,7 +127,9 @@ def step(run: Run, model: Any, prompt: Tensor, cache: Any) -> None:
         run.counted["token"] = min(steps, key=lambda counts: (counts["sync"], counts["h2d"]))
 
 
-def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) -> Callable[[Run], None]:
+def reader(
+    make: Callable[[], Any], *, searches: bool = True, padded: bool = False, **options: Any
+) -> Callable[[Run], None]:
     """A model with a memory of its own reads, writes, and goes on where it was closed."""
 
     def case(run: Run) -> None:
@@ -139,10 +141,11 @@ def reader(make: Callable[[], Any], *, searches: bool = True, **options: Any) ->
             with torch.no_grad():
                 run.results["logits"] = model(prompt, past_key_values=one.cache(), use_cache=True).logits
             run.results["tokens"] = write(run, one, prompt)
-            both = torch.cat([prompt, prompt.flip(1)])
-            mask = torch.ones_like(both)
-            mask[1, :5] = 0
-            run.results["padded"] = one.generate(both, attention_mask=mask, max_new_tokens=12, **GREEDY)
+            if padded:
+                both = torch.cat([prompt, prompt.flip(1)])
+                mask = torch.ones_like(both)
+                mask[1, :5] = 0
+                run.results["padded"] = one.generate(both, attention_mask=mask, max_new_tokens=12, **GREEDY)
             step(run, model, prompt, one.cache())
             if searches:
                 run.results["found"] = [found.block for found in one.search(prompt[0], 3)]
@@ -266,7 +269,7 @@ CASES: dict[str, Callable[[Run], None]] = {
     "attach, lists of each group, from a pool": attach(Retrieval(top_k=4, share="group"), pool=True),
     "attach, int8": attach(Retrieval(top_k=4, span=8), codec="int8", pool=True),
     "drt": reader(drt.make),
-    "landmark": reader(landmark),
+    "landmark": reader(landmark, padded=True),
     "landmark, lists of a segment": reader(landmark, retrieval=Retrieval(top_k=2, every="segment", share="layer")),
     "memorizing": reader(memorizing),
     "index": index,
@@ -291,7 +294,7 @@ MORE: dict[str, Callable[[Run], None]] = {
     "landmark, all": reader(
         landmark, searches=False, retrieval=Retrieval(top_k="all", share="layer", positions="true")
     ),
-    "landmark with context misses": reader(lambda: landmark(context_miss=True)),
+    "landmark with context misses": reader(lambda: landmark(context_miss=True), padded=True),
     "train memorizing in bfloat16": training(lambda: memorizing().bfloat16()),
     "train landmark with context misses": training(lambda: landmark(context_miss=True)),
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),
