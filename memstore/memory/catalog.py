@@ -140,7 +140,7 @@ class Catalog:
                 self._states[number] = state
                 if state is None:
                     self._remove(number)
-                elif number not in self._names:
+                else:  # also of one that was there: it may have moved to a home that its entry alone tells of
                     self._note(number, state.name, lists=_lists(state))
             if self._beginnings is not None:
                 self._beginnings.changed(changed)

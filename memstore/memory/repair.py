@@ -226,6 +226,7 @@ class Repair:
         if not dry_run:
             shared.store.write(batch)
             shared.store.write(_dropping(shared, states, after))
+            shared.catalog.clear()
         for number, left in after.items():
             gone = sum(map(len, present(states[number]))) - sum(map(len, present(left)))
             stay = _tokens(left, size)

@@ -228,3 +228,19 @@ def test_a_document_all_of_whose_blocks_have_left_can_be_forked(make_memory: Mak
     for name, start in (("whole", 3), ("less", 2), ("nothing", 0)):
         check_content(memory.document(name), torch.cat([TEXT[: start * S], TEXT[:5]]))
     assert memory.verify() == []
+
+
+def test_what_a_document_wrote_at_a_new_home_stays_when_a_fork_of_it_is_cut(make_memory: MakeMemory) -> None:
+    """Cut to nothing while another uses its blocks, it goes on at a home of which its entry alone tells."""
+    memory, text = make_memory(), random_tokens(10 * S)
+    document = memory.document("one")
+    append(document, text)
+    document.fork("two")
+    document.truncate(0)
+    append(document, text)
+    document.fork("three").truncate(2)
+    check_content(document, text)
+    check_content(memory.document("two"), text)
+    memory.forget("three")
+    check_content(document, text)
+    assert memory.verify() == []
