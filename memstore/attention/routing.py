@@ -160,10 +160,14 @@ def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int, moments:
 def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The ``top_k`` best of ``scores [..., N]``, in the order of the blocks: their numbers and scores ``[..., K]``.
 
-    Of equal ones the first are taken on a CPU, so that some blocks after others are chosen from as all at once.
+    Of equal ones the first are taken, so that some blocks after others are chosen from as all at once.
     """
-    values, numbers = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
-    if scores.device.type == "cpu" and values.numel():
+    count = min(top_k, scores.shape[-1])
+    if scores.device.type != "cpu":  # in one go: to ask whether there are equal ones would be to wait
+        numbers = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(dim=-1).values
+        return numbers, scores.gather(-1, numbers)
+    values, numbers = scores.topk(count, dim=-1)
+    if values.numel():
         least = values[..., -1:]
         tied = scores == least
         if not torch.equal(tied.sum(-1), (values == least).sum(-1)):
