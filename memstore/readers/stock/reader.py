@@ -369,9 +369,9 @@ class StockReader(Reader):
 
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
+        layer = check_layer(self.memory, layer)
         if isinstance(self.selection, ShardedSelection):
             raise InvalidArgument("a search scores every block, and a rank has some: search without process_group")
-        layer = check_layer(self.memory, layer)
         candidates = self._everything()
         if not len(candidates):
             return []
