@@ -30,6 +30,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -128,8 +129,8 @@ _graphs: list[Graph] = []
 """The one that is being recorded."""
 _replaying: ContextVar[bool] = ContextVar("replaying", default=False)
 counts = Counts()
-_pinned: set[int] = set()
-"""Where pinned memory begins."""
+_pinned: dict[int, StorageWeakRef] = {}
+"""What is pinned, by its address: one that is freed is soon another tensor's."""
 _backward = {"there": False}
 """Whether what is differentiated at the moment is on the device."""
 
@@ -525,12 +526,14 @@ def _one_hot(x: Tensor, classes: int = -1) -> Tensor:
 
 
 def _pin(x: Tensor) -> Tensor:
-    _pinned.add(x.untyped_storage().data_ptr())
+    storage = x.untyped_storage()
+    _pinned[storage.data_ptr()] = StorageWeakRef(storage)
     return x
 
 
 def _is_pinned(x: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() in _pinned
+    pinned = _pinned.get(x.untyped_storage().data_ptr())
+    return pinned is not None and not pinned.expired()
 
 
 def _in_backward() -> bool:

@@ -2,11 +2,12 @@
 
 Met in the middle of an import, it may come out as any error, long after; and extension modules end the process where
 their initialisation is interrupted. So as long as one of these loads, Ctrl-C waits. In the callback of a weak reference
-or in ``__del__`` Python prints it and throws it away; there it comes again.
+or in ``__del__`` Python prints it and throws it away; there it comes again, unless the process is about to end anyway.
 """
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 from types import FrameType
@@ -29,6 +30,8 @@ def listen() -> None:
             signal.default_int_handler(number, frame)
 
     def later() -> None:
+        if ending:  # Python gives signals back before its last steps, and an alarm would then kill the process
+            return
         signal.signal(signal.SIGALRM, note)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
@@ -38,6 +41,12 @@ def listen() -> None:
         else:
             sys.__unraisablehook__(lost)
 
+    def end() -> None:
+        ending.append(True)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    ending: list[bool] = []
+    atexit.register(end)
     signal.signal(signal.SIGINT, note)
     sys.unraisablehook = thrown_away
 

@@ -26,7 +26,8 @@ export function listen({ flow, focus, search, select, closeTrace, help }) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     const writing = event.target.matches("input, select, textarea");
     if (writing && event.key !== "Escape") return;
-    if (event.target.closest("dialog") || (event.target.closest("aside") && /^(Arrow|Page|Home|End)/.test(event.key))) return;
+    // A dialog that has just been closed keeps the focus until the page is drawn again.
+    if (event.target.closest("dialog[open]") || (event.target.closest("aside") && /^(Arrow|Page|Home|End)/.test(event.key))) return;
     if (writing) event.target.blur();
     if (!keys[event.key] || (!flow.pages && !["/", "?"].includes(event.key))) return;
     event.preventDefault();
