@@ -69,7 +69,7 @@ def measure_reading(scratch: Path, sizes: list[int]) -> None:
         for i in range(size):
             (notes / f"{i}.md").write_text(TEXT.format(i))
         begun = time.process_time()
-        read([str(notes)], str(memory), model=str(model), block_size=16, json=True)
+        read(text=[str(notes)], memory=str(memory), model=str(model), block_size=16, json=True)
         each = (time.process_time() - begun) / size
         command = [sys.executable, "-X", "importtime", "-m", "memstore", "read", str(notes), str(memory)]
         begun = time.perf_counter()

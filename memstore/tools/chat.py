@@ -10,10 +10,10 @@ import typer
 import memstore
 from memstore.errors import MemstoreError, NotFound
 from memstore.tools.ask import attached, source_line
-from memstore.tools.models import SMOLLM2, chosen_name, load_model, recorded_name
+from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name
 from memstore.tools.options import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report, printable, waiting
-from memstore.tools.read import model_info, read_into
+from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def chat(
     made: dict[str, Any] = {"codec": codec} if codec is not None else {}
     with attached(loaded, memory, document=None, top_k=top_k, index=index, **made) as reader:
         if recorded_name(reader.memory) is None:
-            reader.memory.put_info("model", model_info(name, loaded))
+            record_model(reader.memory, name, loaded)
         told = {} if system is None else {"system": system}
         conversation = reader.chat(session, **told)
         _greet(conversation)

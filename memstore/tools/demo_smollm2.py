@@ -23,7 +23,7 @@ from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import PeakMemory, disk_bytes
 from memstore.tools.demo_drt import what_to_type
-from memstore.tools.models import Loaded, load_model
+from memstore.tools.models import Loaded, load_model, record_model
 
 if TYPE_CHECKING:
     from memstore.readers.reader import ReadResult
@@ -105,12 +105,10 @@ def build_texts(loaded: Loaded, seed: int, tokens: int = TOKENS) -> list[Text]:
 
 
 def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, scored: int, say: bool) -> dict[str, Any]:
-    from memstore.tools.read import model_info
-
     results: dict[str, ReadResult] = {}
     retrieval = memstore.Retrieval(top_k=TOP_K)
     with memstore.attach(loaded.model, folder, tokenizer=loaded.tokenizer, retrieval=retrieval) as attached:
-        attached.memories[0].put_info("model", model_info(name, loaded))
+        record_model(attached.memories[0], name, loaded)
         for text in texts:
             score = scored if text.name == PROSE else 0
             results[text.name] = attached.read(text.hay.tokens, text.name, progress=say, score=score, reuse=False)

@@ -170,6 +170,11 @@ def remember(model: str) -> str:
     return name
 
 
+def record_model(memory: Memory, name: str, loaded: Loaded) -> None:
+    """Keep in ``memory`` which model reads it, so that other verbs need not be told; it is trusted from now on."""
+    memory.put_info("model", {"name": remember(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")})
+
+
 def is_trusted(name: str) -> bool:
     """Whether a memory that names this model may load it: it is here by our own doing, or the user has named it."""
     if name == SMOLLM2:

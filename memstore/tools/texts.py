@@ -10,17 +10,21 @@ from memstore.errors import InvalidArgument, NotFound
 STDIN = "-"
 
 
+class EmptyText(InvalidArgument):
+    """A text of nothing but white space."""
+
+
 def read_text(source: str, *, encoding: str = "utf-8") -> str:
     """The text in the file ``source`` (``-`` is standard input), with Unix newlines and without a byte order mark.
 
     Raises ``NotFound`` where there is no file, and ``InvalidArgument`` for what is no text: a folder, binary data,
-    another encoding, nothing but white space.
+    another encoding; ``EmptyText`` for one of nothing but white space.
     """
     text = _decode(_read_bytes(source), source, encoding)
     if "\0" in text:
         raise InvalidArgument(f"{source} is binary: it has NUL bytes. {_hint(encoding)}")
     if not text.strip():
-        raise InvalidArgument(f"{source} is empty: there is nothing to read.")
+        raise EmptyText(f"{source} is empty: there is nothing to read.")
     return text.replace("\r\n", "\n")
 
 

@@ -23,6 +23,7 @@ from memstore.tools import read as verb
 from memstore.tools.files import find
 from memstore.tools.filters import parse_since, time_of
 from memstore.tools.markup import html_text
+from memstore.tools.plan import plan_of
 from tests.tools.conftest import Cli, tiny_spec
 
 NOBODY = 65534
@@ -233,6 +234,14 @@ def test_a_single_file_that_changed_is_read_again(cli: Cli, tmp_path: Path, mode
     again = cli("read", file, path, "--json").json
     assert (again["document"], again["reused_tokens"]) == ("note", 96)
     assert texts(path)["note"] == file.read_text()
+
+
+def test_an_empty_file_of_a_folder_is_passed_over_and_one_that_is_no_text_is_named(tmp_path: Path) -> None:
+    for name, content in (("empty.md", b" \n"), ("broken.md", b"\xff\xfe\xfd"), ("whole.md", b"Words.\n")):
+        (tmp_path / name).write_bytes(content)
+    plan = plan_of(list(find([str(tmp_path)])), None, None, encoding="utf-8", alone=False)
+    assert (plan.passed_over, [Path(each["path"]).name for each in plan.bad]) == (1, ["broken.md"])
+    assert [each.content for each in plan.read] == ["Words.\n"]
 
 
 def test_what_does_not_fit_is_not_begun(

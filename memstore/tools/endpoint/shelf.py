@@ -12,8 +12,7 @@ from memstore.errors import NotFound
 from memstore.tools.ask import OnError, attached, several
 from memstore.tools.endpoint.request import Refused
 from memstore.tools.endpoint.worker import Served
-from memstore.tools.models import SMOLLM2, Loaded, chosen_name, load_model
-from memstore.tools.read import model_info
+from memstore.tools.models import SMOLLM2, Loaded, chosen_name, load_model, record_model
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.IGNORECASE)
 """Of a memory that a request may ask for; no path can be told by it."""
@@ -49,7 +48,7 @@ class Shelf:
                 raise
             name, loaded = self._load(self.model or SMOLLM2, "auto")
             with attached(loaded, url, document=None) as reader:
-                reader.memory.put_info("model", model_info(name, loaded))
+                record_model(reader.memory, name, loaded)
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         self.stack.enter_context(memory)
         name, loaded = self._load(chosen_name(memory, self.model), str(memory.model_info().get("dtype", "auto")))

@@ -1,0 +1,250 @@
+"""What a run of ``memstore read`` changes in a memory, and what it costs: known before a model computes anything."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import memstore
+from memstore.errors import InvalidArgument, NotFound, StoreFull
+from memstore.tools.files import Found, digest
+from memstore.tools.filters import FACT
+from memstore.tools.models import chosen_name, lasting_name, recorded_name
+from memstore.tools.output import counted
+from memstore.tools.texts import EmptyText
+
+if TYPE_CHECKING:
+    from memstore.memory import Memory, MemorySpec
+    from memstore.readers.reader import Reader
+
+TOLD = 4096
+"""Tokens from which on it is told beforehand what reading them costs."""
+BYTES = {"int8": 1.07, "fp8": 1.07, "int4": 0.63}
+"""Of a number, with its part of the scales, by codec."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a memory holds already, and for whom."""
+
+    spec: MemorySpec
+    model: str | None
+    dtype: str | None
+    documents: dict[str, int]
+    """Each with its tokens."""
+    files: Mapping[str, dict[str, Any]]
+    """What is known of the file of each document."""
+    room: int | None
+    """Bytes that its limit leaves, where it refuses more."""
+
+    @classmethod
+    def of(cls, memory: Memory, model: str | None = None) -> Contents:
+        """Those of a memory that is open, which ``model`` has read."""
+        dtype, stats = memory.model_info().get("dtype"), memory.stats()
+        rules = stats["rules"]
+        most = rules["max_bytes"] if rules["when_full"] == "refuse" else None
+        documents = {document.name: len(document) for document in memory.documents()}
+        facts = {key[len(FACT) :]: fact for key, fact in memory.infos(FACT).items()}
+        files = {key: fact for key, fact in facts.items() if key in documents and isinstance(fact, dict)}
+        room = None if most is None else max(0, most - stats["used_bytes"])
+        return cls(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, room)
+
+    @classmethod
+    def at(cls, url: str, model: str | None) -> Contents | None:
+        """Those of the memory at ``url``, or None if there is none yet.
+
+        What is no memory is an error, and where no ``model`` was named, a memory of one that is not trusted.
+        """
+        try:
+            with memstore.open(url, mode="r") as memory:
+                named = recorded_name(memory)
+                return cls.of(memory, chosen_name(memory) if model is None and named is not None else named)
+        except NotFound:
+            return None
+
+    def read_by(self, model: str | None) -> bool:
+        """Whether the model that read them is ``model``, or None was named."""
+        return model is None or lasting_name(model) == self.model
+
+
+class FileText(NamedTuple):
+    """A file that is to be read."""
+
+    file: Found
+    document: str
+    content: str
+
+
+@dataclass
+class ReadPlan:
+    """What is to be done with the files that were found."""
+
+    read: list[FileText] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    """Their documents."""
+    passed_over: int = 0
+    gone: list[str] = field(default_factory=list)
+    """Documents whose files are no longer there."""
+    bad: list[dict[str, str]] = field(default_factory=list)
+    """Files that cannot be read, each with the error."""
+
+
+def plan_of(
+    found: list[Found], known: Contents | None, document: str | None, *, encoding: str, alone: bool
+) -> ReadPlan:
+    """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised."""
+    plan, files = ReadPlan(), {} if known is None else known.files
+    names = {str(fact.get("path")): name for name, fact in files.items()}
+    taken = set(files)
+    for each in found:
+        before = None if each.path is None else names.get(str(each.path))
+        name = document or before or _free(each, taken)
+        taken.add(name)
+        fact = files.get(name, {}) if before == name else {}
+        if _same(each, fact):
+            plan.unchanged.append(name)
+            continue
+        try:
+            content = each.text(encoding)
+        except (InvalidArgument, NotFound, OSError) as error:
+            if alone:
+                raise
+            if not isinstance(error, EmptyText):
+                plan.bad.append({"path": str(each.path), "error": str(error)})
+                continue
+            content = None
+        if content is None:
+            plan.passed_over += 1
+        elif fact.get("whole") and fact.get("digest") == digest(content):
+            plan.unchanged.append(name)  # touched, or copied anew
+        else:
+            plan.read.append(FileText(each, name, content))
+    return plan
+
+
+def _free(found: Found, taken: set[str]) -> str:
+    """A name for the document that no other file has."""
+    names = [found.name, *([] if found.path is None else [found.path.name, str(found.path)])]
+    return next((name for name in names if name not in taken), names[-1])
+
+
+def _same(found: Found, fact: Mapping[str, Any]) -> bool:
+    """Whether a file is as it was when it was read, by its size and time."""
+    if found.path is None or not fact.get("whole"):
+        return False
+    try:
+        stat = found.path.stat()
+    except OSError:
+        return False
+    return [stat.st_size, stat.st_mtime_ns] == [fact.get("bytes"), fact.get("modified")]
+
+
+def gone(known: Contents | None, found: list[Found], folders: list[Path]) -> list[str]:
+    """Documents of files that were below ``folders``, and are not found any more."""
+    paths = {str(each.path) for each in found}
+    closed = [each.path for each in found if each.path is not None and each.is_folder]  # nobody knows what is in them
+    return [
+        name
+        for name, fact in ({} if known is None else known.files).items()
+        if isinstance(path := fact.get("path"), str)
+        and path not in paths
+        and any(Path(path).is_relative_to(folder) for folder in folders)
+        and not any(Path(path).is_relative_to(folder) for folder in closed)
+    ]
+
+
+def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, codec: str | None) -> None:
+    """Raise ``InvalidArgument`` for a size or codec that cannot be, or is unlike that of the memory that is there."""
+    from memstore.memory.spec import CODECS  # the command starts without numpy and torch
+
+    if codec is not None and codec not in CODECS:
+        raise InvalidArgument(f"no codec is called {codec!r}. Choose one of {', '.join(CODECS)}.")
+    if spec is None:
+        if block_size is not None and 64 % block_size:
+            raise InvalidArgument(
+                f"--block-size must divide 64 and 256, the sizes of sink and window, got {block_size}."
+            )
+        return
+    if block_size not in (None, spec.block_size):
+        raise InvalidArgument(
+            f"the memory {memory} has blocks of {spec.block_size} tokens: leave --block-size out, or name a new memory"
+        )
+    if codec not in (None, spec.codec):
+        raise InvalidArgument(
+            f"the memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory"
+        )
+
+
+def held(reader: Reader, name: str, ids: Sequence[int]) -> int:
+    """How many tokens of a text its document holds already."""
+    import torch
+
+    document = reader.memory.document(name)  # not all of them: a folder has thousands of new files
+    if not len(document) or document.blocks.start:
+        return 0
+    stored = document.tokens()
+    length = min(len(stored), len(ids))
+    different = (stored[:length] != torch.tensor(ids[:length])).nonzero()
+    return int(different[0]) if len(different) else length
+
+
+def check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell: bool) -> None:
+    """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit."""
+    spec = reader.memory.spec
+    sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys((spec.codec, "int8", "int4"))}
+    size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
+    instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
+    if tell and new >= TOLD:
+        minutes = new * _seconds_per_token(reader) / 60
+        about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
+        kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" else ""
+        sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}\n")
+    folder = Path(memory.removeprefix("zarr:")).absolute()
+    if "://" not in memory:
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        room = free if room is None else min(room, free)
+    if room is not None and size > room:
+        raise StoreFull(
+            f"{counted(new, 'token')} need about {_amount(size)}, and {memory} has room for {_amount(room)}: read "
+            f"less, make room, or read into a new memory with --codec ({instead})",
+            memory=memory,
+        )
+
+
+def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
+    """Bytes on disk of one token's states, about."""
+    numbers: int = sum(math.prod(shape) for shape in spec.fields.values()) * spec.layers // spec.block_size
+    return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2)
+
+
+def _seconds_per_token(reader: Reader) -> float:
+    """What a token takes to read, about: its largest weight is multiplied once, and the others cost as much each."""
+    import torch
+
+    weights = [each for name, each in reader.model.named_parameters() if each.dim() == 2 and "embed" not in name]
+    largest = max(weights, key=torch.Tensor.numel)
+    tokens = torch.ones(256, largest.shape[1], dtype=largest.dtype, device=largest.device)
+    spent = []
+    with torch.inference_mode():
+        for _ in range(3):
+            begun = time.perf_counter()
+            tokens @ largest.T
+            spent.append(time.perf_counter() - begun)
+    of_all: float = sum(map(torch.Tensor.numel, weights)) / largest.numel()
+    return min(spent) * of_all / len(tokens) * 1.3  # attention and the writing beside it
+
+
+def _amount(size: int) -> str:
+    """``1.3 GB``."""
+    for unit, least in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= least:
+            return f"{size / least:,.1f} {unit}" if size < 10 * least else f"{size / least:,.0f} {unit}"
+    return f"{size} bytes"
