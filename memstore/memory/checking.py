@@ -27,7 +27,8 @@ from memstore.memory.entry import (
     DocumentState,
 )
 from memstore.memory.history import beginning, broken
-from memstore.memory.places import Home, Homes, Places, common, lacking, merged
+from memstore.memory.places import Home, Homes, Places
+from memstore.memory.ranges import common, lacking, merged
 from memstore.memory.rules import STORED, Rules
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped, present

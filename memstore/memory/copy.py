@@ -23,7 +23,7 @@ from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory.append import Append
 from memstore.memory.document import Document
 from memstore.memory.memory import Memory, check_same, open_memory
-from memstore.memory.places import common
+from memstore.memory.ranges import common
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar

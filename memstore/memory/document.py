@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
-from memstore.memory.places import Places, common, dropped, dropped_message, lacking
+from memstore.memory.places import Places, dropped, dropped_message
+from memstore.memory.ranges import common, lacking
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, Shared, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout

@@ -16,7 +16,8 @@ from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import SearchResult, VectorIndex
 from memstore.memory.entry import DocumentState
 from memstore.memory.index_files import LayerLandmarks
-from memstore.memory.places import dropped, lacking
+from memstore.memory.places import dropped
+from memstore.memory.ranges import lacking
 from memstore.memory.shared import Handle
 from memstore.memory.tensors import own_types
 from memstore.store.contract import Progress

@@ -26,7 +26,8 @@ from memstore.memory.document import Document
 from memstore.memory.entry import HASHES_PER_RUN, KEEPING, NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.history import digest_at
 from memstore.memory.index_files import damaged, folder_of, remove
-from memstore.memory.places import Home, Places, common, dropped, merged
+from memstore.memory.places import Home, Places, dropped
+from memstore.memory.ranges import common, merged
 from memstore.memory.rules import lost_keys
 from memstore.memory.shared import Shared, next_document_record
 from memstore.memory.urls import folder

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memstore.memory.entry import Address, DocumentState
-from memstore.memory.places import Home, Piece, common, dropped, lacking, merged
+from memstore.memory.places import Home, Piece, dropped
+from memstore.memory.ranges import common, lacking, merged
 from memstore.store.contract import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not

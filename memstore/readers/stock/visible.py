@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memstore.memory.places import dropped, lacking
+from memstore.memory.places import dropped
+from memstore.memory.ranges import lacking
 from memstore.readers.stock.short import SHORT, Short, ShortDocuments, ShortParts, incomplete_landmarks
 from memstore.transfer import to_device
 
