@@ -154,7 +154,8 @@ def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int, moments:
     ``moments``, where these blocks are some of more.
     """
     by_head = scores.amax(1) if pool == "max" else scores.mean(1)  # [H, N]
-    return standardised(by_head, moments).reshape(lists, -1, scores.shape[-1]).mean(1)
+    shape = (lists, len(by_head) // lists, by_head.shape[1])  # also of no blocks
+    return standardised(by_head, moments).reshape(shape).mean(1)
 
 
 def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -70,8 +70,8 @@ def attach(
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a
             memory together, each to its share of the blocks. All call the model alike. Needs ``mode="r"``.
 
-    Which of the last ten, and which fields of ``retrieval``, a kind of model takes is in docs/models.md; others are
-    refused.
+    Which of ``block_size`` to ``capacity``, and which fields of ``retrieval``, a kind of model takes is in
+    docs/models.md; others are refused.
 
     Raises (the last two on entering the block):
         UnsupportedModel: the model cannot be attached; the message says why.

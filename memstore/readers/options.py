@@ -19,7 +19,6 @@ OPTIONS: dict[str, tuple[Kind, ...]] = {
     "segment": (STOCK,),
     "routing_layers": (STOCK,),
     "router": (STOCK,),
-    "process_group": (STOCK,),
     "segment_blocks": (DRT,),
     "capacity": (LANDMARK,),
     "block_size": (STOCK, MEMORIZING, KNN),
@@ -31,7 +30,7 @@ OPTIONS: dict[str, tuple[Kind, ...]] = {
 }
 """Options of ``attach``, two of ``Reader.read``, ``query`` of ``Reader.generate``, ``tail`` of ``Reader.ask``.
 
-What all kinds take is left out.
+What all kinds take, such as ``process_group``, is left out.
 """
 
 RETRIEVAL: dict[str, tuple[Kind, ...]] = {

@@ -37,6 +37,7 @@ from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import Kind, encode
 from memstore.readers.observer import Observer, Recording
 from memstore.readers.options import check_options, check_retrieval
+from memstore.readers.ranks import Ranks, Share, SharedDocument
 
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
@@ -112,11 +113,19 @@ class Reader(ABC):
         index: str = "exact",
         mode: Mode = "a",
         device: str | torch.device | None = None,
+        process_group: Any = None,
     ) -> None:
         """See ``memstore.attach``."""
         self.model, self.tokenizer = model, tokenizer
         self.retrieval = self.usual(model) if retrieval is None else retrieval
         check_retrieval(self.kind, self.retrieval)
+        if process_group is not None and mode != "r":
+            raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
+        if process_group is not None and self.retrieval.on_error == "miss":
+            raise InvalidArgument("on_error='miss' is for one process: ranks would attend to different lists")
+        self._process_group = process_group
+        self.share: Share | None = None
+        """This rank's share of the blocks, where there are others."""
         self.names = [document] if isinstance(document, str) else None if document is None else list(document)
         on = model.device if device is None and model.device.type == "cuda" else device
         self._places = _places(memory)
@@ -156,6 +165,7 @@ class Reader(ABC):
         with ExitStack() as stack:
             try:
                 self._memories = tuple(self._opened(stack))
+                self._join()
                 self._begin()
                 self._install(stack)
             except BaseException:
@@ -170,6 +180,21 @@ class Reader(ABC):
             self._stack.close()
         finally:
             self._memories = None
+
+    def _join(self) -> None:
+        """Join the other ranks, where there is a process group."""
+        if self._process_group is not None:
+            if any(memory.mode != "r" for memory in self.memories):
+                raise InvalidArgument("with process_group a memory is only asked: open it with mode='r'")
+            self.share = Share(Ranks(self._process_group))
+
+    def _check_alone(self) -> None:
+        """Raise ``InvalidArgument`` where there are other ranks: what they retrieve is in no one place."""
+        if self.share is not None:
+            raise InvalidArgument(
+                "what several ranks retrieve cannot be searched, watched or asked for: use generate, or attach without "
+                "process_group"
+            )
 
     # The memory
 
@@ -207,7 +232,17 @@ class Reader(ABC):
                 shown = ", ".join(map(repr, self.names or names))
                 raise InvalidArgument(f"which document? Pass document=NAME, there are {shown}")
             name = names[0] if names else UNNAMED
-        return self.memory.document(name)
+        document = self.memory.document(name)
+        return document if self.share is None else SharedDocument(document, self.share)
+
+    def _continued(self) -> Document:
+        """The document that a call goes on after, as it is now. Raises where ranks see different ones."""
+        document = self.document
+        if self.share is not None:
+            if self.observers:
+                self._check_alone()
+            self.share.ranks.agree(document.n_blocks, len(document))
+        return document
 
     def _opened(self, stack: ExitStack) -> Iterator[Memory]:
         """Each memory; those that are not there are made like the first one that is."""
@@ -592,6 +627,7 @@ class Reader(ABC):
 
         Raises ``InvalidArgument`` without a tokenizer, and for a question without words.
         """
+        self._check_alone()
         if self.tokenizer is None:
             raise InvalidArgument("to ask, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
         if not question.strip():
@@ -662,6 +698,7 @@ class Reader(ABC):
 
         Raises ``InvalidArgument`` while another recording runs, and what ``Traces.record`` raises.
         """
+        self._check_alone()
         if any(isinstance(observer, Recording) for observer in self.observers):
             raise InvalidArgument("this reader is being recorded already; leave that block first")
         memory = self.memory
@@ -695,6 +732,7 @@ class Reader(ABC):
         """
         if top_k < 1:
             raise InvalidArgument(f"top_k must be at least 1, got {top_k}")
+        self._check_alone()
         with torch.no_grad(), own_types():
             return self._search(self._query(text), top_k, layer)
 
@@ -708,6 +746,7 @@ class Reader(ABC):
         ``options``: ``tokens``, the steps at most; ``top_k``; and ``progress``. Raises ``UnsupportedModel`` for a kind
         that has no audit.
         """
+        self._check_alone()
         if not self.kind.audit:
             raise UnsupportedModel(
                 f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"

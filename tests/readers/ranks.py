@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from memstore import Retrieval
 from memstore.errors import MemstoreError
-from memstore.readers.stock import sharded
+from memstore.readers import ranks as module
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 16, "sink": 16, "segment": 32}
@@ -48,7 +48,7 @@ def answer(memory: str, case: str, group: Any = None) -> dict[str, Any]:
     with attach(model, memory, retrieval=CASES[case], mode="r", **options, **SIZES) as reader, torch.no_grad():
         logits = model(input_ids=prompts, attention_mask=mask).logits
         generated = model.generate(prompts[:1], max_new_tokens=6, do_sample=False)
-        held = getattr(reader.selection, "landmarks", 0)
+        held = 0 if reader.share is None else reader.share.landmarks
     return {"logits": logits, "generated": generated, "landmarks": held}
 
 
@@ -62,7 +62,7 @@ def work(rank: int, size: int, folder: str, case: str) -> None:
 def join(rank: int, size: int, folder: str) -> None:
     """Join the others; blocks are dealt two by two, so that a small memory has some for each."""
     torch.set_num_threads(1)
-    sharded.DEAL = 2
+    module.DEAL = 2
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/ranks-{size}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
@@ -70,7 +70,7 @@ def join(rank: int, size: int, folder: str) -> None:
 
 def work_until_one_dies(rank: int, size: int, folder: str) -> None:
     """Answer, let the second rank die, and write down how the others hear of it."""
-    sharded.PATIENCE = timedelta(seconds=20)
+    module.PATIENCE = timedelta(seconds=20)
     join(rank, size, folder)
     model = tiny("llama")
     options = {"retrieval": CASES["model"], "mode": "r", "process_group": dist.group.WORLD, **SIZES}

@@ -57,10 +57,11 @@ def test_a_memory_opens_with_any_number_of_ranks_each_of_which_holds_its_share(t
         assert max(held) <= full / size * 1.5 + 3
 
 
-def test_there_may_be_more_ranks_than_blocks(tmp_path: Path) -> None:
-    ranks.read(tmp_path / "m", "model", (65,))
-    alone = ranks.answer(str(tmp_path / "m"), "model")
-    assert run_ranks(ranks.work, 4, str(tmp_path), "model") == [0] * 4
+@pytest.mark.parametrize("case", ["model", "none"])
+def test_there_may_be_more_ranks_than_blocks(tmp_path: Path, case: str) -> None:
+    ranks.read(tmp_path / "m", case, (97,))
+    alone = ranks.answer(str(tmp_path / "m"), case)
+    assert run_ranks(ranks.work, 4, str(tmp_path), case) == [0] * 4
     check(tmp_path, alone, 4)
 
 

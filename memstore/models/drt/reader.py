@@ -123,6 +123,8 @@ class DRTReader(CacheReader):
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
+        if recorder is not None:
+            self._check_alone()
         with evaluating(self.model):
             cache, tail = self._started(rows)
             if recorder is not None:
@@ -216,17 +218,18 @@ class DRTReader(CacheReader):
 
         So many that what windows and lists of all layers see at the end is whole.
         """
-        config, count = self.model.config, len(self.document)
+        document = self._continued()
+        config, count = self.model.config, len(document)
         text, size = config.tokens_per_block, config.block_size
         items = config.num_hidden_layers * (config.window - 1) + (len(config.upper_layers) + 3) * size
-        complete = self.document.complete_blocks
+        complete = document.complete_blocks
         first = max(min(complete.start, complete.stop), count // text - math.ceil(items / size), 0)
-        view = self.document.layer(0)
+        view = document.layer(0)
         model = self.model
         table = MemoryTable(view, complete, rows, model.dtype, model.device, on_error=self.retrieval.on_error)
         cache = DRTCache(config, rows, table, first * text)
-        cache.origin = Origin(self.document, model.device, stored=complete.stop)
-        return cache, self._tokens(self.document, first, count)
+        cache.origin = Origin(document, model.device, stored=complete.stop)
+        return cache, self._tokens(document, first, count)
 
     def _segment(self, forward: Any, tokens: Tensor, cache: DRTCache) -> Any:
         config = self.model.config

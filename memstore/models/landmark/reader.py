@@ -161,7 +161,9 @@ class LandmarkReader(CacheReader):
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
         retrieval = self.retrieval if retrieval is None else retrieval
         check_retrieval(self.model.config, retrieval)
-        cache = self._begun(self.document, rows, retrieval)
+        if recorder is not None:
+            self._check_alone()
+        cache = self._begun(self._continued(), rows, retrieval)
         cache.belong_to(self.model.model)
         if recorder is not None:
             cache.observers.append(Recording(recorder))

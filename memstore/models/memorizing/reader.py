@@ -108,9 +108,12 @@ class MemorizingReader(CacheReader):
         config = self.model.config
         own = max(config.memory_size, config.window)
         sizes = (config.num_key_value_heads, own, config.head_dim)
-        memory = DocumentTokens(self.document, rows, *sizes, like=self.model)
+        if recorder is not None:
+            self._check_alone()
+        document = self._continued()
+        memory = DocumentTokens(document, rows, *sizes, like=self.model)
         cache = MemorizingCache(self.model.config, rows, memory)
-        cache.origin = Origin(self.document, self.model.device)
+        cache.origin = Origin(document, self.model.device)
         if recorder is not None:
             cache.observers.append(Recording(recorder))
         if recorder is not None or self.observers:

@@ -78,7 +78,7 @@ class KNNReader(Reader):
         """What a call that begins without a cache can find."""
         layer = self._layer
         own = max(1, layer.memory_size, self._segment_tokens)
-        tokens = DocumentTokens(self.document, rows, layer.groups, own, layer.dim, like=self.model)
+        tokens = DocumentTokens(self._continued(), rows, layer.groups, own, layer.dim, like=self.model)
         tokens.stored.tiers = [{} for _ in range(rows)] if self.observers else None
         return tokens
 

@@ -346,6 +346,8 @@ class Call:
         if self.sharded is None:
             return positions
         slots, columns = positions.unflatten(-1, (-1, self.selection.block_size)), self._fetchable(chosen).columns
+        if not columns.shape[-1]:  # of no list: what else is seen has the heads that it has without lists
+            return positions[:1, :1, :0]
         where = columns.to(slots.device)[..., None].expand(*columns.shape, slots.shape[-1])
         found: Tensor = slots.expand(*columns.shape[:2], -1, -1).gather(2, where).flatten(-2)
         return found

@@ -29,7 +29,7 @@ from memstore.readers.stock.hooks import Hooks, check_free
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.routers import load_router
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
-from memstore.readers.stock.sharded import Ranks, ShardedSelection
+from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
 if TYPE_CHECKING:
@@ -72,13 +72,9 @@ class StockReader(Reader):
         codec: str | None = None,
         routing_layers: tuple[int, ...] | None = None,
         router: str | Path | None = None,
-        process_group: Any = None,
         **shared: Any,
     ) -> None:
         """See ``memstore.attach``; ``shared`` is what all kinds take."""
-        if process_group is not None and shared.get("mode", "a") != "r":
-            raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
-        self._process_group = process_group
         if isinstance(model, nn.Module):
             check_free(model)
         self.architecture = examine(model)
@@ -158,11 +154,7 @@ class StockReader(Reader):
 
     def _selection(self, spec: MemorySpec) -> Selection:
         options = (self.architecture, self.retrieval, spec.block_size, spec.index_layers, self.tokenizer)
-        if self._process_group is None:
-            return Selection(*options)
-        if any(memory.mode != "r" for memory in self.memories):
-            raise InvalidArgument("with process_group a memory is only asked: open it with mode='r'")
-        return ShardedSelection(Ranks(self._process_group), *options)
+        return Selection(*options) if self.share is None else ShardedSelection(self.share, *options)
 
     def _install(self, stack: ExitStack) -> None:
         self.hooks.install(stack)
@@ -222,8 +214,8 @@ class StockReader(Reader):
         if found is None:
             return Call(self.selection)
         own, seen = found
-        if isinstance(self.selection, ShardedSelection):
-            self.selection.ranks.agree(len(seen.candidates), own.state.tokens)
+        if self.share is not None:
+            self.share.ranks.agree(len(seen.candidates), own.state.tokens)
         states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
         return Call(self.selection, seen, states.read, observers=self.observers)
 
@@ -370,8 +362,6 @@ class StockReader(Reader):
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
         layer = check_layer(self.memory, layer)
-        if isinstance(self.selection, ShardedSelection):
-            raise InvalidArgument("a search scores every block, and a rank has some: search without process_group")
         candidates = self._everything()
         if not len(candidates):
             return []

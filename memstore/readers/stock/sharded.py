@@ -1,99 +1,29 @@
-"""A memory that several processes search and attend to together: each has a share of the blocks.
+"""How a stock model searches and attends to a memory together with other ranks: each has a share of the blocks.
 
-All ranks run the same model on the same tokens, and open the same memory to read. Blocks are dealt in runs of ``DEAL``.
-A rank keeps the landmarks of its own blocks in memory, scores them, and names its best; the best of all are those of
-the whole memory. It fetches the states of its own winners alone and attends to them; the first rank also attends to
-everything else. Partial results are merged by their log-sum-exp in one collective for each layer: exact up to the order
-of sums. Scores are standardised over all blocks, so the ranks add up their moments first.
+A rank scores its own blocks, and names its best; the best of all are those of the whole memory. It fetches the states
+of its own winners alone and attends to them; the first rank also attends to everything else. Partial results are merged
+by their log-sum-exp in one collective for each layer: exact up to the order of sums. Scores are standardised over all
+blocks, so the ranks add up their moments first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memstore.attention.retrieval import Retrieval
-from memstore.attention.routing import Moments, choose, inherited, late_interaction, pooled
-from memstore.errors import InvalidArgument, MemstoreError
-from memstore.index import VectorIndex
+from memstore.attention.routing import inherited, late_interaction, pooled
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.block_attention.fused import whole_mask
+from memstore.readers.ranks import Ranks, Share
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.selection import CandidateLists, Selection
 from memstore.readers.stock.short import SHORT, Short, ShortDocuments, incomplete_landmarks
 from memstore.readers.stock.visible import AttachedDocument, Candidates, best_of
-
-if TYPE_CHECKING:
-    from memstore.memory import Document
-
-DEAL = 64
-"""Consecutive blocks that go to one rank: neighbours are retrieved together, and lie together in storage."""
-PATIENCE = timedelta(seconds=60)
-"""After which a rank that says nothing counts as lost."""
-
-
-class Ranks:
-    """The processes of a group, and what they tell each other."""
-
-    def __init__(self, group: Any) -> None:
-        """``group``: a process group of ``torch.distributed``, or a ``DeviceMesh`` of one dimension."""
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_initialized():
-            raise InvalidArgument("process_group needs torch.distributed: call init_process_group, or use torchrun")
-        group = group.get_group() if hasattr(group, "get_group") else group
-        members = dist.get_process_group_ranks(group)
-        # One of our own, since others may wait for half an hour.
-        self._group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
-        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """The ``tensor`` of each rank, which have one shape. Raises ``MemstoreError`` where a rank is lost."""
-        import torch.distributed as dist
-
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        try:
-            dist.all_gather(found, tensor.contiguous(), group=self._group)
-        except RuntimeError as error:
-            raise MemstoreError(
-                f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
-                f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
-            ) from error
-        return found
-
-    def agree(self, *numbers: int) -> None:
-        """Raise ``MemstoreError``, on all ranks, unless all say the same ``numbers``."""
-        told = [each.tolist() for each in self.gathered(torch.tensor(numbers))]
-        if any(each != told[0] for each in told):
-            raise MemstoreError(
-                f"the ranks do not see the same memory or prompt (blocks, tokens: {told}): it is written to, or they "
-                "were given different ones. Open it again on all of them"
-            )
-
-    def moments(self, scores: Tensor) -> Moments:
-        """Mean and deviation ``[..., 1]`` of the ``scores [..., n]`` of all ranks."""
-        wide = scores.double()
-        count = torch.full_like(wide[..., :1], scores.shape[-1])
-        sums = torch.cat([count, wide.sum(-1, keepdim=True), wide.square().sum(-1, keepdim=True)], -1)
-        count, total, squares = torch.stack(self.gathered(sums)).sum(0).split(1, -1)
-        mean = total / count
-        return Moments(mean.to(scores.dtype), (squares / count - mean.square()).clamp(min=0).sqrt().to(scores.dtype))
-
-    def best(self, scores: Tensor, numbers: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """The ``top_k`` best of all ranks, by ``scores [..., n]`` of the candidates ``numbers [n]``: as ``choose``."""
-        places, values = choose(scores, top_k)
-        told = scores.new_full((2, *scores.shape[:-1], top_k), -torch.inf, dtype=torch.float64)
-        own = values.shape[-1]
-        told[0, ..., :own], told[1, ..., :own] = values, numbers[places]
-        values, where = torch.cat(self.gathered(told), -1)
-        where, order = where.sort(dim=-1)
-        places, values = choose(values.gather(-1, order), top_k)
-        return where.gather(-1, places).long(), values.to(scores.dtype)
 
 
 @dataclass(eq=False)
@@ -122,26 +52,17 @@ class ShardedSelection(Selection):
 
     def __init__(
         self,
-        ranks: Ranks,
+        share: Share,
         architecture: Any,
         retrieval: Retrieval,
         block_size: int,
         index_layers: Sequence[int],
         tokenizer: Any = None,
     ) -> None:
-        if retrieval.on_error == "miss":
-            raise InvalidArgument("on_error='miss' is for one process: ranks would attend to different lists")
         super().__init__(architecture, retrieval, block_size, index_layers, tokenizer)
-        self.ranks = ranks
+        self.share, self.ranks = share, share.ranks
         self.last = ShortDocuments()
         """The last blocks of short documents."""
-        self._held: dict[tuple[int, int, int], _Held] = {}
-        """Memory, document, layer -> the landmarks of this rank's blocks."""
-
-    @property
-    def landmarks(self) -> int:
-        """Blocks whose landmarks this rank holds, over all layers."""
-        return sum(len(each.index) for each in self._held.values())
 
     def own_part(self, candidates: Candidates, chosen: CandidateLists) -> OwnPart:
         """What this rank fetches of ``chosen``."""
@@ -156,12 +77,11 @@ class ShardedSelection(Selection):
 
     def _owners(self, candidates: Candidates) -> Tensor:
         """The rank of each candidate, ``[N]``."""
-        parts = [self._owner(source, torch.arange(blocks.start, blocks.stop)) for source, blocks in candidates.parts]
+        parts = [
+            self.share.owners(source.document, torch.arange(blocks.start, blocks.stop))
+            for source, blocks in candidates.parts
+        ]
         return torch.cat(parts)
-
-    def _owner(self, source: AttachedDocument, blocks: Tensor) -> Tensor:
-        # By the document too: many short ones shall not all be the first rank's.
-        return (blocks.div(DEAL, rounding_mode="floor") + (source.document.id or 0)) % self.ranks.size
 
     def _route_row(
         self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
@@ -203,7 +123,7 @@ class ShardedSelection(Selection):
         for source, blocks in candidates.parts:
             stop += len(blocks)
             ids = torch.arange(blocks.start, blocks.stop)
-            own = self._owner(source, ids) == self.ranks.rank
+            own = self.share.mine(source.document, ids)
             wanted = own.clone()
             wanted[:-1] |= own[1:]  # a block passes some of its score on to the one after it
             ids, own = ids[wanted], own[wanted]
@@ -221,7 +141,7 @@ class ShardedSelection(Selection):
         """Scores ``[H, T, n]`` of the blocks ``ids [n]`` of a ``part``; ``short``: as those of short documents."""
         full, scores = ids if part.tokens is None else ids[:-1], [queries.new_empty(*queries.shape[:2], 0)]
         if len(full):
-            scores.append(self._index(source, layer, full).score(queries, allowed=full)[0])
+            scores.append(self.share.index(source.document, layer, full).score(queries, allowed=full)[0])
         if part.tokens is not None:
             last = part._replace(blocks=part.blocks[-1:])
             spec = last.document.memory.spec
@@ -231,38 +151,6 @@ class ShardedSelection(Selection):
                 keys = last.document.layer(layer).landmarks(last.blocks)[0]
                 scores.append(best_of(incomplete_landmarks(keys, part.tokens, spec.block_size), queries).unsqueeze(-1))
         return torch.cat(scores, -1)
-
-    def _index(self, source: AttachedDocument, layer: int, ids: Tensor) -> VectorIndex:
-        """An index that holds the full blocks ``ids [n]`` of a document."""
-        document = source.document
-        name, edits = (source.memory, document.id or 0, layer), source.state.edits
-        held = self._held.get(name)
-        if held is None or held.edits != edits:
-            held = self._held[name] = _Held(document._shared.new_index(), edits)
-        held.add(document, layer, ids)
-        return held.index
-
-
-@dataclass(eq=False)
-class _Held:
-    """Landmarks of some blocks of one layer of a document."""
-
-    index: VectorIndex
-    edits: int
-    """Of the document, when they were read."""
-    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """``[n]``, ascending: what it holds."""
-
-    def add(self, document: Document, layer: int, ids: Tensor) -> None:
-        """Hold the blocks ``ids [n]``, ascending, too."""
-        if torch.equal(ids, self.ids):
-            return
-        new = ids[~torch.isin(ids, self.ids)]
-        breaks = (new[1:] != new[:-1] + 1).nonzero().squeeze(1) + 1
-        for run in torch.tensor_split(new, breaks.tolist()) if len(new) else ():
-            blocks = range(int(run[0]), int(run[-1]) + 1)
-            self.index.add(run, document.layer(layer).landmarks(blocks))
-        self.ids = torch.cat([self.ids, new]).sort().values
 
 
 def attend_together(

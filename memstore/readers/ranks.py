@@ -1,0 +1,229 @@
+"""A memory that several processes ask together: each holds the landmarks of its share of the blocks, and fetches those.
+
+All ranks run the same model on the same tokens, and open the same memory to read. Blocks are dealt in runs of ``DEAL``.
+A rank names the best of its own blocks; the best of all are those of the whole memory. Models with caches of their own
+are given a ``SharedDocument``: what a layer of it finds, and the states of what was found, is told to all ranks, and is
+the same as in one process. Stock models attend to their own part (``readers/stock/sharded.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.attention.routing import Moments, choose
+from memstore.errors import InvalidArgument, MemstoreError
+from memstore.index import VectorIndex
+from memstore.memory import Document
+from memstore.memory.tensors import own_types
+from memstore.memory.view import Hits, LayerView
+
+DEAL = 64
+"""Consecutive blocks that go to one rank: neighbours are retrieved together, and lie together in storage."""
+PATIENCE = timedelta(seconds=60)
+"""After which a rank that says nothing counts as lost."""
+
+
+class Ranks:
+    """The processes of a group, and what they tell each other."""
+
+    def __init__(self, group: Any) -> None:
+        """``group``: a process group of ``torch.distributed``, or a ``DeviceMesh`` of one dimension."""
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise InvalidArgument("process_group needs torch.distributed: call init_process_group, or use torchrun")
+        group = group.get_group() if hasattr(group, "get_group") else group
+        members = dist.get_process_group_ranks(group)
+        # One of our own, since others may wait for half an hour.
+        self._group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
+        self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """The ``tensor`` of each rank, which have one shape. Raises ``MemstoreError`` where a rank is lost."""
+        import torch.distributed as dist
+
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        try:
+            dist.all_gather(found, tensor.contiguous(), group=self._group)
+        except RuntimeError as error:
+            raise MemstoreError(
+                f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
+                f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
+            ) from error
+        return found
+
+    def agree(self, *numbers: int) -> None:
+        """Raise ``MemstoreError``, on all ranks, unless all say the same ``numbers``."""
+        told = [each.tolist() for each in self.gathered(torch.tensor(numbers))]
+        if any(each != told[0] for each in told):
+            raise MemstoreError(
+                f"the ranks do not see the same memory or prompt (blocks, tokens: {told}): it is written to, or they "
+                "were given different ones. Open it again on all of them"
+            )
+
+    def moments(self, scores: Tensor) -> Moments:
+        """Mean and deviation ``[..., 1]`` of the ``scores [..., n]`` of all ranks."""
+        wide = scores.double()
+        count = wide.new_full((*wide.shape[:-1], 1), scores.shape[-1])  # a rank may have none
+        sums = torch.cat([count, wide.sum(-1, keepdim=True), wide.square().sum(-1, keepdim=True)], -1)
+        count, total, squares = torch.stack(self.gathered(sums)).sum(0).split(1, -1)
+        mean = total / count
+        return Moments(mean.to(scores.dtype), (squares / count - mean.square()).clamp(min=0).sqrt().to(scores.dtype))
+
+    def best(self, scores: Tensor, numbers: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """The ``top_k`` best of all ranks, by ``scores [..., n]`` of the candidates ``numbers [n]``: as ``choose``."""
+        places, values = choose(scores, top_k)
+        told = scores.new_full((2, *scores.shape[:-1], top_k), -torch.inf, dtype=torch.float64)
+        own = values.shape[-1]
+        told[0, ..., :own], told[1, ..., :own] = values, numbers[places]
+        values, where = torch.cat(self.gathered(told), -1)
+        where, order = where.sort(dim=-1)
+        places, values = choose(values.gather(-1, order), top_k)
+        return where.gather(-1, places).long(), values.to(scores.dtype)
+
+
+@dataclass(eq=False)
+class _Held:
+    """Landmarks of some blocks of one layer of a document."""
+
+    index: VectorIndex
+    edits: int
+    """Of the document, when they were read."""
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """``[n]``, ascending: what it holds."""
+
+    def add(self, document: Document, layer: int, ids: Tensor) -> None:
+        """Hold the blocks ``ids [n]``, ascending, too."""
+        if torch.equal(ids, self.ids):
+            return
+        new = ids[~torch.isin(ids, self.ids)]
+        breaks = (new[1:] != new[:-1] + 1).nonzero().squeeze(1) + 1
+        for run in torch.tensor_split(new, breaks.tolist()) if len(new) else ():
+            blocks = range(int(run[0]), int(run[-1]) + 1)
+            self.index.add(run, document.layer(layer).landmarks(blocks))
+        self.ids = torch.cat([self.ids, new]).sort().values
+
+
+class Share:
+    """This rank's share of the blocks, and the landmarks that it holds."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._held: dict[tuple[str, int, int], _Held] = {}
+        """Memory, document, layer -> landmarks."""
+
+    @property
+    def landmarks(self) -> int:
+        """Blocks whose landmarks this rank holds, over all layers."""
+        return sum(len(each.index) for each in self._held.values())
+
+    def owners(self, document: Document, blocks: Tensor) -> Tensor:
+        """The rank of each of ``blocks [n]``."""
+        # By the document too: many short ones shall not all be the first rank's.
+        return (blocks.div(DEAL, rounding_mode="floor") + (document.id or 0)) % self.ranks.size
+
+    def mine(self, document: Document, blocks: Tensor) -> Tensor:
+        """Which of ``blocks [n]`` are this rank's."""
+        return self.owners(document, blocks) == self.ranks.rank
+
+    def index(self, document: Document, layer: int, ids: Tensor) -> VectorIndex:
+        """An index that holds the full blocks ``ids [n]``, ascending, of a document, and perhaps others."""
+        name, edits = (document.memory.url, document.id or 0, layer), document.state.edits
+        held = self._held.get(name)
+        if held is None or held.edits != edits:
+            held = self._held[name] = _Held(document._shared.new_index(), edits)
+        held.add(document, layer, ids)
+        return held.index
+
+
+class SharedDocument(Document):
+    """A document that the ranks search and fetch together. All of them must ask the same, in the same order."""
+
+    def __init__(self, whole: Document, share: Share) -> None:
+        super().__init__(whole._shared, whole.name, whole.memory, whole.id)
+        self._whole, self._share = whole, share
+
+    def layer(self, layer: int) -> LayerView:
+        """See ``Document``."""
+        return SharedLayer(self._whole, layer, self._share)
+
+
+class SharedLayer(LayerView):
+    """A layer of a ``SharedDocument``: every rank is told what all of them have found, or fetched."""
+
+    def __init__(self, document: Document, layer: int, share: Share) -> None:
+        super().__init__(document._handle, layer)
+        self._document, self._share = document, share
+
+    def search(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> Hits:
+        """See ``LayerView``. Of blocks with equal scores the first are found."""
+        own = self._candidates(allowed)
+        own = own[self._share.mine(self._document, own)]
+        with own_types():
+            index = self._share.index(self._document, self._layer, own)
+            found = index.search(queries, top_k, allowed=own)
+        told = torch.stack([part.double() for part in found])  # numbers below 2^53 are exact
+        told = torch.cat(self._share.ranks.gathered(told), -1)
+        told = told.gather(-1, told[1].argsort(dim=-1, stable=True).expand_as(told))
+        best = told[0].argsort(dim=-1, descending=True, stable=True)[..., :top_k]
+        scores, ids, offsets = told.gather(-1, best.expand(3, *best.shape))
+        return Hits(scores.float(), ids.long(), offsets.long())
+
+    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See ``LayerView``."""
+        ids = self._candidates(allowed)
+        owners = self._share.owners(self._document, ids)
+        own = ids[owners == self._share.ranks.rank]
+        scores = queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32)
+        if len(own):
+            with own_types():
+                scores, _ = self._share.index(self._document, self._layer, own).score(queries, allowed=own)
+        (together,) = self._together([scores.permute(2, 0, 1)], owners)
+        return together.permute(1, 2, 0), ids
+
+    def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
+        """See ``LayerView``: each rank reads its own of ``blocks``."""
+        ids = torch.as_tensor(blocks, dtype=torch.int64).cpu()
+        owners = self._share.owners(self._document, ids)
+        own = super().gather(ids[owners == self._share.ranks.rank], device=device)
+        return dict(zip(own, self._together(list(own.values()), owners), strict=True))
+
+    def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
+        """See ``LayerView``: each rank reads its own ahead."""
+        ids = torch.as_tensor(blocks, dtype=torch.int64).cpu()
+        super().prefetch(ids[self._share.mine(self._document, ids)])
+
+    def _candidates(self, allowed: range | Tensor | None) -> Tensor:
+        """Complete blocks ``[n]`` that are there and ``allowed``."""
+        complete = self._document.complete_blocks
+        if isinstance(allowed, range):
+            complete = range(max(complete.start, allowed.start), min(complete.stop, allowed.stop))
+        parts = [torch.arange(piece.start, piece.stop) for piece in self._document.present(complete) if piece]
+        ids = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return ids[torch.isin(ids, allowed.cpu())] if isinstance(allowed, Tensor) else ids
+
+    def _together(self, own: list[Tensor], owners: Tensor) -> list[Tensor]:
+        """Of every rank its rows ``[n, ...]`` of some tensors, in the order of the ``owners [N]``: ``[N, ...]``."""
+        if not len(owners):
+            return own
+        size, device = self._share.ranks.size, own[0].device
+        places = torch.zeros_like(owners)
+        for rank in range(size):
+            places[owners == rank] = torch.arange(int((owners == rank).sum()))
+        most = int(places.max()) + 1
+        # As bytes: one collective for all of them, whatever their types.
+        rows = [each.contiguous().flatten(1).view(torch.uint8) for each in own]
+        told = self._share.ranks.gathered(F.pad(torch.cat(rows, 1), (0, 0, 0, most - len(rows[0]))))
+        found = torch.stack(told)[owners.to(device), places.to(device)]
+        parts = found.split([each.shape[1] for each in rows], 1)
+        return [
+            part.contiguous().view(each.dtype).view(len(owners), *each.shape[1:])
+            for part, each in zip(parts, own, strict=True)
+        ]
