@@ -42,6 +42,7 @@ class Case:
     """Where a new document begins, in every row."""
     window: int | None = None
     ramp: float = 1.0
+    scale: float | None = None
     causal: bool = True
     special: str = ""
 
@@ -79,6 +80,8 @@ CASES = {
     ),
     "half way to landmarks": Case(t=50, landmarks=8, ramp=0.5),
     "ordinary softmax": Case(t=50, b=2, landmarks=8, ramp=0.0, documents=(33,), padded=((0, 1, 2), ())),
+    "scores turned around": Case(t=45, landmarks=8, scale=-0.3, ramp=0.7),
+    "all scores alike": Case(t=45, landmarks=8, scale=0.0),
     "large scores": Case(t=45, landmarks=8, special="large"),
     "states as projections leave them": Case(t=45, b=2, h=4, g=2, landmarks=8, special="strided"),
 }
@@ -136,6 +139,8 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         dout = dout[..., :1, :1].expand_as(dout)
     options: dict[str, Any] = {"window": case.window, "ramp": case.ramp, "causal": case.causal}
+    if case.scale is not None:
+        options["scale"] = case.scale
     if case.padded:
         options["key_padding"] = real
     if case.documents:
@@ -168,8 +173,8 @@ def results(function: Callable[..., Tensor], given: Inputs, **options: Any) -> d
 
 def exact(q: Tensor, k: Tensor, v: Tensor, is_landmark: Tensor, **options: Any) -> Tensor:
     """The reference, with the signature of the public function."""
-    given = {"key_padding": None, "documents": None, **options}
-    return reference.landmark_attention(q, k, v, is_landmark, scale=q.shape[-1] ** -0.5, **given)
+    given = {"key_padding": None, "documents": None, "scale": q.shape[-1] ** -0.5, **options}
+    return reference.landmark_attention(q, k, v, is_landmark, **given)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, is_landmark: Tensor, **options: Any) -> Tensor:
@@ -193,7 +198,7 @@ def errors(
     got = {name: x.cpu() for name, x in results(function, given.on(device), **options).items()}
     truth, written_down = results(exact, given.to(torch.float64)), results(plain, given)
     keys = given.k.nan_to_num().repeat_interleave(given.q.shape[1] // given.k.shape[1], dim=1)
-    score = largest(given.q.nan_to_num() @ keys.mT) * given.q.shape[-1] ** -0.5
+    score = largest(given.q.nan_to_num() @ keys.mT) * abs(given.options.get("scale", given.q.shape[-1] ** -0.5))
     rounding = (8 + score) * (2 if given.q.dtype == torch.float64 else 1) * torch.finfo(given.q.dtype).eps
     return {
         name: (

@@ -44,12 +44,13 @@ def in_loops(given: Inputs) -> np.ndarray:
     nobody = np.zeros(lm.shape, dtype=int)
     real = np.asarray(options.get("key_padding", nobody == 0))
     documents = np.asarray(options.get("documents", nobody))
+    scale = options.get("scale", 1 / math.sqrt(q.shape[-1]))
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     for b, h, row in np.ndindex(q.shape[:3]):
         i, g = row + tokens - queries, h // (q.shape[1] // k.shape[1])
         blocks, own = blocks_of(lm[b] & real[b], documents[b])
         seen = {j for j in range(tokens) if real[b, j] and real[b, i] and sees(i, j, documents[b], options)}
-        score = {j: float(q[b, h, row] @ k[b, g, j]) / math.sqrt(q.shape[-1]) for j in seen}
+        score = {j: float(q[b, h, row] @ k[b, g, j]) * scale for j in seen}
         for j, weight in weights(blocks, own[i], seen, score, options["ramp"]).items():
             out[b, h, row] += weight * v[b, g, j]
     return out

@@ -81,7 +81,7 @@ TABLE = TileTable(
         ("gfx942", 2, ANY, 64, 256, ((8, 1, 16), (8, 1, 16), (8, 2, 16))),
         ("gfx942", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("gfx942", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
-        ("gfx942", 4, ANY, 64, 64, ((8, 2, 16), (4, 2, 16), (8, 2, 16))),
+        ("gfx942", 4, ANY, 64, 64, ((8, 2, 16), (4, 1, 16), (8, 2, 16))),
         ("gfx942", 4, ANY, 128, 64, ((8, 1, 16), (8, 1, 16), (4, 2, 16))),
         ("gfx942", 4, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
     ],
@@ -164,8 +164,8 @@ def _store_rows(
 def _block(
     n: tl.tensor, starts: tl.tensor, ordinary: tl.tensor, tokens: tl.tensor,
     SIZE: tl.constexpr, BS: tl.constexpr, EDGE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Where a block begins and ends, the positions of its keys, and which of them are ordinary, ``[BS]`` each.
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Where a block begins and ends; of its keys, ``[BS]``: positions, which are ordinary, which is the landmark.
 
     Of regular blocks (``SIZE`` tokens each) nothing is read: what waits for a table cannot be loaded ahead.
     """
@@ -173,22 +173,25 @@ def _block(
     if SIZE == 0:
         start, end = tl.load(starts + n), tl.load(starts + n + 1)
         there = tl.load(ordinary + start + index, mask=start + index < end, other=0) != 0
+        mark = start + index == end - 1
     else:
         start = n * SIZE
         end = start + SIZE
         there = index < SIZE - 1
+        mark = index == SIZE - 1  # known when compiled: only the thread that has it does something
         if EDGE:
             end = tl.minimum(end, tokens)
             there = there & (start + index < end)
-    return start, end, start + index, there
+    return start, end, start + index, there, mark
 
 
 @triton.jit
 def _weigh(
-    scores: tl.tensor,  # [BM, BS] to the base 2, or [BS, BM]
+    scores: tl.tensor,  # [BM, BS], or [BS, BM]
+    scale: tl.tensor,  # of scores, to the base 2; more than 0, so that it can wait
     key: tl.tensor,  # [BS], positions
-    end: tl.tensor,  # of the block
     ordinary: tl.tensor,  # [BS], whether keys are
+    mark: tl.tensor,  # [BS], whether they are landmarks
     position: tl.tensor,  # [BM]
     own: tl.tensor,  # [BM], the first tile of the own block
     first: tl.tensor,  # [BM], the first tile that is seen
@@ -201,15 +204,15 @@ def _weigh(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """``P`` of a block before it is divided by its sum; one over this sum; and ``g``, ``[BM]`` each."""
     keys, positions = tl.expand_dims(key, 1 - KEYS), tl.expand_dims(position, KEYS)
-    landmark = tl.sum(tl.where(keys == end - 1, scores, 0.0), KEYS)
+    landmark = tl.sum(tl.where(tl.expand_dims(mark, 1 - KEYS), scores, 0.0), KEYS) * scale
     seen = tl.expand_dims(ordinary, 1 - KEYS)
     if EDGE:
         seen = seen & (keys <= positions)
     if LIMITED:
         seen = seen & (keys > positions - window) & tl.expand_dims(n >= first, KEYS)
     scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(tl.max(scores, KEYS), LOWEST)
-    p = tl.exp2(scores - tl.expand_dims(highest, KEYS))
+    highest = tl.maximum(tl.max(scores, KEYS) * scale, LOWEST)
+    p = tl.exp2(scores * scale - tl.expand_dims(highest, KEYS))
     summed = tl.sum(p, KEYS)
     found = summed > 0
     summed = tl.where(found, summed, 1.0)
@@ -231,10 +234,13 @@ def _attend(
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """One block more."""
-    start, end, key, there = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
+    start, end, key, there, mark = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
     keys = _rows(k, start, end, ks, BS, D, BD)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
-    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED, 1)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    p, share, group = _weigh(
+        scores, scale * LOG2_E, key, there, mark,
+        position, own, first, n, ramp, window, EDGE, LIMITED, 1,
+    )  # fmt: skip
     higher = tl.maximum(highest, group)
     shrink = tl.exp2(highest - higher)
     weight = tl.exp2(group - higher)
@@ -309,22 +315,25 @@ def _forward_kernel(
 
 @triton.jit
 def _differentiate(
-    scores: tl.tensor,  # [BM, BS] to the base 2, or [BS, BM]
+    scores: tl.tensor,  # [BM, BS], or [BS, BM]
     dp: tl.tensor,  # likewise
     normaliser: tl.tensor,  # [BM]
     delta: tl.tensor,  # [BM]
-    key: tl.tensor, end: tl.tensor, there: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
-    n: tl.tensor, ramp: tl.tensor, window: tl.tensor,
+    key: tl.tensor, there: tl.tensor, mark: tl.tensor, position: tl.tensor, own: tl.tensor, first: tl.tensor,
+    n: tl.tensor, scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The weights of a block and the gradient of its scores, in the form of these."""
-    p, share, group = _weigh(scores, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED, KEYS)
+    p, share, group = _weigh(
+        scores, scale * LOG2_E, key, there, mark,
+        position, own, first, n, ramp, window, EDGE, LIMITED, KEYS,
+    )  # fmt: skip
     weight = tl.exp2(group - normaliser)
     influence = tl.where(n >= own, 0.0, ramp)
     handed = influence * (tl.sum(p * dp, KEYS) * share - delta)
     w = p * tl.expand_dims(weight * share, KEYS)
     ds = w * (dp - tl.expand_dims(delta + handed, KEYS))
-    return w, tl.where(tl.expand_dims(key == end - 1, 1 - KEYS), ds + tl.expand_dims(weight * handed, KEYS), ds)
+    return w, tl.where(tl.expand_dims(mark, 1 - KEYS), ds + tl.expand_dims(weight * handed, KEYS), ds)
 
 
 @triton.jit
@@ -339,14 +348,15 @@ def _queries_step(
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The gradient of the queries from one block more."""
-    start, end, key, there = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
+    start, end, key, there, mark = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
     keys = _rows(k, start, end, ks, BS, D, BD)
     values = _rows(v, start, end, vs, BS, DV, BDV)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
     _, ds = _differentiate(
-        scores, dp, normaliser, delta, key, end, there, position, own, first, n, ramp, window, EDGE, LIMITED, 1
-    )
+        scores, dp, normaliser, delta, key, there, mark, position, own, first, n, scale, ramp, window,
+        EDGE, LIMITED, 1,
+    )  # fmt: skip
     return total + tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
 
 
@@ -447,7 +457,7 @@ def _keys_kernel(
     n = tl.program_id(0) % count  # the first have most to do
     group = tl.program_id(0) // count % groups
     b = (tl.program_id(0) // count // groups).to(tl.int64)
-    start, end, key, there = _block(n, starts + b * sb, ordinary + b * tb, tokens, SIZE, BS, True)
+    start, end, key, there, mark = _block(n, starts + b * sb, ordinary + b * tb, tokens, SIZE, BS, True)
     if end > start:
         matrix = b * groups + group
         keys = _rows(k + b * kb + group.to(tl.int64) * kg, start, end, ks, BS, D, BD)
@@ -471,11 +481,11 @@ def _keys_kernel(
             own_first = tl.load(own + before + row, mask=row < rows, other=0)
             sees = tl.load(first + before + row, mask=row < rows, other=0)
             # Transposed, [BS, BM]: what is made of the scores enters the next products as it lies in registers.
-            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2_E)
+            scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
             dp = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
             w, ds = _differentiate(
-                scores, dp, normaliser, dots, key, end, there, before + row, own_first, sees, n, ramp, window,
-                True, LIMITED, 0,
+                scores, dp, normaliser, dots, key, there, mark, before + row, own_first, sees, n, scale, ramp,
+                window, True, LIMITED, 0,
             )  # fmt: skip
             values_gradient += tl.dot(w.to(gradient.dtype), gradient, input_precision=PRECISION)
             keys_gradient += tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
@@ -509,6 +519,8 @@ def landmark_attention(
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
         k, v = torch.where(there, k, 0), torch.where(there, v, 0)
+    if scale <= 0:  # kernels take the largest score before they scale it
+        q, scale = q * scale, 1.0
     settings = {"window": k.shape[2] if window is None else window, "ramp": ramp, "scale": scale}
     out: Tensor = _LandmarkAttention.apply(q, k, v, found, settings)  # type: ignore[no-untyped-call]
     return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
