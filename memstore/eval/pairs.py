@@ -1,8 +1,9 @@
-"""Prompts and their answers, from a JSON Lines file: the loss is on the answers alone."""
+"""Prompts and their answers, from a JSON Lines file, aligned with blocks: the loss is on the answers alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.eval.align import align, filler_token
 
 IGNORED = -100
 
@@ -86,3 +86,20 @@ def collate_pairs(pairs: list[Pair]) -> dict[str, Tensor]:
         ids[row, :stop] = torch.tensor(pair.prompt + pair.answer)
         labels[row, start:stop] = ids[row, start:stop]
     return {"input_ids": ids, "labels": labels}
+
+
+def align(prompt: Sequence[int], tokens_per_block: int, filler: int) -> list[int]:
+    """``prompt`` with as many ``filler`` tokens in front that its last token is the first of a block.
+
+    A block retrieves for the *next* block. So the question has to stand in complete blocks, all but its last token, and
+    the answer is written with what those blocks retrieved.
+    """
+    return [filler] * ((1 - len(prompt)) % tokens_per_block) + list(prompt)
+
+
+def filler_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token to fill up with: a newline, or the last piece of one."""
+    ids: list[int] = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    if ids:
+        return ids[-1]
+    return int(tokenizer.eos_token_id or 0)

@@ -5,7 +5,7 @@
 ``memstore train router``. They need transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
-from memstore.eval.align import align
+from memstore.eval.pairs import align
 from memstore.train.documents import train_on_documents
 from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.recipes import RECIPES, Recipe

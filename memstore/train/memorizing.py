@@ -12,8 +12,7 @@ from memstore.errors import InvalidArgument
 from memstore.models.memorizing import MemorizingCache
 from memstore.models.memorizing.refresh import key_shift, refresh
 from memstore.train.run import Run
-from memstore.train.streaming import StreamTrainer
-from memstore.train.streams import Streams
+from memstore.train.streams import Streams, StreamTrainer
 
 # 1 minus the mean cosine of keys as stored and as the present weights compute them. Keys of the layer with the memory
 # do not depend on what was retrieved, so only tokens within a window for each layer below are read again: for the two

@@ -23,8 +23,7 @@ from memstore.train.corpora import Documents, encoded
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, digest_of_files, load_tokenizer
-from memstore.train.streaming import StreamTrainer
-from memstore.train.streams import Streams, collate, segments_of, shared_out
+from memstore.train.streams import Streams, StreamTrainer, collate, segments_of, shared_out
 
 LAYER = -6
 """Of the layers of SmolLM2-135M, the one whose heads gain most."""

@@ -1,6 +1,7 @@
 """Long documents as the rows of batches: each row streams one document in order, then the next (Wu et al. 2022).
 
-What a row reads at a step depends on the seed and the step alone, so a training that goes on reads on where it stopped.
+``Streams`` are the batches, and a ``StreamTrainer`` trains on them with a memory of what each row has read. What a row
+reads at a step depends on the seed and the step alone, so a training that goes on reads on where it stopped.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from memstore.errors import InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument
 from memstore.train.corpora import Tokens
+from memstore.train.trainer import MemoryTrainer
 
 NO_LABEL = -100
 """What transformers' losses leave out."""
@@ -123,3 +128,45 @@ def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Ten
         mask[row, :count] = 1
     begins = torch.tensor([segment.begins for segment in segments])
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": labels, "begins": begins}
+
+
+class StreamTrainer(MemoryTrainer):
+    """Trains on the batches of ``Streams``. Subclasses say what the memory is; checkpoints hold it too."""
+
+    def clear(self, row: int) -> None:
+        """Forget what a row has read, where another document begins."""
+        raise NotImplementedError
+
+    def remembered(self) -> dict[str, Tensor]:
+        """What all rows have read, as tensors."""
+        raise NotImplementedError
+
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``remembered``."""
+        raise NotImplementedError
+
+    def segment(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model gets of a batch; rows where a document begins forget the one before."""
+        given = dict(inputs)
+        for row in given.pop("begins").nonzero().flatten().tolist():
+            self.clear(row)
+        return given
+
+    def keep(self, checkpoint: Path) -> None:
+        """The memory."""
+        save_file(self.remembered(), self._file(checkpoint))
+
+    def resume(self, checkpoint: Path) -> None:
+        """The memory. Raises ``DamagedError`` where it is not whole."""
+        path = self._file(checkpoint)
+        try:
+            state = load_file(path, device=str(self.args.device))
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(
+                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training goes on from the "
+                "checkpoint before it."
+            ) from None
+        self.remember(state)
+
+    def _file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"memory-{self.args.process_index}.safetensors"
