@@ -20,7 +20,6 @@ from memstore.readers.kinds import PASSKEY, shipped_model
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
 from memstore.tools.chat import chat
-from memstore.tools.completion import VARIABLE, answer, completion
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
@@ -53,6 +52,11 @@ from memstore.tools.view import view
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
+SHELLS = ("bash", "zsh", "fish")
+COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
+"""Environment variable in which the script tells the command that the shell asks."""
+
+Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"One of {', '.join(SHELLS)}.", show_default=False)]
 Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
 
 
@@ -91,6 +95,26 @@ def demo(
     run = resolve_name(kind_named(source).demo)
     data = run(source, json=json, dtype=dtype, threads=threads, seed=seed, keep=keep)
     return Report(data=data, text=lambda _: None)
+
+
+def completion(shell: Shell) -> Report:
+    """Print the script that lets a shell complete verbs and options.
+
+    With bash, put the line of the example into ~/.bashrc. With zsh, put it into ~/.zshrc, after compinit. With fish:
+    memstore completion fish > ~/.config/fish/completions/memstore.fish
+
+    Example:
+
+        eval "$(memstore completion bash)"
+
+    In Python: typer.completion.get_completion_script.
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there, not listed
+
+    if shell not in SHELLS:
+        raise InvalidArgument(f"no completion is known for {shell!r}. Choose one of {', '.join(SHELLS)}.")
+    script = get_completion_script(prog_name="memstore", complete_var=COMPLETION_VARIABLE, shell=shell)
+    return Report(data={"shell": shell, "script": script}, text=lambda page: page.line(script))
 
 
 app = typer.Typer(
@@ -211,8 +235,8 @@ def command_line() -> Any:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if VARIABLE in os.environ:  # a shell asks what could come next
-        return answer(command_line())
+    if COMPLETION_VARIABLE in os.environ:  # a shell asks what could come next
+        return _completed(command_line())
     json = "--json" in arguments
     try:
         if arguments[:1] == ["help"]:
@@ -237,6 +261,14 @@ def _run(arguments: Sequence[str]) -> int:
         code = INTERRUPTED
     # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interrupted itself.
     return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
+
+
+def _completed(command: Any) -> int:
+    """Tell a shell that asks in ``COMPLETION_VARIABLE`` what could come next; the exit code."""
+    from typer.completion import completion_init, shell_complete  # type: ignore[attr-defined]  # imported there
+
+    completion_init()
+    return shell_complete(command, {}, "memstore", COMPLETION_VARIABLE, os.environ[COMPLETION_VARIABLE])
 
 
 def _check_text(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Routes of the inspector page: its static files, and JSON for what ``data.py``, ``find.py`` and ``traced.py`` say."""
+"""Routes of the inspector page: its static files, and JSON for what ``data.py`` and ``traced.py`` say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memstore.errors import (
     MemstoreError,
     NotFound,
 )
-from memstore.tools.inspector import data, find, traced, writes
+from memstore.tools.inspector import data, traced, writes
 from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
@@ -93,7 +93,7 @@ class Inspector:
             "documents/{document}/blocks/{block}/traces": lambda asked: traced.using(
                 memory, asked.document, asked.block
             ),
-            "documents/{document}/find": lambda asked: find.find(
+            "documents/{document}/find": lambda asked: data.find(
                 memory, words, asked.document, asked.text("text"), asked.number("start", 0)
             ),
             "documents/{document}/ask": lambda asked: data.ask(memory, words, asked.document, asked.text("text")),

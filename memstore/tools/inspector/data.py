@@ -6,7 +6,10 @@ taken for the old one, and numbers need no escaping.
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_right
 from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, NotFound
@@ -20,11 +23,15 @@ from memstore.tools.show import filled, norm_summary
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
 
+
 MOST_BLOCKS = 256
 """Blocks of one answer."""
 MOST_DOCUMENTS = 200
 MOST_VECTORS = 16
 """Vectors of a landmark that are drawn."""
+LONGEST_QUERY = 200
+"""Characters of a text to search for."""
+_PIECE = 256  # blocks that are looked at between two looks at the clock
 
 
 def overview(memory: Memory) -> dict[str, Any]:
@@ -187,3 +194,44 @@ def ask(memory: Memory, words: Words, number: int, text: str, count: int = 20) -
 def _found(document: Document, words: Words, found: list[Match]) -> list[dict[str, Any]]:
     texts = [readable(words.of(document.tokens(each.block).tolist())) for each in found]
     return [{"block": each.block, "score": each.score, "text": text} for each, text in zip(found, texts, strict=True)]
+
+
+# A long document takes seconds. It is searched in pieces of 0.3 seconds: an index of words would be another store to
+# keep right, and the first hits are there at once.
+def find(
+    memory: Memory, words: Words, number: int, query: str, start: int, *, most: int = 50, seconds: float = 0.3
+) -> dict[str, Any]:
+    """Blocks from ``start`` on in which ``query`` begins, whatever its case; where to go on, None at the end.
+
+    Looks for about ``seconds`` and stops after ``most`` blocks. Raises ``NotFound``, ``InvalidArgument`` and
+    ``DamagedError``.
+    """
+    if not 1 <= len(query) <= LONGEST_QUERY:
+        raise InvalidArgument(f"a text to search for has 1 to {LONGEST_QUERY} characters, not {len(query)}.")
+    document, size = document_of(memory, number), memory.spec.block_size
+    live, begun = document.blocks, time.monotonic()
+    at, found = max(start, live.start), list[dict[str, Any]]()
+    beyond = 1 + -(-len(query) // size)  # a match may go on in the blocks that follow
+    while at < live.stop and len(found) < most and time.monotonic() - begun < seconds:
+        piece = range(at, min(at + _PIECE, live.stop))
+        texts = [words.of(ids) for _, ids in rows(document, range(piece.start, piece.stop + beyond))]
+        places = _matches(texts, words.between, query)
+        found += [{"block": at + place, "text": readable(texts[place])} for place in places if place < len(piece)]
+        at = piece.stop
+    if len(found) > most:
+        found = found[:most]
+        at = found[-1]["block"] + 1
+    return {"matches": found, "next": at if at < live.stop else None, "first": live.start, "stop": live.stop}
+
+
+def _matches(texts: list[str], between: str, query: str) -> list[int]:
+    """In which of ``texts``, which follow one another, ``query`` begins."""
+    lowered = [text.lower() + between for text in texts]
+    begins = [0, *accumulate(map(len, lowered))]
+    whole, wanted, places = "".join(lowered), query.lower(), list[int]()
+    at = whole.find(wanted)
+    while at >= 0:
+        place = bisect_right(begins, at) - 1
+        places.append(place)
+        at = whole.find(wanted, begins[place + 1])
+    return places

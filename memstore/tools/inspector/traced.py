@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight
 from memstore.tools.inspector.data import sizes
-from memstore.tools.inspector.facts import Facts
 from memstore.tools.inspector.words import Words, readable
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.memory.trace_file import Array, Look
+
 
 MOST_STEPS = 256
 """Steps of one answer."""
@@ -28,11 +28,17 @@ MOST_BLOCKS = 100
 """Blocks of one answer, those with most weight."""
 MOST_PARTS = 16
 """Blocks that the attention of a step is told by; what the others had is in its ``weight``."""
+MOST_NAMED = 1024
+"""Layers, heads and documents of a trace."""
+LONGEST_FACT = 2000
+"""Characters of what a trace says of itself."""
 _BEFORE = 8  # tokens before a piece of an answer that may hold the beginning of its first character
 _LISTED = 200  # characters of a question or an answer in a list
 _BEGUN = 60  # tokens of an answer in a list
 _QUIET = 60.0  # seconds without a step after which a trace counts as broken off
 _SECONDS = 2.0  # to look through traces for a block
+
+_Kind = TypeVar("_Kind")
 
 
 def live(memory: Memory, words: Words, number: int) -> dict[str, Any]:
@@ -282,3 +288,48 @@ def _numbers(memory: Memory) -> dict[str, int | None]:
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a trace says of itself: ``Trace.info``, checked, for whoever recorded or sent it wrote that JSON.
+
+    A fact of another kind than it should be is one that is not there, and one without end is cut. ``documents`` are
+    names as they are stored; all other texts are ``readable``.
+    """
+
+    mechanism: str
+    question: str
+    started: str
+    ended: bool
+    prompt: list[int]
+    documents: list[str]
+    layers: list[int]
+    heads: int
+    top_k: int | None
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Self:
+        """The facts in ``info``."""
+        heads, top_k = info.get("heads"), info.get("top_k")
+        return cls(
+            mechanism=_text(info.get("mechanism")),
+            question=_text(info.get("question")),
+            started=_text(info.get("started")),
+            ended=bool(info.get("ended")),
+            prompt=_all_of(int, info.get("prompt")),
+            documents=_all_of(str, info.get("documents"))[:MOST_NAMED],
+            layers=_all_of(int, info.get("layers"))[:MOST_NAMED],
+            heads=min(MOST_NAMED, heads) if isinstance(heads, int) else 0,
+            top_k=top_k if isinstance(top_k, int) else None,
+        )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        return ""
+    return readable(value if len(value) <= LONGEST_FACT else f"{value[:LONGEST_FACT]}…")
+
+
+def _all_of(kind: type[_Kind], values: object) -> list[_Kind]:
+    return [each for each in values if isinstance(each, kind)] if isinstance(values, list) else []
