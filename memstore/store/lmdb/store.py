@@ -50,7 +50,7 @@ from memstore.store.lmdb import environment as environments
 from memstore.store.lmdb import paging
 from memstore.store.lmdb.environment import MAP_BYTES, Environment
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
-from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
+from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.lmdb.values import Changes, Deletes, Heads, Puts, Transaction, Values, used_bytes
 from memstore.store.lmdb.writer import Reserve, WriterLock
 from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
@@ -285,7 +285,7 @@ class LmdbStore(BlockStore):
             raise self._failure(error, needed) from error
 
     def _put_facts(self, txn: Transaction) -> tuple[int, int]:
-        """Say which commit this is, and what the checks of all values are then: see ``naming.py``."""
+        """Say which commit this is, and what the checks of all values are then: see ``runs.py``."""
         facts, commit, total = {"format": self._format, "blocks_per_value": self.blocks_per_value}, txn.id(), 0
         if self._format == self._formats[-1]:
             facts["tokens_per_value"] = self._naming.lengths[Table.TOKENS]

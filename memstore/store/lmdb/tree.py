@@ -81,7 +81,7 @@ def survey(
 
     ``large`` looks at the first page of each large value too. And what the last four bytes of all keys, numbers with
     their first byte in front, add up to, where that is
-    known: see ``naming.py``. A read transaction must hold that commit. Keys have ``key_bytes``.
+    known: see ``runs.py``. A read transaction must hold that commit. Keys have ``key_bytes``.
     """
     if not transaction or not layout.is_known():
         return None, None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted

@@ -20,7 +20,7 @@ from memstore.errors import DamagedError, NotFound
 from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Table, describe
 from memstore.store.lmdb import format as layout
 from memstore.store.lmdb import paging, runs
-from memstore.store.lmdb.naming import KEY_BYTES, STORE_KEY, Naming
+from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.records import ValueReader, damaged, decode_value, encode_value, encode_with_sums, header_sums
 
 _MOST_KNOWN = 1 << 16  # values, and header checksums of runs, that are remembered: about 16 MB and 6 MB
