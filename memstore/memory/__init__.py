@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from memstore.memory.checking import Finding
     from memstore.memory.document import Document
     from memstore.memory.memory import Memory, open_memory
-    from memstore.memory.recorder import Recorder
     from memstore.memory.spec import Fingerprint, MemorySpec
     from memstore.memory.trace_file import Look, Step
-    from memstore.memory.traces import Trace, Traces
+    from memstore.memory.traces import Recorder, Trace, Traces
     from memstore.memory.view import Hits, LayerView
 
 _HOMES = {
@@ -26,11 +25,11 @@ _HOMES = {
     "Fingerprint": "spec",
     "Hits": "view",
     "LayerView": "view",
-    "Look": "recorder",
+    "Look": "trace_file",
     "Memory": "memory",
     "MemorySpec": "spec",
-    "Recorder": "recorder",
-    "Step": "recorder",
+    "Recorder": "traces",
+    "Step": "trace_file",
     "Trace": "traces",
     "Traces": "traces",
     "open_memory": "memory",

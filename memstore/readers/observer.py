@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from memstore.memory import Document
-from memstore.memory.recorder import Recorder
 from memstore.memory.trace_file import TIERS, Array, Look
+from memstore.memory.traces import Recorder
 
 C = TypeVar("C", bound="Choice")
 T = TypeVar("T")

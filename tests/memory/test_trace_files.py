@@ -15,7 +15,7 @@ import pytest
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError
-from memstore.memory import Recorder, recorder, trace_file
+from memstore.memory import Recorder, trace_file, traces
 from memstore.memory.trace_file import NAME
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
 from tests.memory.test_traces import make_look, record
@@ -130,7 +130,7 @@ def test_nothing_is_recorded_where_nothing_can_be_written(recorded: bool) -> Non
 def test_a_disk_that_is_full_ends_the_trace_and_not_the_model(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "INTERVAL", 0.0)
+    monkeypatch.setattr(traces, "INTERVAL", 0.0)
     with memstore.open(path) as memory:
         writer = memory.traces.record()
         _limit_pages(writer)

@@ -14,7 +14,7 @@ import pytest
 
 import memstore
 from memstore.errors import NotFound
-from memstore.memory import Look, Memory, Trace, recorder, trace_file
+from memstore.memory import Look, Memory, Trace, trace_file, traces
 from memstore.memory.trace_file import NAME
 from memstore.memory.urls import Mode
 from tests import forks
@@ -234,7 +234,7 @@ def test_then_the_oldest_looks_of_the_trace_in_hand_leave(memory: Memory) -> Non
 
 
 def test_the_file_stays_within_its_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "INTERVAL", 0.0)
+    monkeypatch.setattr(traces, "INTERVAL", 0.0)
     with memstore.open(path) as memory:
         memory.traces.max_bytes = 200_000
         for _ in range(4):
@@ -250,7 +250,7 @@ def test_the_file_stays_within_its_bound(path: Path, monkeypatch: pytest.MonkeyP
 
 def write_and_hold(path: str, mode: Mode, says: Connection) -> None:
     """Record four steps, three of them written, say so, and wait."""
-    recorder.INTERVAL = 0.0
+    traces.INTERVAL = 0.0
     memory = memstore.open(path, mode=mode)
     writer = memory.traces.record(**FACTS)
     for step in range(4):

@@ -17,7 +17,7 @@ import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend as attend_plainly
-from memstore.memory import Look, Memory, Trace, recorder
+from memstore.memory import Look, Memory, Trace, traces
 from memstore.readers.stock.reader import StockReader
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
@@ -41,7 +41,7 @@ BLOCK = SIZES["block_size"]
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write at every third step or so, so that some steps are computed together and others are not."""
-    monkeypatch.setattr(recorder, "INTERVAL", 0.01)
+    monkeypatch.setattr(traces, "INTERVAL", 0.01)
 
 
 def last(memory: Memory) -> Trace:

@@ -28,9 +28,9 @@ PLACE = NEEDLE // BLOCK
 PATIENCE = 60.0  # seconds, on a machine that does other things too
 RECORD = """
 import sys, memstore
-from memstore.memory import recorder as recording
+from memstore.memory import traces
 from tests.tools.inspector.pages import look
-recording.INTERVAL = 0.0  # every step is written when the next begins
+traces.INTERVAL = 0.0  # every step is written when the next begins
 with memstore.open(sys.argv[1], mode="r") as memory:
     facts = {"mechanism": "attach", "layers": [1], "heads": 2, "documents": ["leaflet"]}
     with memory.traces.record(**facts, question="What now?") as recorder:
