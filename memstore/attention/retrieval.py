@@ -30,8 +30,9 @@ class Retrieval:
         span: Query tokens that choose together. Pooling over hundreds of tokens loses what a question asks for.
         query: Which tokens of a prompt choose: the last ``span`` ones, or all of them, in groups of ``span``.
         words: ``share="model"``: how much the words count that a query and a block have in common: a factor of their
-            BM25 score, which is added to that of the states where they have more than a little in common. 0 leaves
-            words out. Only where somebody asks in words: ``generate(query=...)`` and ``search``.
+            BM25 score, of the block and of it with a neighbour, added to that of the states where there is more
+            than a little in common. 0 leaves words out. Only where somebody asks in words: ``generate(query=...)`` and
+            ``search``.
         passes: 2 reads a prompt twice: the first pass chooses, at the last layer that has landmarks; the second
             attends.
         positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly

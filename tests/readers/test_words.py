@@ -93,16 +93,39 @@ def test_words_are_exact_after_appends_cuts_forks_and_forgetting() -> None:
         check(20)
 
 
-def test_words_of_a_tokenizer_are_those_of_its_text() -> None:
+def test_words_of_a_tokenizer_are_those_of_its_text_and_the_block_beside_has_a_part() -> None:
     tokenizer = byte_tokenizer()
     model = tiny("llama", vocab_size=300)
     with attach(model, "ram:", tokenizer=tokenizer, **SIZES) as attached:
         attached.read(TEXT * 4, document="whale")
         document, query = attached.document, torch.tensor(tokenizer("MONEY years?").input_ids)
-        found = DocumentWords(tokenizer).score(everything(attached._sources()), query)
+        found = DocumentWords(tokenizer).score(everything(attached._sources()), query).tolist()
         texts = [tokenizer.decode(document.tokens(block)) for block in document.complete_blocks]
-    for score, text in zip(found.tolist(), texts, strict=True):
-        assert (score > 0) == bool({"money", "years"} & set(words_of(str(text))))
+    has = [bool({"money", "years"} & set(words_of(str(text)))) for text in texts]
+    for at, (score, own) in enumerate(zip(found, has, strict=True)):
+        assert (score > 0) == any(has[max(0, at - 1) : at + 2])
+        if own:
+            assert all(score > found[near] for near in (at - 1, at + 1) if 0 <= near < len(has) and not has[near])
+
+
+def test_the_end_of_one_document_is_not_beside_the_beginning_of_the_next() -> None:
+    with attach(tiny("llama"), "ram:", **SIZES) as attached:
+        for name, token in (("a", RARE), ("b", 1)):
+            text = tokens(32).clamp(min=2, max=RARE - 1)
+            text[-1] = token
+            attached.read(text, document=name)
+        found = bm25(attached, torch.tensor([RARE])) > 0
+    assert found.tolist() == [False, False, True, True] + 4 * [False]
+
+
+def test_other_endings_of_a_word_are_the_same_word() -> None:
+    tokenizer = byte_tokenizer()
+    with attach(tiny("llama", vocab_size=300), "ram:", tokenizer=tokenizer, block_size=32) as attached:
+        attached.read("They were settled on Monday by two men; nobody else was there.  ", document="islands")
+        candidates, words = everything(attached._sources()), DocumentWords(tokenizer)
+        same, other = (words.score(candidates, torch.tensor(tokenizer(x).input_ids)) for x in ("settlers", "settee"))
+    assert float(same[0]) > 0
+    assert not other.any()
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "all", float("nan"), float("inf")])

@@ -5,6 +5,9 @@ score for a query is that of its states plus ``Retrieval.words`` times BM25's of
 that is above a fifth of what all words of the query are worth. So a question in other words, which shares "which" and
 "her" with some block and nothing else, is left to the states.
 
+An answer often stands in the block beside the one that has the question's words, so most of the vote is that of a block
+together with its neighbour. And a word is its first letters here, for "settlers" asks for "settled" too.
+
 Token ids are stored with the blocks, so nothing else is: the words of a document are read off when the first query
 comes, in about a second for a million tokens, and those of new blocks as they come. An edit starts anew. An index lives
 as long as the candidates that it is of.
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.index.words import WordIndex, words_of
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 
 LEAST = 0.2
 """Share of what the words of a query are worth that a block must have more of."""
+STEM = 6
+"""Letters of a word that count."""
+OWN = 0.25
+"""Part of the vote that a block has by its own words; the rest is that of the better pair with a neighbour."""
 UNKNOWN = -1
 """A word that no block has."""
 AT_ONCE = 1024
@@ -42,20 +50,24 @@ class DocumentWords:
         self._numbers: dict[str, int] = {}
         self._runs: dict[tuple[int, str], tuple[tuple[int | None, int, int], int, Tensor, Tensor]] = {}
         self._lasts: dict[tuple[int, str], tuple[tuple[int | None, int, int], Tensor, Tensor]] = {}
-        self._indexes: WeakKeyDictionary[Candidates, WordIndex] = WeakKeyDictionary()
+        self._indexes: WeakKeyDictionary[Candidates, tuple[WordIndex, WordIndex]] = WeakKeyDictionary()
 
     def score(self, candidates: Candidates, query: Tensor) -> Tensor:
         """What the words of the tokens ``query [n]`` add to the scores of the candidates: ``[N]``, at least 0."""
-        index = self._index(candidates)  # first, for it learns words
-        return index.score(self._words(query), least=LEAST)
+        own, pairs = self._index(candidates)  # first, for it learns words
+        words = self._words(query)
+        after = pairs.score(words, least=LEAST)
+        before = F.pad(after[:-1], (1, 0)).where(candidates.consecutive(), 0)
+        return OWN * own.score(words, least=LEAST) + (1 - OWN) * torch.maximum(after, before)
 
     def _words(self, query: Tensor) -> Tensor:
         if self._tokenizer is None:
             return query
         words = words_of(str(self._tokenizer.decode(query)))
-        return torch.tensor([self._numbers.get(word, UNKNOWN) for word in words], dtype=torch.int64)
+        return torch.tensor([self._numbers.get(word[:STEM], UNKNOWN) for word in words], dtype=torch.int64)
 
-    def _index(self, candidates: Candidates) -> WordIndex:
+    def _index(self, candidates: Candidates) -> tuple[WordIndex, WordIndex]:
+        """Of the candidates, and of each of them together with the one that follows it in its document."""
         index = self._indexes.get(candidates)
         if index is None:
             words, of, first = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
@@ -68,7 +80,11 @@ class DocumentWords:
                 for run, places in runs:
                     words.append(run)
                     of.append(places - blocks.stop + first)
-            index = self._indexes[candidates] = WordIndex(torch.cat(words), torch.cat(of), len(candidates))
+            own, at = torch.cat(words), torch.cat(of)
+            follow = candidates.consecutive()[at]
+            pairs = torch.cat((own, own[follow])), torch.cat((at, at[follow] - 1))
+            index = WordIndex(own, at, len(candidates)), WordIndex(*pairs, len(candidates))
+            self._indexes[candidates] = index
         return index
 
     def _last(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
@@ -110,7 +126,7 @@ class DocumentWords:
             some = range(start, min(start + AT_ONCE, blocks.stop))
             for text in self._tokenizer.batch_decode(document.tokens(some).split(size)):
                 words = words_of(text)
-                found += [self._numbers.setdefault(word, len(self._numbers)) for word in words]
+                found += [self._numbers.setdefault(word[:STEM], len(self._numbers)) for word in words]
                 counts.append(len(words))
         of = torch.arange(blocks.start, blocks.stop).repeat_interleave(torch.tensor(counts))
         return torch.tensor(found, dtype=torch.int64), of
