@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,15 @@ from memstore.models.cache import ModelCache
 
 WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
 """Options of ``from_pretrained`` that say where a checkpoint is."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """What looks blocks up, as it is also in a model that ``torch.compile`` compiles.
+
+    What it does depends on what is stored, so each token would be compiled anew: minutes for a dozen.
+    """
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):

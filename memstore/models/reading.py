@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Recorder
 from memstore.models.cache import ModelCache
+from memstore.models.causal import uncompiled
 from memstore.readers.reader import Reader
 
 _OPEN: WeakKeyDictionary[nn.Module, list[CacheReader]] = WeakKeyDictionary()
@@ -36,6 +37,7 @@ class CacheReader(Reader):
         handle = self.model.register_forward_pre_hook(self._go_on, with_kwargs=True)
         stack.callback(handle.remove)
 
+    @uncompiled
     def _go_on(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Give a call of the model that begins without a past one that goes on after the document."""
         ids = args[0] if args else given.get("input_ids")

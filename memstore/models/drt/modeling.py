@@ -25,7 +25,7 @@ from memstore.attention.layers import RMSNorm, rotary
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.causal import CausalLM
+from memstore.models.causal import CausalLM, uncompiled
 from memstore.models.drt.at_once import SharedBlocks, as_one_row, retrieve
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import GroupSearch
@@ -390,20 +390,35 @@ class DRTForCausalLM(CausalLM):
             cache = DRTCache(self.config, len(input_ids))
             cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        offsets = [0] * len(input_ids) if cache is None else cache.offsets
-        packing = DRTPacking(
-            input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
-        )
-        if cache is not None:
-            cache.tell_begin(input_ids)
-        stream, retrieval = self.model(packing, cache, shared)
-        if cache is not None:
-            cache.advance(packing, input_ids.shape[1])
-        hidden = packing.tokens(stream)
+        if cache is None:
+            hidden, retrieval = self._computed(input_ids, mask, None, shared)
+        else:
+            hidden, retrieval = self._continued(input_ids, mask, cache)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return DRTOutput(
             loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval if output_retrieval else None
         )
+
+    def _computed(
+        self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache | None, shared: SharedBlocks | None
+    ) -> tuple[Tensor, tuple[TopBlocks, ...]]:
+        """Hidden states ``[B, T, hidden]``, and what each group retrieved."""
+        offsets = [0] * len(input_ids) if cache is None else cache.offsets
+        packing = DRTPacking(
+            input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
+        )
+        stream, retrieval = self.model(packing, cache, shared)
+        if cache is not None:
+            cache.advance(packing, input_ids.shape[1])
+        return packing.tokens(stream), retrieval
+
+    @uncompiled
+    def _continued(
+        self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache
+    ) -> tuple[Tensor, tuple[TopBlocks, ...]]:
+        """The same after what ``cache`` has."""
+        cache.tell_begin(input_ids)
+        return self._computed(input_ids, mask, cache, None)
 
 
 # Also while training (the gradient passes as if nothing were rounded): a pass that reads from a memory then computes

@@ -25,7 +25,7 @@ from memstore.attention.positions import positional_jumps
 from memstore.attention.sliding import Window
 from memstore.errors import InvalidArgument
 from memstore.kernels import landmark_attention
-from memstore.models.causal import CausalLM
+from memstore.models.causal import CausalLM, uncompiled
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.context_miss import gated_attention
@@ -333,6 +333,7 @@ class LandmarkForCausalLM(CausalLM):
     # With a cache everything is computed in the type of the weights, also under `torch.autocast`: states of a cache, of
     # a memory and of the segment in hand meet in one softmax, and what is stored must be what any process would
     # compute.
+    @uncompiled
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
         self._check_past(past, input_ids)

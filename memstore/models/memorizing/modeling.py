@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
-from memstore.models.causal import CausalLM
+from memstore.models.causal import CausalLM, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.transfer import to_device
@@ -160,6 +160,7 @@ class MemorizingForCausalLM(CausalLM):
             return hidden
         return torch.zeros_like(hidden).scatter(1, order.unsqueeze(-1).expand_as(hidden), hidden)
 
+    @uncompiled
     def _continued(self, ids: Tensor, lengths: list[int], cache: MemorizingCache) -> Tensor:
         """``[B, T, hidden]`` after what the cache has, in pieces that end where a row fills its window."""
         start, parts = 0, []
