@@ -13,7 +13,7 @@ import torch
 
 import memstore
 from memstore.eval.filler import load_filler
-from memstore.eval.readers import memory_spec
+from memstore.eval.run import memory_spec
 from memstore.eval.tasks import Phrases, make, plant
 from memstore.memory import Memory, Recorder, open_memory
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model

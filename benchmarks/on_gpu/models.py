@@ -43,8 +43,7 @@ def _answers(here: Piece, task: str, name: str, length: int) -> None:
         here.row(f"{name} answers", note="left out: a pretended device is too slow for 16,384 tokens")
         return
     from memstore.eval.filler import load_filler
-    from memstore.eval.readers import memory_spec
-    from memstore.eval.run import TaskPlan, evaluate
+    from memstore.eval.run import TaskPlan, evaluate, memory_spec
     from memstore.tools.models import load_model
 
     loaded, other = load_model(name, device="cuda"), load_model(name)

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from statistics import fmean, median
 from typing import Any
 
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 import memstore
+from memstore import MemorySpec
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import LayerScore, Reply
 from memstore.eval.filler import Filler
-from memstore.eval.readers import ask
 from memstore.eval.resources import PeakMemory
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
 from memstore.memory import Memory
+from memstore.readers.kinds import kind_of
 
 Advance = Callable[[int], None]
 
@@ -264,3 +266,14 @@ def _layer(number: int, found: Sequence[LayerScore]) -> dict[str, Any]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def memory_spec(model: Any, tokenizer: Any) -> MemorySpec:
+    """The spec of a memory for ``model``. Raises ``InvalidArgument`` for one without retrieval."""
+    return memstore.attach(model, "ram:", tokenizer=tokenizer).spec()
+
+
+def ask(model: Any, cache: Any, sample: Sample) -> Reply:
+    """The answer to ``sample`` after the haystack in ``cache``."""
+    reply: Reply = resolve_name(kind_of(model).question)(model, cache, sample)
+    return reply

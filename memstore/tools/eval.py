@@ -117,8 +117,7 @@ class Setting:
         """All rows, and what the filler is called."""
         import memstore
         from memstore.eval.filler import load_filler
-        from memstore.eval.readers import memory_spec
-        from memstore.eval.run import check_lengths, evaluate
+        from memstore.eval.run import check_lengths, evaluate, memory_spec
         from memstore.progress import progress_bar
 
         check_lengths(plan, tokenizer, model.config.tokens_per_block)

@@ -13,8 +13,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.eval.landmark import attention_size, by_cutoff, by_granularity, by_length, retrieved, rows_of, whole
 from memstore.eval.landmark_asking import layer_found
-from memstore.eval.readers import memory_spec
-from memstore.eval.run import TaskPlan, draw, evaluate
+from memstore.eval.run import TaskPlan, draw, evaluate, memory_spec
 from memstore.models.landmark.cache import LandmarkCache
 from tests.eval.drts import byte_tokenizer
 from tests.eval.landmarks import small_landmark

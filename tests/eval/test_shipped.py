@@ -9,8 +9,7 @@ import pytest
 
 import memstore
 from memstore.eval.filler import Filler, load_filler
-from memstore.eval.readers import memory_spec
-from memstore.eval.run import TaskPlan, evaluate
+from memstore.eval.run import TaskPlan, evaluate, memory_spec
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
 
 MOST_BYTES = 3_500_000

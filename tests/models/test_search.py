@@ -15,7 +15,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import needle_blocks
 from memstore.eval.filler import load_filler
-from memstore.eval.readers import memory_spec
+from memstore.eval.run import memory_spec
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.models.landmark import LandmarkReader
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
