@@ -53,6 +53,13 @@ class ForeignMemory(MemstoreError, ValueError):
     code = "foreign"
 
 
+class WrongKey(MemstoreError, PermissionError):
+    """The memory is encrypted, and no key or another one was given; or a key was given for one that is not."""
+
+    code = "wrong-key"
+    __str__ = Exception.__str__
+
+
 class DamagedError(MemstoreError, OSError):
     """A stored value is not what was written. Nothing of it was used."""
 

@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from memstore.memory import Finding, verify
 from memstore.memory.urls import open_unchecked
+from memstore.store.keys import MasterKey
 from tests import forks
 
 sys.dont_write_bytecode = False
@@ -65,8 +66,8 @@ def children_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=forks.completed))
 
 
-def check_here(url: str) -> list[Finding]:
-    store = open_unchecked(url)
+def check_here(url: str, key: MasterKey | None = None) -> list[Finding]:
+    store = open_unchecked(url, key)
     try:
         return [*verify.check(store), *verify.damaged_indexes(url)]
     finally:

@@ -22,7 +22,9 @@ from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
 from memstore.memory.usage import Deleting, Usage, present
-from memstore.store.contract import Compacted, Progress
+from memstore.store.contract import BlockStore, Compacted, Progress
+from memstore.store.encrypted import EncryptedStore
+from memstore.store.keys import KeySource, read_key
 from memstore.store.paths import FULL
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
@@ -47,6 +49,7 @@ def open_memory(
     device: str | torch.device | None = None,
     max_bytes: int | None = None,
     when_full: WhenFull | None = None,
+    key: KeySource | None = None,
 ) -> Memory:
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
@@ -58,15 +61,23 @@ def open_memory(
     0 for none), ``device_bytes`` those on the accelerator ``device``. Indexes lie there too where they can ("exact",
     "auto"); without ``device`` they are searched on the CPU.
     ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.
+    ``key`` is that of an encrypted memory, and encrypts a new one: a file, or a function that gives 32 bytes. Without
+    it the file that the environment names (``MEMSTORE_KEY_FILE``), for what is encrypted, or new and not ``ram:``.
 
     Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (another model or layout than ``spec`` says, or a newer
-    format), ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or ``DamagedError``.
+    format), ``WrongKey``, ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or
+    ``DamagedError``.
     """
-    opened = open_store(url, mode, None if spec is None else blank(spec))
+    opened = open_store(url, mode, None if spec is None else blank(spec), key)
     try:
         budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes, "device": device}
-        shared = Shared.opened(opened.store, str(url), mode, index, folder(url), budgets)
+        shared = Shared.opened(opened.store, str(url), mode, index, _beside(opened.store, url), budgets)
         memory = Memory(shared, opened)
+        if memory.encrypted and index.partition(":")[0] == "milvus":
+            raise InvalidArgument(
+                f"memory {url} is encrypted, and Milvus keeps landmarks in files of its own, in the open; choose "
+                "another index."
+            )
         if index != "exact":
             _ = memory.index_capabilities  # so that an unknown kind is an error now, not at the first search
         if spec is not None:
@@ -87,7 +98,7 @@ class Memory:
         self._shared = shared
         self._opened = opened
         self._named = NamedValues(shared)
-        self._traces = traces_of(shared.store, folder(shared.url), shared.url)
+        self._traces = traces_of(shared.store, _beside(shared.store, shared.url), shared.url)
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
 
@@ -254,6 +265,24 @@ class Memory:
             self._sweep()
             return self._shared.store.compact(progress)
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether its values are encrypted at rest."""
+        return isinstance(self._shared.store, EncryptedStore)
+
+    def change_key(self, key: KeySource) -> None:
+        """Wrap the keys of all documents under another key of the memory, whole or not at all; no value is written.
+
+        ``key`` as for ``memstore.open``. Raises ``InvalidArgument`` for a memory that is not encrypted,
+        ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+        """
+        self._shared.check_writable()
+        store = self._shared.store
+        if not isinstance(store, EncryptedStore):
+            raise InvalidArgument(f"memory {self.url} is not encrypted; memstore copy makes an encrypted one of it.")
+        with self._shared.writing:
+            store.table.change_key(read_key(key))
+
     def build_indexes(self, progress: Progress | None = None) -> None:
         """Build the index of every layer that has landmarks, of every document, and keep them beside the store.
 
@@ -328,7 +357,8 @@ class Memory:
         damage that makes LMDB crash is a finding like any other.
         """
         if on_disk(self.url):
-            return verify.in_child(self.url)
+            store = self._shared.store
+            return verify.in_child(self.url, store.table.key if isinstance(store, EncryptedStore) else None)
         return verify.check(self._shared.store)
 
     def repair(self, *, dry_run: bool = False, drop_blocks: bool = False) -> Repaired:
@@ -472,6 +502,11 @@ def check_same(spec: MemorySpec, memory: Shared | Container) -> None:
             f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
             "Open it with the model and settings that it was made with, or make a new memory at another path."
         )
+
+
+def _beside(store: BlockStore, url: str | Path) -> Path | None:
+    """Where indexes and traces are kept; None: in host memory, for they are not encrypted."""
+    return None if isinstance(store, EncryptedStore) else folder(url)
 
 
 def _close(opened: Opened) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from shlex import quote
@@ -19,9 +20,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from xxhash import xxh3_128_hexdigest
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound, WrongKey
 from memstore.folders import user_folder
 from memstore.store.contract import Batch, BlockStore
+from memstore.store.encrypted import OVERHEAD, EncryptedStore, is_encrypted, sealed
+from memstore.store.keys import VARIABLE, KeySource, KeyTable, MasterKey, key_of_environment, read_key
 from memstore.store.ram import RamStore
 
 if TYPE_CHECKING:
@@ -94,7 +97,7 @@ ENTRY_POINTS = "memstore.stores"
 Mode = Literal["a", "r", "x"]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):")
-_named: dict[str, RamStore] = {}
+_named: dict[str, BlockStore] = {}
 
 
 class Blank(NamedTuple):
@@ -106,6 +109,12 @@ class Blank(NamedTuple):
     """Bytes of one block of one layer, a hint for packing small blocks."""
     token_bytes: int = 0
     """Bytes of the token ids of one block, for the same; 0 where nobody says."""
+    key: MasterKey | None = None
+    """Under which the memory is encrypted; None: it is not. For what memstore itself brings."""
+
+    def first(self, folder: Path) -> Batch:
+        """The first batch as a memory in ``folder`` stores it, whose keys lie there then."""
+        return self.batch if self.key is None else sealed(self.batch, KeyTable.create(folder, self.key))
 
 
 class Opened(NamedTuple):
@@ -116,11 +125,50 @@ class Opened(NamedTuple):
     """Whether closing the memory closes the store."""
 
 
-def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
+def open_store(url: str | Path, mode: Mode, blank: Blank | None, key: KeySource | None = None) -> Opened:
     """Open the store at ``url``, or make one from ``blank`` where ``mode`` and ``blank`` allow it.
 
-    Raises ``NotFound``, ``NotAMemory``, ``InvalidArgument`` and whatever the store raises.
+    ``key`` is that of an encrypted memory; without it the one of the environment, where there is one. Raises
+    ``NotFound``, ``NotAMemory``, ``InvalidArgument``, ``WrongKey`` and whatever the store raises.
     """
+    given = None if key is None else read_key(key)
+    if blank is not None and (given or on_disk(url)):
+        blank = blank._replace(key=given or key_of_environment())
+    found = _open(url, mode, blank)
+    try:
+        return found._replace(store=_unlocked(found.store, url, given))
+    except BaseException:
+        if found.own:
+            found.store.close()
+        raise
+
+
+def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> BlockStore:
+    """``store`` as it is read: through its keys, if it is encrypted. Raises ``WrongKey``."""
+    if isinstance(store, EncryptedStore):  # one of a name, in host memory
+        store.table.check(key)
+        return store
+    place = folder(url)
+    if not is_encrypted(store, place):
+        if key is not None:
+            raise WrongKey(
+                f"memory {url} is not encrypted, and a key was given: open it without. memstore copy makes an "
+                "encrypted one of it",
+                memory=str(url),
+            )
+        return store
+    key = key or key_of_environment()
+    if key is None:
+        raise WrongKey(
+            f"memory {url} is encrypted: pass the file of its key (--key-file FILE, or {VARIABLE}=FILE; in Python "
+            "memstore.open(..., key=FILE))",
+            memory=str(url),
+        )
+    assert place is not None
+    return EncryptedStore(store, KeyTable.open(place, key))
+
+
+def _open(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
     if mode not in ("a", "r", "x"):
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
@@ -136,6 +184,8 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
         return _open_zarr(Path(str(url)[5:]), mode, blank)
     if is_remote(url):
         return _open_remote(str(url), mode, blank)
+    if blank is not None and blank.key is not None:
+        raise InvalidArgument(f"{url} cannot be encrypted: that is for memories on disk, in buckets and in ram:")
     found = _plugin(scheme[1], str(url))(str(url), mode, blank)
     if not isinstance(found, Opened):
         raise InvalidArgument(
@@ -159,11 +209,16 @@ def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> Open
     return Opened(store)
 
 
-def open_unchecked(url: str | Path) -> BlockStore:
+def open_unchecked(url: str | Path, key: MasterKey | None = None) -> BlockStore:
     """The store at ``url``, to be read even if the tree around its values is damaged: reading may end the process.
 
     Raises like ``open_store``.
     """
+    return _unlocked(open_locked(url), url, key)
+
+
+def open_locked(url: str | Path) -> BlockStore:
+    """The same as it lies there: ciphertext, where the memory is encrypted."""
     if is_path(url):
         from memstore.store.lmdb.store import LmdbStore
 
@@ -174,7 +229,7 @@ def open_unchecked(url: str | Path) -> BlockStore:
         return ZarrStore.open(str(url)[5:], read_only=True, check=False)
     if is_remote(url):
         return _open_remote(str(url), "r", None, check=False).store
-    return open_store(url, "r", None).store
+    return _open(url, "r", None).store
 
 
 def is_path(url: str | Path) -> bool:
@@ -218,7 +273,9 @@ def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
         return Opened(_named[name], own=False)
     if mode == "r" or blank is None:
         raise _missing(f"ram:{name}", mode)
-    store = RamStore()
+    store: BlockStore = RamStore()
+    if blank.key is not None:
+        store = EncryptedStore(store, KeyTable.create(None, blank.key))
     store.write(blank.batch)
     if name:
         _named[name] = store
@@ -311,9 +368,10 @@ def _open_folder(
         if folder.exists():
             return Opened(kind.open(folder, **options))  # which says what the path is instead
         raise _missing(url, mode)
-    options["blocks_per_value"] = _blocks_per_value(blank.block_bytes)
-    options["tokens_per_value"] = _tokens_per_value(blank.token_bytes)
-    return Opened(kind.create(folder, batch=blank.batch, **options))
+    more = 0 if blank.key is None else OVERHEAD
+    options["blocks_per_value"] = _blocks_per_value(blank.block_bytes + more)
+    options["tokens_per_value"] = _tokens_per_value(blank.token_bytes and blank.token_bytes + more)
+    return Opened(kind.create(folder, batch=partial(blank.first, folder), **options))
 
 
 def _has_tail(folder: Path) -> bool:

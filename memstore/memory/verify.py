@@ -14,14 +14,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from memstore.children import python_module
-from memstore.errors import MemstoreError
+from memstore.errors import MemstoreError, WrongKey
 from memstore.memory.checking import Check, Finding
-from memstore.memory.urls import folder, open_unchecked
+from memstore.memory.urls import folder, open_locked, open_unchecked
 from memstore.store.contract import BlockStore
+from memstore.store.keys import MasterKey, key_of_environment, lacks_key, owners_told
 
 _ATTEMPTS = 5
 DONE = {"done": True}
@@ -42,6 +44,20 @@ def check(store: BlockStore) -> list[Finding]:
     return findings
 
 
+def check_ciphertext(store: BlockStore, keys: Path) -> list[Finding]:
+    """Check what needs no key of an encrypted memory: every checksum, and that no number lacks its key."""
+    findings, owners = [], set[int]()
+    try:
+        for scanned in store.scan():
+            owners.add(scanned.key.document)
+            if scanned.damage:
+                findings.append(Finding(kind="damaged", message=str(scanned.damage), remedy=scanned.damage.remedy))
+        lost = sorted(owners - owners_told(keys))
+    except MemstoreError as error:
+        return [*findings, Finding(kind="damaged", message=str(error), remedy=error.remedy)]
+    return [*findings, *(Finding(kind="missing", message=str(lacks_key(each)), remedy="restore") for each in lost)]
+
+
 def damaged_indexes(url: str) -> list[Finding]:
     """What is wrong with the indexes that are kept beside a memory on disk."""
     path = folder(url)
@@ -54,9 +70,12 @@ def damaged_indexes(url: str) -> list[Finding]:
     return [Finding(kind="index", message=f"{what} It is built anew where it is wanted.") for _, what in found]
 
 
-def in_child(path: str) -> list[Finding]:
-    """Check the memory in folder ``path`` in a child process, whose crash is a finding too."""
-    lines, crash = lines_of_child(_command(path))
+def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
+    """Check the memory in folder ``path`` in a child process, whose crash is a finding too.
+
+    Of an encrypted one without ``key``, here or in the environment, what needs none.
+    """
+    lines, crash = lines_of_child(_command(path), "" if key is None else key.raw.hex())
     findings = [_from_json(line) for line in lines]
     if crash is not None:
         message = (
@@ -95,10 +114,14 @@ def _from_json(line: dict[str, Any]) -> Finding:
     return Finding(**line, tokens=None if tokens is None else (tokens[0], tokens[1]))
 
 
-def main(path: str) -> None:
+def main(path: str, key: MasterKey | None) -> None:
     """Check the memory at ``path`` (a folder, or ``zarr:`` and one) and print the findings."""
     try:
-        store = open_unchecked(path)  # a scan says more of a damaged tree than that it is damaged
+        store = open_unchecked(path, key)  # a scan says more of a damaged tree than that it is damaged
+    except WrongKey as error:
+        findings = [Finding(kind="damaged", message=str(error))]
+        if (key or key_of_environment()) is None and (keys := folder(path)):
+            findings = check_ciphertext(open_locked(path), keys)
     except MemstoreError as error:
         findings = [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
     else:
@@ -110,4 +133,7 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[-1])
+    told = (
+        "" if sys.stdin.isatty() else sys.stdin.read()
+    )  # never an argument, which other users of the machine could see
+    main(sys.argv[-1], MasterKey(bytes.fromhex(told)) if told else None)

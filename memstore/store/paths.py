@@ -24,6 +24,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 FILES = (
     "data.mdb",
+    "keys",
     "lock.mdb",
     "reserve",
     "writer.lock",

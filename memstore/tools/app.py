@@ -28,7 +28,7 @@ from memstore.tools.eval_ruler import ruler
 from memstore.tools.export import export, import_
 from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.interrupts import pressed
-from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, unpin
+from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
 from memstore.tools.look import index, ls, stats
 from memstore.tools.mcp import mcp
 from memstore.tools.mend import repair, verify, with_way_out
@@ -148,6 +148,7 @@ for function in (
     limit,
     index,
     compact,
+    rekey,
     repair,
     view,
     serve,

@@ -19,6 +19,7 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
     UnsupportedModel,
+    WrongKey,
 )
 from memstore.tools.output import printable
 
@@ -26,7 +27,7 @@ OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 
 
 EXIT_CODES = """\
 Exit codes: 0 done, 1 another failure (a mistake in memstore, or of the system), 2 bad usage, 3 not found, 4 damaged,
-5 refused (another model's memory or another training run there, in use, read-only, full), 130 interrupted,
+5 refused (another model's memory, another key or training run there, in use, read-only, full), 130 interrupted,
 141 the reader of the output left.
 With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
 
@@ -53,7 +54,9 @@ def exit_code(error: Exception) -> int:
             return NOT_FOUND
         case DamagedError():
             return DAMAGED
-        case ForeignMemory() | UnsupportedModel() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | DifferentRun():
+        case ForeignMemory() | WrongKey() | UnsupportedModel() | DifferentRun():
+            return REFUSED
+        case MemoryInUse() | ReadOnlyMemory() | StoreFull():
             return REFUSED
         case Interrupted():
             return INTERRUPTED

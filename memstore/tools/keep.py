@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -240,6 +241,29 @@ def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
     freed = max(0, done.before - done.after)
     told = f"what was forgotten is erased; {freed:,} bytes went back to the disk, {done.after:,} are taken"
     return Report(data=data, text=lambda page: page.line(told))
+
+
+NewKey = Annotated[
+    Path, typer.Argument(metavar="NEW_KEY_FILE", help="The file that holds the key from now on.", show_default=False)
+]
+
+
+def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
+    """Change the key of an encrypted memory.
+
+    The keys of its documents are wrapped under the new key, at once or not at all; nothing else is written. The old
+    key opens older copies of the file `keys` for as long as there is one: destroy it.
+
+    Example:
+
+        memstore rekey notes.mem new.key --key-file notes.key
+
+    In Python: memstore.Memory.change_key.
+    """
+    with memstore.open(memory) as opened:
+        opened.change_key(new_key_file)
+    told = f"{memory} has the key in {new_key_file} now; destroy the one before"
+    return Report(data={"memory": memory, "key_file": str(new_key_file)}, text=lambda page: page.line(told))
 
 
 Source = Annotated[

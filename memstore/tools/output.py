@@ -6,6 +6,7 @@ import csv as csvlib
 import functools
 import inspect
 import json as jsonlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,15 @@ from memstore.errors import InvalidArgument
 if TYPE_CHECKING:
     from memstore.store.contract import Progress
 
+KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``memstore.store.keys``, which loads more than starting a verb may
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        help="File of the key of an encrypted memory; a new memory is encrypted under it. Without it: the file that "
+        "MEMSTORE_KEY_FILE names, if it does."
+    ),
+]
 Csv = Annotated[bool, typer.Option("--csv", help="Print the table alone, as CSV; without one, facts as name,value.")]
 
 
@@ -156,8 +165,9 @@ def printable(text: str) -> str:
 def verb(function: Callable[..., Report]) -> Callable[..., int]:
     """Make a command of a function that returns a report: adds ``--json`` and ``--csv``, and prints the report.
 
-    The function sees ``json`` only if it has a parameter of that name: then it says nothing by itself, for a program
-    reads what is printed, be it JSON or CSV.
+    Where it takes a memory ``--key-file`` is added, which takes the place of the environment's. The function sees
+    ``json`` only if it has a parameter of that name: then it says nothing by itself, for a program reads what is
+    printed, be it JSON or CSV.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())
@@ -165,26 +175,51 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
     if not wants_json:
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
     parameters.append(inspect.Parameter("csv", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Csv))
+    if any(_names_memory(each.annotation) for each in parameters):
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("key_file", kind, default=None, annotation=KeyFile))
 
     @functools.wraps(function)
-    def command(*, json: bool = False, csv: bool = False, **arguments: Any) -> int:
+    def command(*, json: bool = False, csv: bool = False, key_file: str | None = None, **arguments: Any) -> int:
         if json and csv:
             raise InvalidArgument("--json and --csv are two ways to print the same: choose one of them.")
-        report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
-        if json:
-            print(jsonlib.dumps(report.data, ensure_ascii=False))
-        elif csv:
-            sheet = Sheet()
-            report.text(sheet)
-            sheet.write(report.data)
-        else:
-            report.text(Page())
+        with _key_from(key_file):
+            report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
+            if json:
+                print(jsonlib.dumps(report.data, ensure_ascii=False))
+            elif csv:
+                sheet = Sheet()
+                report.text(sheet)
+                sheet.write(report.data)
+            else:
+                report.text(Page())
         return report.exit_code
 
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__doc__ = _with_verbatim_example(inspect.getdoc(function) or "")
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def _names_memory(annotation: Any) -> bool:
+    """Whether an argument of a verb is the path of a memory, or of several."""
+    names = (getattr(each, "metavar", None) for each in getattr(annotation, "__metadata__", ()))
+    return any(name in ("MEMORY", "MEMORY...", "SOURCE") for name in names)
+
+
+@contextmanager
+def _key_from(file: str | None) -> Iterator[None]:
+    """Inside, ``file`` holds the key of encrypted memories, also for children of this process."""
+    before = os.environ.get(KEY_VARIABLE)
+    if file is not None:
+        os.environ[KEY_VARIABLE] = os.path.abspath(file)  # noqa: PTH100 - links in it stay as they are
+    try:
+        yield
+    finally:
+        if file is not None:
+            os.environ.pop(KEY_VARIABLE)
+            if before is not None:
+                os.environ[KEY_VARIABLE] = before
 
 
 def _with_verbatim_example(doc: str) -> str:

@@ -31,6 +31,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.store import paths
+from memstore.store.keys import KEYS_NAME
 from memstore.store.lmdb import tree
 from memstore.store.lmdb.writer import RESERVE_NAME
 from memstore.store.paths import FULL, free_bytes, shortage
@@ -48,6 +49,8 @@ _OWN_NAMES = (
     "writer.json",
     ".writer.json",
     RESERVE_NAME,
+    KEYS_NAME,
+    f".{KEYS_NAME}",
 )  # and these with a suffix, while being made
 _FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once

@@ -103,14 +103,15 @@ class LmdbStore(BlockStore):
         *,
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
-        batch: Batch | None = None,
+        batch: Batch | Callable[[], Batch] | None = None,
         map_bytes: int = MAP_BYTES,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
         ``blocks_per_value`` consecutive blocks share one LMDB value, and so do the token ids of ``tokens_per_value``
         of them. ``batch`` is written in the transaction that makes the memory exist: after a kill there is either
-        nothing, which can be created again, or all of it.
+        nothing, which can be created again, or all of it. A function that gives it is called once nobody else can make
+        a memory there.
 
         Raises ``InvalidArgument`` if there is a memory already, ``NotAMemory`` if the folder holds something else,
         ``MemoryInUse``, ``ReadOnlyMemory`` or ``StoreFull``.
@@ -181,9 +182,10 @@ class LmdbStore(BlockStore):
                 writer.release()
             raise
 
-    def _initialise(self, blocks_per_value: int, tokens_per_value: int, batch: Batch) -> None:
+    def _initialise(self, blocks_per_value: int, tokens_per_value: int, given: Batch | Callable[[], Batch]) -> None:
         if self._facts() is not None:
             raise InvalidArgument(f"{self.path} holds a memory already; open it, or choose another folder")
+        batch = given() if callable(given) else given
         check_batch(batch)
         self._naming.lengths[Table.BLOCKS] = blocks_per_value
         self._naming.lengths[Table.TOKENS] = tokens_per_value

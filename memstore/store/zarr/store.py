@@ -45,6 +45,7 @@ from memstore.store.contract import (
     check_range,
     document_ranges,
 )
+from memstore.store.keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
 from memstore.store.zarr.bucket import BucketObjects
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
     from zarr.abc.store import Store
 
 TAIL_NAME = "tail"
-_OWN_NAMES = {TAIL_NAME, "zarr.json", ".zarr.json.part", "blocks", NOTE, f".{NOTE}.part", "published"}
+_OWN_NAMES = {TAIL_NAME, "zarr.json", "blocks", NOTE, "published", KEYS_NAME}
+_OWN_NAMES |= {f".{name}.part" for name in ("zarr.json", NOTE, KEYS_NAME)}
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class ZarrStore(BlockStore):
         shard_bytes: int | None = None,
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
-        batch: Batch | None = None,
+        batch: Batch | Callable[[], Batch] | None = None,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 

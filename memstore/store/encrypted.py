@@ -1,0 +1,266 @@
+"""A store around another one, in which every record is encrypted: AES-256-GCM, under the key of its owner.
+
+The records of the store below are bytes: a nonce of 12, the ciphertext, a tag of 16, and in the open the layout of the
+record. The tag covers the layout too, and what is not stored: the memory, the key (table, owner, layer, item), and the
+number of the record. So a ciphertext that comes to lie elsewhere is refused. The checksums of the store below are those
+of ciphertext, and whoever has no key can verify them.
+
+Nonces are random (``os.urandom``, the system's, which is no process's state): none follows from what is on disk or in
+memory, so neither a crash nor a rollback nor a fork brings one back. Two of the 2**32 records that one key may encrypt
+meet with a chance of one in 2**33. For a key that is a document of more blocks than there are numbers for.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from memstore.errors import DamagedError, ReadOnlyMemory
+from memstore.store.contract import (
+    MAX_DIMENSIONS,
+    MAX_DOCUMENT,
+    MAX_ITEM,
+    MAX_LAYER,
+    Batch,
+    BlockKeys,
+    BlockStore,
+    Bytes,
+    Compacted,
+    Key,
+    Layout,
+    Progress,
+    Record,
+    Scanned,
+    Table,
+    check_batch,
+    check_out,
+)
+from memstore.store.keys import KEYS_NAME, KeyTable
+from memstore.store.records import DTYPES, check_layouts, damaged
+
+NONCE, TAG = 12, 16
+OVERHEAD = NONCE + TAG + 2 + 4 * MAX_DIMENSIONS
+"""The most bytes that a record takes beside its payload."""
+_KIND = struct.Struct("<BB")  # dtype and dimensions, behind the dimensions
+_SEARCHED = (Table.DOCUMENTS, Table.META, Table.HISTORY, Table.LANDMARKS, Table.TOKENS, Table.BLOCKS)  # fewest first
+
+
+class EncryptedStore(BlockStore):
+    """The values of ``inner``, encrypted under the keys of ``table``.
+
+    A number whose last value goes loses its key with it: older copies of its values cannot be read then.
+    """
+
+    def __init__(self, inner: BlockStore, table: KeyTable) -> None:
+        self.capabilities = inner.capabilities
+        self.read_only = inner.read_only
+        self.table = table
+        self._inner = inner
+        if not self.read_only:
+            self._sweep()
+
+    def write(self, batch: Batch) -> None:
+        """See ``BlockStore``. Keys of new numbers are on disk before, those of numbers without values go after it."""
+        self._check(batch)
+        self._inner.write(sealed(batch, self.table))
+        self._release(batch)
+
+    def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
+        """See ``BlockStore``."""
+        self._check(batch)
+        taken: list[Batch] = []
+
+        def sealed_evictions() -> Iterator[Batch]:
+            for eviction in evictions:
+                taken.append(eviction)
+                yield sealed(eviction, self.table)
+
+        evicted = self._inner.write_within(sealed(batch, self.table), max_bytes, sealed_evictions())
+        self._release(batch, *taken)
+        return evicted
+
+    def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+        """See ``BlockStore``."""
+        check_out(keys, layouts, out)
+        rows = self._inner.gather(keys, [sealed_layout(layout) for layout in layouts])
+        names = keys.to_bytes() if isinstance(keys, BlockKeys) else [key.to_bytes() for key in keys]
+        for number, (layout, ciphertexts, payloads) in enumerate(zip(layouts, rows, out, strict=True)):
+            told, end = _told(layout), NONCE + layout.nbytes + TAG
+            for row, name in enumerate(names):
+                place = _place(self.table.identity, name, number, len(layouts), told)
+                raw, payload = ciphertexts[row].data, payloads[row].data
+                try:  # written out: ``_open`` for each would take a tenth of a gather
+                    cipher = self.table.cipher(int.from_bytes(name[1:5], "big"))
+                    cipher.decrypt_into(bytes(raw[:NONCE]), raw[NONCE:end], place, payload)
+                except self.table.failed:
+                    found = Record(sealed_layout(layout), ciphertexts[row])
+                    check_layouts(keys[row], [Record(_layout(keys[row], found), found.payload)], [layout])
+                    self._open(keys[row], number, len(layouts), layout, found.payload, payloads[row])
+
+    def get(self, key: Key) -> tuple[Record, ...] | None:
+        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
+        records = self._inner.get(key)
+        return None if records is None else self._opened(key, records)
+
+    def keys(self, first: Key, last: Key) -> list[Key]:
+        """Existing keys from ``first`` to ``last``, in order."""
+        return self._inner.keys(first, last)
+
+    def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
+        """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
+        return ((key, self._opened(key, records)) for key, records in self._inner.walk(first, last))
+
+    def scan(self) -> Iterator[Scanned]:
+        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
+        for scanned in self._inner.scan():
+            if scanned.damage:
+                yield scanned
+                continue
+            try:
+                yield Scanned(scanned.key, self._opened(scanned.key, scanned.records), None)
+            except DamagedError as error:
+                yield Scanned(scanned.key, (), error)
+
+    def sync(self) -> None:
+        """Return when everything committed so far is on disk."""
+        self._inner.sync()
+
+    def size_bytes(self) -> int:
+        """Bytes taken by the store below."""
+        return self._inner.size_bytes()
+
+    def used_bytes(self) -> int:
+        """Bytes that the values take, ciphertext and all."""
+        return self._inner.used_bytes()
+
+    def compact(self, progress: Progress | None = None) -> Compacted:
+        """See ``BlockStore``."""
+        return self._inner.compact(progress)
+
+    def version(self) -> int:
+        """A number that grows with every committed batch."""
+        return self._inner.version()
+
+    def close(self) -> None:
+        """Release everything. Closing twice is allowed."""
+        self._inner.close()
+
+    def _check(self, batch: Batch) -> None:
+        """Raise what would keep ``batch`` from being stored before a key is made for it."""
+        if self.read_only:
+            raise ReadOnlyMemory("this store is open for reading; open it with mode='a' to write")
+        check_batch(batch)
+        self._inner.version()  # a closed store says so
+
+    def _opened(self, key: Key, records: Sequence[Record]) -> tuple[Record, ...]:
+        found = []
+        for number, record in enumerate(records):
+            layout = _layout(key, record)
+            payload = np.empty(layout.nbytes, np.uint8)
+            self._open(key, number, len(records), layout, record.payload, payload)
+            found.append(Record(layout, payload))
+        return tuple(found)
+
+    def _open(self, key: Key, number: int, count: int, layout: Layout, ciphertext: Bytes, out: Bytes) -> None:
+        """Decrypt one record into ``out [layout.nbytes]``. Raises ``DamagedError``."""
+        told, end = _told(layout), NONCE + layout.nbytes + TAG
+        place = _place(self.table.identity, key.to_bytes(), number, count, told)
+        nonce, body = ciphertext[:NONCE].tobytes(), ciphertext[NONCE:end].data
+        try:
+            self.table.cipher(key.document).decrypt_into(nonce, body, place, out.data)
+        except self.table.failed:
+            if self.read_only and self.table.renewed(key.document):
+                self._open(key, number, count, layout, ciphertext, out)
+                return
+            raise damaged(key, "its ciphertext was not written for this place, or its key is another") from None
+
+    def _release(self, *batches: Batch) -> None:
+        """Destroy the keys of those numbers of which the batches have deleted the last value."""
+        ends = {(first.document, last.document) for batch in batches for first, last in batch.deletes}
+        if ends:
+            known = self.table.owners()
+            touched = {low for low, high in ends if low == high} & known
+            touched |= {owner for low, high in ends if low < high for owner in known if low <= owner <= high}
+            self.table.destroy(owner for owner in touched if not self._has_values(owner))
+
+    def _sweep(self) -> None:
+        """Destroy the keys that a writer who was killed did not come to destroy."""
+        documents = {key.document for key in self._inner.keys(Key(Table.DOCUMENTS), _last(Table.DOCUMENTS))}
+        self.table.destroy(
+            owner for owner in self.table.owners() if owner not in documents and not self._has_values(owner)
+        )
+
+    def _has_values(self, owner: int) -> bool:
+        return owner == 0 or any(self._inner.keys(Key(table, owner), _last(table, owner)) for table in _SEARCHED)
+
+
+def is_encrypted(store: BlockStore, folder: Path | None) -> bool:
+    """Whether the values of a memory's ``store`` are ciphertext; its header, the first value of META, tells."""
+    try:
+        header = store.get(Key(Table.META))
+    except DamagedError:
+        return folder is not None and os.path.lexists(folder / KEYS_NAME)
+    return header is not None and header[0].layout.dtype != "json"
+
+
+def sealed(batch: Batch, table: KeyTable) -> Batch:
+    """``batch`` with encrypted records; numbers that are new get their keys, which are on disk then."""
+    table.add(key.document for key, _ in batch.puts)
+    nonces = os.urandom(NONCE * sum(len(records) for _, records in batch.puts))
+    parts = iter(range(0, len(nonces), NONCE))
+    puts = []
+    for key, records in batch.puts:
+        cipher = table.cipher(key.document)
+        ciphertexts = []
+        for number, record in enumerate(records):
+            start, layout = next(parts), sealed_layout(record.layout)
+            told, end = _told(record.layout), NONCE + record.layout.nbytes + TAG
+            nonce, payload = nonces[start : start + NONCE], np.empty(layout.nbytes, np.uint8)
+            payload[:NONCE] = np.frombuffer(nonce, np.uint8)
+            plain = np.ascontiguousarray(record.payload).reshape(-1).view(np.uint8)
+            place = _place(table.identity, key.to_bytes(), number, len(records), told)
+            cipher.encrypt_into(nonce, plain.data, place, payload[NONCE:end].data)
+            payload[end:] = np.frombuffer(told, np.uint8)
+            ciphertexts.append(Record(layout, payload))
+        puts.append((key, tuple(ciphertexts)))
+    return Batch(deletes=list(batch.deletes), puts=puts)
+
+
+@lru_cache(maxsize=1024)
+def sealed_layout(layout: Layout) -> Layout:
+    """How a record of ``layout`` lies in the store below."""
+    return Layout("uint8", (NONCE + layout.nbytes + TAG + len(_told(layout)),))
+
+
+@lru_cache(maxsize=1024)
+def _told(layout: Layout) -> bytes:
+    """A layout as it stands behind the tag: dimensions, dtype, how many dimensions."""
+    sizes = struct.pack(f"<{len(layout.shape)}I", *layout.shape)
+    return sizes + _KIND.pack(DTYPES.index(layout.dtype), len(layout.shape))
+
+
+def _layout(key: Key, record: Record) -> Layout:
+    """The layout that an encrypted record tells. Raises ``DamagedError``."""
+    raw = record.payload[-OVERHEAD:].tobytes()
+    if record.layout.dtype == "uint8" and len(raw) >= NONCE + TAG + _KIND.size:
+        dtype, dimensions = _KIND.unpack_from(raw, len(raw) - _KIND.size)
+        start = len(raw) - _KIND.size - 4 * dimensions
+        if dtype < len(DTYPES) and dimensions <= MAX_DIMENSIONS and start >= 0:
+            layout = Layout(DTYPES[dtype], struct.unpack_from(f"<{dimensions}I", raw, start))
+            if sealed_layout(layout).nbytes == record.payload.nbytes:
+                return layout
+    raise damaged(key, "it is no encrypted record")
+
+
+def _place(identity: bytes, name: bytes, number: int, count: int, told: bytes) -> bytes:
+    """What the tag of a record covers beside its ciphertext; ``name`` is its key."""
+    return b"".join((identity, name, bytes((number, count)), told))
+
+
+def _last(table: Table, owner: int = MAX_DOCUMENT) -> Key:
+    return Key(table, owner, MAX_LAYER, MAX_ITEM)

@@ -1,0 +1,357 @@
+"""The keys of an encrypted memory: its own, which a file or a function gives, and one for each owner of values.
+
+The file ``keys`` in the folder of a memory is a header of 64 bytes and entries of 64 bytes. A number of a document (of
+0, the memory itself) has one entry: its key of 32 bytes, wrapped (RFC 3394) under the memory's key. ``docs/format.md``
+has the table of offsets. An entry never crosses a sector, and is written in its place: added and synced before the
+first value under it is committed, and overwritten with zeros after the last one has gone. So after a kill there may be
+a key without values, which the next writer destroys, and never a value without its key. What was half written fails its
+checksum and counts as no entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from xxhash import xxh3_64_intdigest as checksum
+
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotFound, StoreFull, WrongKey
+from memstore.store import paths
+
+KEYS_NAME = "keys"
+VARIABLE = "MEMSTORE_KEY_FILE"
+"""Environment variable that names the file of the memory's key, where nobody says."""
+KEY_BYTES = 32
+KeySource = str | Path | Callable[[], bytes]
+"""A file that holds the key, or a function that gives it."""
+
+_MAGIC, _VERSION = b"MSKY", 1
+_HEADER = struct.Struct("<4sI16s24s8x")  # magic, version, identity of the memory, the identity wrapped: 56 bytes
+_ENTRY = struct.Struct("<II40s8x")  # owner, 1, the key wrapped: 56 bytes; behind both follows their checksum
+_SUM = struct.Struct("<Q")
+_SLOT = 64
+_FREE = bytes(_SLOT)
+_MOST_CIPHERS = 4096
+_MOST_READ = 200  # bytes of a key file: more than any has
+
+
+class MasterKey:
+    """The key of a memory, 32 bytes that nothing shows."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: object) -> None:
+        if not isinstance(raw, bytes) or len(raw) != KEY_BYTES:
+            found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
+            raise InvalidArgument(
+                f"the key of a memory is {KEY_BYTES} bytes; the function that was passed gave {found}"
+            )
+        self.raw = raw
+
+    def __repr__(self) -> str:
+        return "MasterKey()"
+
+
+def read_key(source: KeySource) -> MasterKey:
+    """The key that ``source`` holds or gives.
+
+    A file has 32 bytes or 64 hexadecimal digits, and nobody but its owner may read it. Raises ``NotFound`` and
+    ``InvalidArgument``.
+    """
+    if callable(source):
+        return MasterKey(source())
+    path = Path(source)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise NotFound(f"there is no key file {path}; check the path") from None
+    except OSError as error:
+        raise InvalidArgument(f"the key file {path} cannot be read: {error.strerror}") from None
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise InvalidArgument(f"the key file {path} is no file")
+        if facts.st_mode & 0o077 or (os.geteuid() and facts.st_uid not in (0, os.geteuid())):
+            mode = stat.S_IMODE(facts.st_mode)
+            raise InvalidArgument(
+                f"the key file {path} is not its user's alone (mode {mode:04o}, user {facts.st_uid}); make it "
+                "your own, and chmod 600 it"
+            )
+        raw = file.read(_MOST_READ)
+    if len(raw) != KEY_BYTES:
+        try:
+            raw = bytes.fromhex(raw.decode("ascii"))
+        except ValueError:
+            raw = b""
+    if len(raw) != KEY_BYTES:
+        raise InvalidArgument(f"the key file {path} must have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits")
+    return MasterKey(raw)
+
+
+def key_of_environment() -> MasterKey | None:
+    """The key in the file that ``MEMSTORE_KEY_FILE`` names; None where it names none. Raises like ``read_key``."""
+    named = os.environ.get(VARIABLE)
+    return read_key(named) if named else None
+
+
+def library() -> Any:
+    """What is used of the package ``cryptography``. Raises ``InvalidArgument`` where it is not installed."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives import keywrap
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        raise InvalidArgument("encrypted memories need 'pip install torch-memstore[encryption]'.") from None
+    return SimpleNamespace(
+        cipher=AESGCM,
+        wrap=keywrap.aes_key_wrap,
+        unwrap=keywrap.aes_key_unwrap,
+        unwrap_failed=keywrap.InvalidUnwrap,
+        failed=InvalidTag,
+    )
+
+
+class KeyTable:
+    """The keys of one open memory; made by ``create`` or ``open``. Safe to use from several threads."""
+
+    def __init__(self, folder: Path | None, key: MasterKey, raw: bytes) -> None:
+        """Not for callers."""
+        self._folder = folder
+        self._key = key
+        self._library = library()
+        self.failed: type[Exception] = self._library.failed
+        """What a cipher raises for what was not encrypted so."""
+        self._lock = threading.RLock()
+        self._ciphers: dict[int, Any] = {}
+        self._wrapped: dict[int, bytes] = {}
+        self._places: dict[int, int] = {}
+        self._free: list[int] = []
+        """Places of entries that were destroyed."""
+        self._slots = 0
+        self._read(raw)
+
+    @classmethod
+    def create(cls, folder: Path | None, key: MasterKey) -> KeyTable:
+        """Keys of a new memory, in place of what an interrupted creation left; in ``folder`` None they lie nowhere."""
+        raw = _header(os.urandom(16), key)
+        if folder is not None:
+            try:
+                paths.write(folder, KEYS_NAME, [raw])
+            except OSError as error:
+                raise _failure(error, folder) from error
+        return cls(folder, key, raw)
+
+    @classmethod
+    def open(cls, folder: Path, key: MasterKey) -> KeyTable:
+        """The keys of the memory in ``folder``. Raises ``WrongKey`` and ``DamagedError``."""
+        return cls(folder, key, _content(folder))
+
+    @property
+    def key(self) -> MasterKey:
+        """The key of the memory."""
+        return self._key
+
+    def check(self, key: MasterKey | None) -> None:
+        """Raise ``WrongKey`` unless ``key`` is that of the memory."""
+        if key is None or key.raw != self._key.raw:
+            raise _wrong(self._folder)
+
+    def owners(self) -> set[int]:
+        """The numbers that have keys."""
+        with self._lock:
+            return set(self._wrapped)
+
+    def cipher(self, owner: int) -> Any:
+        """What encrypts the values of a number. Raises ``DamagedError`` where its key is gone."""
+        found = self._ciphers.get(owner)
+        if found is not None:
+            return found
+        with self._lock:
+            if owner not in self._wrapped:
+                self._look()  # another process may have made it since
+            wrapped = self._wrapped.get(owner)
+            if wrapped is None:
+                raise lacks_key(owner)
+            try:
+                secret = self._library.unwrap(self._key.raw, wrapped)
+            except self._library.unwrap_failed:
+                raise lacks_key(owner) from None
+            if len(self._ciphers) >= _MOST_CIPHERS:
+                self._ciphers.clear()
+            found = self._ciphers[owner] = self._library.cipher(secret)
+        return found
+
+    def renewed(self, owner: int) -> bool:
+        """Whether a number has another key than before: for one that was never committed a new one is made."""
+        with self._lock:
+            before = self._wrapped.get(owner)
+            self._look()
+            return self._wrapped.get(owner) != before
+
+    def add(self, owners: Iterable[int]) -> None:
+        """Make keys for those that have none; they are on disk then. Raises ``StoreFull`` and ``ReadOnlyMemory``."""
+        with self._lock:
+            new = [owner for owner in dict.fromkeys(owners) if owner not in self._wrapped]
+            made = {owner: self._library.wrap(self._key.raw, os.urandom(KEY_BYTES)) for owner in new}
+            places = [*self._free[: len(new)], *range(self._slots, self._slots + len(new))][: len(new)]
+            self._write(dict(zip(places, itertools.starmap(_entry, made.items()), strict=True)))
+            self._wrapped |= made
+            self._places |= zip(new, places, strict=True)
+            self._free = self._free[len(new) :]
+            self._slots = max([self._slots, *(place + 1 for place in places)])
+
+    def destroy(self, owners: Iterable[int]) -> None:
+        """Overwrite the keys of ``owners``; that is on disk then. Raises ``MemstoreError``."""
+        with self._lock:
+            gone = [owner for owner in owners if owner in self._wrapped]
+            self._write({self._places[owner]: _FREE for owner in gone})
+            for owner in gone:
+                del self._wrapped[owner]
+                self._free.append(self._places.pop(owner))
+                self._ciphers.pop(owner, None)
+
+    def change_key(self, key: MasterKey) -> None:
+        """Wrap all keys under another key of the memory: the file is written anew, whole, or stays as it was."""
+        with self._lock:
+            unwrap, wrap = self._library.unwrap, self._library.wrap
+            wrapped = {owner: wrap(key.raw, unwrap(self._key.raw, old)) for owner, old in self._wrapped.items()}
+            raw = _header(self.identity, key) + b"".join(_entry(owner, each) for owner, each in wrapped.items())
+            if self._folder is not None:
+                try:
+                    paths.write(self._folder, KEYS_NAME, [raw])
+                except OSError as error:
+                    raise _failure(error, self._folder) from error
+            self._key = key
+            self._read(raw)
+
+    def _look(self) -> None:
+        if self._folder is not None:
+            self._read(_content(self._folder))
+
+    def _read(self, raw: bytes) -> None:
+        identity, check = _checked_header(raw, self._folder)
+        try:
+            if self._library.unwrap(self._key.raw, check) != identity:
+                raise _wrong(self._folder)
+        except self._library.unwrap_failed:
+            raise _wrong(self._folder) from None
+        self.identity = identity
+        """16 bytes that tell the memory from others."""
+        before, found = self._wrapped, entries(raw)
+        self._wrapped = {owner: wrapped for owner, (_, wrapped) in found.items()}
+        self._places = {owner: place for owner, (place, _) in found.items()}
+        self._slots = (len(raw) - 1) // _SLOT
+        self._free = [place for place in range(self._slots) if _slot(raw, place) == _FREE]
+        for owner in [each for each in self._ciphers if self._wrapped.get(each) != before.get(each)]:
+            del self._ciphers[owner]
+
+    def _write(self, slots: dict[int, bytes]) -> None:
+        if self._folder is None or not slots:
+            return
+        try:
+            paths.check_single(self._folder, KEYS_NAME)
+            handle = paths.open_file(self._folder, KEYS_NAME, os.O_WRONLY)
+            try:
+                for place, entry in slots.items():
+                    if os.pwrite(handle, entry, _SLOT * (1 + place)) < len(entry):
+                        raise OSError(paths.FULL[0], os.strerror(paths.FULL[0]))
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise _failure(error, self._folder) from error
+
+
+def owners_told(folder: Path) -> set[int]:
+    """The numbers that have keys in ``folder``, as can be told without the memory's key. Raises ``DamagedError``."""
+    raw = _content(folder)
+    _checked_header(raw, folder)
+    return set(entries(raw))
+
+
+def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:
+    """Owner -> place and wrapped key of every sound entry."""
+    found: dict[int, tuple[int, bytes]] = {}
+    for place in range((len(raw) - 1) // _SLOT):
+        slot = _slot(raw, place)
+        if len(slot) == _SLOT and slot != _FREE and slot[-_SUM.size :] == _sum(slot[: -_SUM.size]):
+            owner, _, wrapped = _ENTRY.unpack_from(slot)
+            found[owner] = place, wrapped
+    return found
+
+
+def lacks_key(owner: int) -> DamagedError:
+    """The error for values whose key is not there."""
+    return DamagedError(
+        f"the key of number {owner} is not in the file {KEYS_NAME} of the memory, or damaged: what is stored under it "
+        f"cannot be read. Restore {KEYS_NAME} from a copy",
+        remedy="restore",
+    )
+
+
+def _slot(raw: bytes, place: int) -> bytes:
+    return raw[_SLOT * (1 + place) : _SLOT * (2 + place)]
+
+
+def _sum(content: bytes) -> bytes:
+    return _SUM.pack(checksum(content))
+
+
+def _header(identity: bytes, key: MasterKey) -> bytes:
+    content = _HEADER.pack(_MAGIC, _VERSION, identity, library().wrap(key.raw, identity))
+    return content + _sum(content)
+
+
+def _entry(owner: int, wrapped: bytes) -> bytes:
+    content = _ENTRY.pack(owner, 1, wrapped)
+    return content + _sum(content)
+
+
+def _content(folder: Path) -> bytes:
+    try:
+        return paths.read(folder, KEYS_NAME)
+    except FileNotFoundError:
+        raise DamagedError(
+            f"memory {folder} is encrypted, and its file {KEYS_NAME} is missing: without it nothing can be read. "
+            "Restore it from a copy; of a memory in a bucket, from the folder where it is written",
+            memory=folder,
+            remedy="restore",
+        ) from None
+    except OSError as error:
+        raise _failure(error, folder) from error
+
+
+def _checked_header(raw: bytes, folder: Path | None) -> tuple[bytes, bytes]:
+    header = raw[:_SLOT]
+    if len(header) < _SLOT or header[-_SUM.size :] != _sum(header[: -_SUM.size]):
+        raise DamagedError(
+            f"the header of the file {KEYS_NAME} of memory {folder} is damaged; restore it from a copy",
+            memory=folder,
+            remedy="restore",
+        )
+    magic, version, identity, check = _HEADER.unpack_from(header)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise ForeignMemory(f"the file {KEYS_NAME} of memory {folder} was written by a newer memstore; upgrade")
+    return identity, check
+
+
+def _wrong(folder: Path | None) -> WrongKey:
+    return WrongKey(f"memory {folder or 'ram:'} is encrypted under another key than this; pass its own", memory=folder)
+
+
+def _failure(error: OSError, folder: Path) -> MemstoreError:
+    if isinstance(error, MemstoreError):
+        return error
+    what = f"the file {KEYS_NAME} of memory {folder}"
+    if error.errno in paths.FULL:
+        return StoreFull(f"no room for {what}: nothing of this batch was stored", memory=folder)
+    return paths.shortage(error.errno, folder) or MemstoreError(
+        f"{what} cannot be used ({error.strerror}); open the memory again", memory=folder
+    )

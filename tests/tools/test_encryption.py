@@ -1,0 +1,57 @@
+"""`--key-file`, `rekey`, and `verify` without the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memstore.memory.urls import open_locked
+from memstore.store.keys import VARIABLE
+from tests.tools.conftest import Cli
+from tests.tools.test_failures import flip
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in ("a.key", "b.key"):
+        (tmp_path / name).touch(mode=0o600)
+        (tmp_path / name).write_bytes(name.encode().ljust(32, b"\x11"))
+    return tmp_path / "a.key", tmp_path / "b.key"
+
+
+def test_an_encrypted_memory_from_the_command_line(
+    cli: Cli, memory: Path, keys: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Made by a copy, listed, refused without its key or with another, given a new key."""
+    key, new = keys
+    target = tmp_path / "encrypted"
+    assert cli("copy", memory, target, "--key-file", key).code == 0
+    listed = cli("ls", target, "--key-file", key, "--json").json
+    assert [each["document"] for each in listed["documents"]] == ["whale", "ship"]
+    for arguments, says in (((), "is encrypted: pass the file"), (("--key-file", new), "under another key than this")):
+        refused = cli("ls", target, *arguments)
+        assert (refused.code, len(refused.err.splitlines())) == (5, 1)
+        assert says in refused.err
+    changed = cli("rekey", target, new, "--key-file", key)
+    assert changed.out == f"{target} has the key in {new} now; destroy the one before\n"
+    assert cli("ls", target, "--key-file", key).code == 5
+    assert cli("ls", target, "--key-file", new, "--json").json == {**listed, "memory": str(target)}
+    assert cli("ls", memory, "--key-file", new).code == 0, "a memory that is not encrypted is opened as it is"
+    assert cli("rekey", memory, new).code == 2
+
+
+def test_verify_checks_what_it_can_without_the_key(
+    cli: Cli, memory: Path, keys: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "encrypted"
+    cli("copy", memory, target, "--key-file", keys[0])
+    assert cli("verify", target).out == "clean, as far as checksums tell; with --key-file all of it is checked\n"
+    assert cli("verify", target, "--key-file", keys[0]).out == "clean: 2 documents, 14 tokens\n"
+    assert cli("verify", target, "--key-file", keys[1]).code == 5
+    store = open_locked(target)
+    flip(target / "data.mdb", next(each.records[0].payload.tobytes() for each in store.scan() if each.key.layer))
+    store.close()
+    for arguments in ((), ("--key-file", keys[0])):
+        assert cli("verify", target, *arguments).code == 4
