@@ -1,6 +1,7 @@
 """Block stores: typed, checksummed records under ordered keys, written in atomic batches.
 
-``contract.py`` says what a store is; ``ram.py``, ``lmdb/`` and ``zarr/`` fulfil it. ``docs/format.md`` has the bytes.
+``contract.py`` says what a store is; ``ram.py``, ``lmdb/`` and ``zarr/`` fulfil it, and ``encrypted.py`` around
+them. ``docs/format.md`` has the bytes.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory
+from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, WrongKey
 from memstore.memory import Memory
+from memstore.store.zarr.bucket import from_url
 from tests import forks
 from tests.memory.helpers import D, G, S, append, check_content, in_blocks, make_spec, random_tokens, states
 from tests.readers import child
@@ -329,3 +330,29 @@ def test_a_copy_into_a_bucket_goes_on_where_it_was_cut_off(
     memstore.copy(HERE, tmp_path / "back")
     with memstore.open(tmp_path / "back") as memory:
         check_content(memory.document("whale"), TOKENS)
+
+
+def test_an_encrypted_memory_is_read_elsewhere_with_its_key_and_its_file_of_keys(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in the bucket opens it: that file is not published."""
+    key = bytes(range(32))
+    with memstore.open(HERE, spec=make_spec(), key=lambda: key) as memory:
+        append(memory.document("a-secret-name"), TOKENS)
+    objects = from_url(f"s3://{BUCKET}/notes")
+    names = [name for folder in ("blocks", "tail") for name in objects.names(folder)]
+    contents = [stored.content for stored in objects.get_all([*names, "manifest.json"]) if stored is not None]
+    assert len(contents) > 30
+    some = states(in_blocks(TOKENS), 0)["k"][1].contiguous().numpy().tobytes()
+    for pattern in (b"a-secret-name", TOKENS[:S].int().numpy().tobytes(), some, key):
+        assert not any(pattern in content for content in contents)
+    (tail,) = (tmp_path / "a" / "memstore" / "tails").iterdir()
+    on(monkeypatch, tmp_path / "b")
+    with pytest.raises(DamagedError, match=r"its file keys is missing.* from the folder where it is written"):
+        memstore.open(HERE, mode="r", key=lambda: key)
+    there = tmp_path / "b" / "memstore" / "tails" / tail.name
+    shutil.copy(tail / "keys", there / "keys")
+    with pytest.raises(WrongKey):
+        memstore.open(HERE, mode="r", key=lambda: bytes(32))
+    with memstore.open(HERE, mode="r", key=lambda: key) as memory:
+        check_content(memory.document("a-secret-name"), TOKENS)

@@ -28,6 +28,7 @@ FILLED = {
     "KIND": "similarity",
     "[NUMBER]": "1",
     "[STORE...]": "numpy",
+    "NEW_KEY_FILE": "{key}",
 }
 """What to give for an argument, by its metavar."""
 OPTIONS = {"--after": "30d", "--out": "{tmp}/picture.png"}
@@ -36,9 +37,10 @@ MORE = {
     "search": ["--block", "whale:0"],
     "read": ["--model", "{model}", "--dtype", "float32", "--document", "again"],
     "diff": ["--documents", "whale", "whale"],
+    "rekey": ["--key-file", "{key}"],
 }
 """What a verb needs beside that."""
-INSTEAD = {"import": {"MEMORY": "{tmp}/imported.mem"}}
+INSTEAD = {"import": {"MEMORY": "{tmp}/imported.mem"}, "rekey": {"MEMORY": "{encrypted}"}}
 """Where a metavar means something else."""
 LONG = ("chat", "demo", "train", "eval", "mcp", "serve", "torture", "view")
 """Verbs that take minutes, or do not end by themselves: of these the help is asked for."""

@@ -20,8 +20,8 @@ CLI = """\
 Written by `make docs` from the command itself. Every verb prints tables on a terminal, plain text elsewhere,
 and one JSON object with `--json`. Models that are fetched are kept in the user's cache directory, or in the folder
 that the environment variable `MEMSTORE_CACHE` names; what a C compiler makes at the first use lies there too, and with
-`MEMSTORE_NATIVE=0` nothing is compiled. With `MEMSTORE_DEBUG=1` an error that nobody expected also prints
-its traceback.
+`MEMSTORE_NATIVE=0` nothing is compiled. `MEMSTORE_KEY_FILE` names the file of the key of encrypted memories. With
+`MEMSTORE_DEBUG=1` an error that nobody expected also prints its traceback.
 """
 
 API = """\

@@ -48,9 +48,20 @@ def original(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pa
     assert main(["read", str(folder / "whale.txt"), str(folder / "notes.mem"), *options]) == 0
     assert main(["ask", str(folder / "notes.mem"), "Call me", "--max-tokens", "2", *tracing()]) == 0
     assert main(["export", str(folder / "notes.mem"), str(folder / "export")]) == 0
+    make_key(folder / "notes.key")
+    assert main(["copy", *(str(folder / name) for name in ("notes.mem", "encrypted.mem")), *key_option(folder)]) == 0
     (folder / "folder").mkdir()
     (folder / "folder" / "something").write_text("else")
     return folder
+
+
+def make_key(path: Path) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(path.name.encode().ljust(32))
+
+
+def key_option(folder: Path) -> list[str]:
+    return ["--key-file", str(folder / "notes.key")]
 
 
 @pytest.fixture
@@ -63,6 +74,8 @@ def world(original: Path, tmp_path: Path, model_folder: Path) -> World:
         "memory": str(here / "notes.mem"),
         "text": str(here / "whale.txt"),
         "export": str(here / "export"),
+        "encrypted": str(here / "encrypted.mem"),
+        "key": str(here / "notes.key"),
         "folder": str(here / "folder"),
         "missing": str(here / "missing"),
         "tmp": str(tmp_path / "new"),
@@ -258,6 +271,11 @@ def test_every_example_runs(cli: Cli, library: Path, verb: str) -> None:
             words = [MADE_BEFORE.get(word, word) for word in words]
         if verb == "repair" and "--to" in words:
             shutil.rmtree(library / "saved.mem", ignore_errors=True)
+        if verb == "rekey":
+            for key in ("notes.key", "new.key"):
+                make_key(Path(key))
+            assert cli("copy", "notes.mem", "encrypted.mem", *key_option(Path())).code == 0
+            words = ["encrypted.mem" if word == "notes.mem" else word for word in words]
         done = cli(*words)
         assert done.code == 0, (line, done)
         assert done.out
