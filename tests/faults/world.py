@@ -24,9 +24,8 @@ import memstore
 from memstore import Document, Memory, MemorySpec
 from memstore.memory import rules
 from memstore.memory.spec import Fingerprint
-from memstore.memory.urls import is_path, open_store
+from memstore.memory.urls import is_path, open_store, open_unchecked
 from memstore.memory.verify import check
-from memstore.store import LmdbStore
 from memstore.store.zarr import store as zarr
 
 
@@ -375,7 +374,7 @@ def best_scores(held: Held, top_k: int) -> Tensor:
 
 def sound(url: str) -> list[str]:
     """What ``verify`` finds, without a process of its own: for callers that are one."""
-    store = LmdbStore.open(url, read_only=True, check=False) if is_path(url) else open_store(url, "r", None).store
+    store = open_unchecked(url) if is_path(url) else open_store(url, "r", None).store
     try:
         return [finding.message for finding in check(store)]
     finally:
