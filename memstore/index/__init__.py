@@ -25,6 +25,7 @@ _HOMES = {
     "exact": ("memstore.index.exact", "ExactIndex"),
     "faiss": ("memstore.index.faiss", "FaissIndex"),
     "milvus": ("memstore.index.milvus", "MilvusIndex"),
+    "signs": ("memstore.index.signs", "SignIndex"),
 }
 BUILT_IN = frozenset(_HOMES)
 """Kinds that come with memstore."""
@@ -35,7 +36,7 @@ _NAMES = {name: home for home, name in _HOMES.values()} | dict.fromkeys(_CONTRAC
 def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, **options: Any) -> VectorIndex:
     """A new, empty index. ``name`` is a kind, and settings of that kind behind a colon: ``"faiss:IVF1024,Flat"``.
 
-    Kinds are ``exact``, ``faiss``, ``clusters``, ``codes``, ``milvus``, ``auto`` and those that other packages provide.
+    Kinds are ``exact``, ``faiss``, ``clusters``, ``codes``, ``signs``, ``milvus``, ``auto`` and others' own.
     ``options`` (``dtype``, ``device``) go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for
     settings that it does not understand and where a library that it needs is missing.
     """

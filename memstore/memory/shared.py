@@ -142,11 +142,14 @@ class Shared:
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
+        from memstore.kernels.best_signs.api import problem
         from memstore.memory.tensors import index_dtype
 
-        spec = self.spec
+        spec, name = self.spec, self.index
+        if name == "exact" and spec.key_dtype == "bit" and self.index_device.type == "cpu" and problem() is None:
+            name = "signs"
         return open_index(
-            self.index,
+            name,
             key_heads=spec.key_heads,
             key_dim=spec.key_dim,
             keys_per_block=spec.keys_per_block,

@@ -54,10 +54,18 @@ class IndexTests(ABC):
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
         """A new, empty index."""
 
+    def keys(self, *shape: int, seed: int = 0) -> Tensor:
+        """Keys of a ``shape`` that it takes, of whole numbers."""
+        return small_integers(*shape, seed=seed)
+
+    def best_keys(self, *shape: int) -> Tensor:
+        """Keys of a ``shape`` that score higher than any of ``keys`` for a query of ones."""
+        return torch.full(shape, 27.0)
+
     def filled(self, n: int, *, heads: int = 2, dim: int = 8, per_block: int = 3) -> tuple[VectorIndex, Tensor, Tensor]:
         """An index with blocks ``2, 4, ..., 2n``, their ids and their keys."""
         index = self.make(key_heads=heads, key_dim=dim, keys_per_block=per_block)
-        ids, keys = 2 * torch.arange(1, n + 1), small_integers(n, heads, per_block, dim)
+        ids, keys = 2 * torch.arange(1, n + 1), self.keys(n, heads, per_block, dim)
         index.add(ids, keys)
         return index, ids, keys
 
@@ -84,14 +92,14 @@ class IndexTests(ABC):
             assert torch.equal(scores[found.ids[head] >= 0], found.scores[head][found.ids[head] >= 0])
 
     def test_a_block_is_found_as_soon_as_it_is_added(self) -> None:
-        index, _, keys = self.filled(20)
-        index.add(torch.tensor([41, 50]), 9 * keys[:2].abs() + 9)
+        index, _, _ = self.filled(20)
+        index.add(torch.tensor([41, 50]), self.best_keys(2, 2, 3, 8))
         found = index.search(torch.ones(2, 1, 8), 2)
         assert sorted(found.ids[0, 0].tolist()) == [41, 50]
 
     def test_many_small_additions_equal_one(self) -> None:
         index = self.make(key_heads=1, key_dim=4, keys_per_block=2)
-        ids, keys = torch.arange(700), small_integers(700, 1, 2, 4)
+        ids, keys = torch.arange(700), self.keys(700, 1, 2, 4)
         for start in range(0, 700, 13):
             index.add(ids[start : start + 13], keys[start : start + 13])
         assert len(index) == 700
@@ -154,7 +162,7 @@ class IndexTests(ABC):
     def test_a_removed_id_can_be_added_with_other_keys(self) -> None:
         index, ids, keys = self.filled(20)
         index.remove(ids[5:8])
-        keys[5:8] = small_integers(3, 2, 3, 8, seed=9)
+        keys[5:8] = self.keys(3, 2, 3, 8, seed=9)
         index.add(ids[5:8], keys[5:8])
         self.check(index, ids, keys, small_integers(2, 5, 8, seed=1), 20)
 
@@ -215,7 +223,7 @@ class IndexTests(ABC):
 
     def test_a_window_that_moves_on_is_always_what_was_added_last(self) -> None:
         index = self.make(key_heads=2, key_dim=8, keys_per_block=3)
-        keys = small_integers(400, 2, 3, 8)
+        keys = self.keys(400, 2, 3, 8)
         for start in range(0, 400, 25):
             index.add(torch.arange(start, start + 25), keys[start : start + 25])
             if start >= 100:
@@ -230,7 +238,7 @@ class IndexTests(ABC):
         index.finish()
         index.finish()
         self.check(index, ids, keys, small_integers(4, 5, 8, seed=1), 9)
-        index.add(torch.tensor([1, 3]), 9 * keys[:2].abs() + 9)
+        index.add(torch.tensor([1, 3]), self.best_keys(2, 2, 3, 8))
         assert sorted(index.search(torch.ones(2, 1, 8), 2).ids[0, 0].tolist()) == [1, 3]
         index.close()
 

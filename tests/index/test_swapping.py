@@ -16,7 +16,8 @@ from torch import Tensor
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.index import ExactIndex, auto, cluster_index, codes, faiss
+from memstore.index import ExactIndex, VectorIndex, auto, cluster_index, codes, faiss
+from memstore.index.signs import SignIndex
 from memstore.memory import Document, Memory, layer_index
 from memstore.models import drt, landmark, memorizing
 from tests.eval.drts import small_drt
@@ -205,12 +206,17 @@ def test_a_model_says_the_same_with_every_index_that_finds_the_best(family: Fami
             assert kind != index or at_work(session, index), "it was kept, and is used again"
 
 
+def turned_round(kind: type[VectorIndex], monkeypatch: pytest.MonkeyPatch) -> None:
+    search, score = kind.search, kind.score
+    monkeypatch.setattr(kind, "search", lambda self, q, k, **options: search(self, -q, k, **options))
+    monkeypatch.setattr(kind, "score", lambda self, q, **options: score(self, -q, **options))
+
+
 @pytest.mark.parametrize("family", [*SEARCHING, *SCORING])
 def test_it_is_the_index_that_chooses(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = by_exact_search(family)
-    search, score = ExactIndex.search, ExactIndex.score
-    monkeypatch.setattr(ExactIndex, "search", lambda self, q, k, **options: search(self, -q, k, **options))
-    monkeypatch.setattr(ExactIndex, "score", lambda self, q, **options: score(self, -q, **options))
+    for kind in (ExactIndex, SignIndex):  # whichever it is that "exact" is here
+        turned_round(kind, monkeypatch)
     with family(tmp_path / "m", "exact") as session:
         read(session)
         assert not torch.allclose(session.logits(), expected, atol=1e-2)

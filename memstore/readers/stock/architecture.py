@@ -165,7 +165,9 @@ def _examine(model: PreTrainedModel) -> Architecture:
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
-    layers = tuple(_plan(model, names, i, entry, mixed, tables) for i, entry in enumerate(seen))
+    again: dict[nn.Module, Tensor] = {}
+    with _probing(model, partial(_note_keys, again)):  # once for all layers: a whole model is walked through for it
+        layers = tuple(_plan(model, names, i, entry, mixed, tables, again) for i, entry in enumerate(seen))
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
     decoder = _decoder(model, names[layers[0].block])
     if learned and not _takes_positions(model, decoder):
@@ -321,12 +323,13 @@ def _plan(
     seen: _Seen,
     mixed: bool,
     tables: list[Table],
+    again: dict[nn.Module, Tensor],
 ) -> LayerPlan:
     return LayerPlan(
         index=index,
         module=seen.module,
         block=_decoder_layer(model, names[seen.module]),
-        rotary=_rotary(model, index, seen, tables),
+        rotary=_rotary(model, index, seen, tables, again),
         heads=seen.queries.shape[1],
         key_heads=seen.keys.shape[1],
         head_dim=seen.keys.shape[3],
@@ -336,15 +339,17 @@ def _plan(
     )
 
 
-def _rotary(model: PreTrainedModel, index: int, seen: _Seen, tables: list[Table]) -> LayerRotary:
+def _rotary(
+    model: PreTrainedModel, index: int, seen: _Seen, tables: list[Table], again: dict[nn.Module, Tensor]
+) -> LayerRotary:
     """Run the layer again without positions, and find what turns the one result into the other."""
     kwargs = seen.inputs[1]
     given = kwargs.get("position_embeddings")
     positioned, free = seen.keys, seen.keys
     if given is not None:
-        free = _keys_again(model, seen, position_embeddings=identity(given))
+        free = _keys_again(again, seen, position_embeddings=identity(given))
     elif isinstance(positions := kwargs.get("position_ids"), Tensor):
-        moved = _keys_again(model, seen, position_ids=positions + PROBE_TOKENS)
+        moved = _keys_again(again, seen, position_ids=positions + PROBE_TOKENS)
         if not torch.equal(moved, positioned):
             raise _unsupported(model, f"layer {index} turns its keys itself, where a memory cannot reach them")
     found = _find_rotary(tables, seen.module, given, positioned, free)
@@ -353,19 +358,21 @@ def _rotary(model: PreTrainedModel, index: int, seen: _Seen, tables: list[Table]
     return found
 
 
-def _keys_again(model: PreTrainedModel, seen: _Seen, **other: Any) -> Tensor:
-    """The keys of a layer that gets what it got in the probe, but for what is ``other``."""
-    again: dict[nn.Module, Tensor] = {}
-
-    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        again[module] = k
-        heads = q.shape[1] // v.shape[1]
-        return v.repeat_interleave(heads, 1).transpose(1, 2).contiguous(), None
-
+def _keys_again(again: dict[nn.Module, Tensor], seen: _Seen, **other: Any) -> Tensor:
+    """The keys of a layer that gets what it got in the probe, but for what is ``other``; ``again`` is told them."""
     args, kwargs = seen.inputs
-    with torch.no_grad(), _probing(model, probe):
+    with torch.no_grad():
         seen.module(*args, **{**kwargs, **other})
     return again[seen.module]
+
+
+def _note_keys(
+    again: dict[nn.Module, Tensor], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """An attention function that tells ``again`` its keys."""
+    again[module] = k
+    heads = q.shape[1] // v.shape[1]
+    return v.repeat_interleave(heads, 1).transpose(1, 2).contiguous(), None
 
 
 def _find_rotary(

@@ -15,6 +15,8 @@ as long as the candidates that it is of.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -47,7 +49,7 @@ class DocumentWords:
     def __init__(self, tokenizer: Any) -> None:
         """Without a tokenizer every token is a word of its own."""
         self._tokenizer = tokenizer
-        self._numbers: dict[str, int] = {}
+        self._numbers: defaultdict[str, int] = defaultdict(count().__next__)
         self._runs: dict[tuple[int, str], tuple[tuple[int | None, int, int], int, Tensor, Tensor]] = {}
         self._lasts: dict[tuple[int, str], tuple[tuple[int | None, int, int], Tensor, Tensor]] = {}
         self._indexes: WeakKeyDictionary[Candidates, tuple[WordIndex, WordIndex]] = WeakKeyDictionary()
@@ -126,7 +128,7 @@ class DocumentWords:
             some = range(start, min(start + AT_ONCE, blocks.stop))
             for text in self._tokenizer.batch_decode(document.tokens(some).split(size)):
                 words = words_of(text)
-                found += [self._numbers.setdefault(word[:STEM], len(self._numbers)) for word in words]
+                found += [self._numbers[word[:STEM]] for word in words]
                 counts.append(len(words))
         of = torch.arange(blocks.start, blocks.stop).repeat_interleave(torch.tensor(counts))
         return torch.tensor(found, dtype=torch.int64), of

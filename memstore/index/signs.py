@@ -1,0 +1,200 @@
+"""Exact search among keys of +1 and -1, kept as bits: the index of a memory that routes by codes of one bit.
+
+A memory with ``key_dtype="bit"`` asks for the score of every block for every token of a question, which no graph and no
+inverted file can help with. As bits a million codes of 256 numbers are 38 MB, 14 times less than in bfloat16, and are
+scored without multiplying (``memstore.kernels.best_signs``). ``index="exact"`` of such a memory is this one where the
+processor can do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.index import checks, files
+from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
+from memstore.kernels.best_signs import PackedSigns, best_signs, pack
+from memstore.kernels.best_signs.api import allowance, problem, words_shape
+
+LEAST_ROOM = 64
+"""Blocks that there is room for when the first come."""
+
+
+class SignIndex(VectorIndex):
+    """Keys of +1 and -1. ``search`` finds the true top k, with scores in float32.
+
+    ``score`` rounds what five numbers of a query make to 16 bits: it is off by less than 1/1200 of the sum of the
+    query's absolute numbers, usually a tenth of that, and exact for signs as queries. Blocks with equal scores are
+    ordered by id, the smaller first.
+
+    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    """
+
+    capabilities = IndexCapabilities(exact=True, dense=True)
+
+    def __init__(
+        self,
+        key_heads: int,
+        key_dim: int,
+        keys_per_block: int,
+        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - signs are the same in every type
+        device: str | torch.device = "cpu",
+        settings: str = "",
+    ) -> None:
+        checks.check_sizes(key_heads, key_dim, keys_per_block)
+        if torch.device(device).type != "cpu":
+            raise InvalidArgument(f"An index of signs is searched on the CPU, not on {device}; use 'exact' there.")
+        if settings:
+            raise InvalidArgument(f"An index of signs has no settings; write 'signs', not 'signs:{settings}'.")
+        if reason := problem():
+            raise InvalidArgument(f"An index of signs {reason.replace('auto', 'exact')}.")
+        self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
+        self._words, self._ids = self._room_for(0)
+        self._held = slice(0, 0)  # the rows that are there; their ids ascend
+
+    def __len__(self) -> int:
+        return self._held.stop - self._held.start
+
+    def __repr__(self) -> str:
+        return f"SignIndex({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for bits and ids."""
+        return self._words.nbytes + self._ids.nbytes
+
+    def add(self, ids: Tensor, keys: Tensor) -> None:
+        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
+        checks.check_ids(ids)
+        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        checks.check_new(self._holds(ids), ids)
+        words = torch.stack([pack(keys[:, head].cpu()).words for head in range(self.key_heads)])
+        there = self._ids[self._held]
+        if len(ids) and len(there) and int(ids[0]) < int(there[-1]):
+            self._hold(torch.cat([there, ids]), torch.cat([self._words[:, self._held], words], 1))
+            return
+        first, stop = self._held.start, self._held.stop
+        if stop + len(ids) > len(self._ids):
+            held, there = self._words[:, self._held], self._ids[self._held]
+            self._words, self._ids = self._room_for(2 * (len(there) + len(ids)))
+            first, stop = 0, len(there)
+            self._words[:, :stop], self._ids[:stop] = held, there
+        self._words[:, stop : stop + len(ids)], self._ids[stop : stop + len(ids)] = words, ids
+        self._held = slice(first, stop + len(ids))
+
+    def remove(self, ids: Tensor) -> None:
+        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
+        checks.check_ids(ids)
+        checks.check_held(self._holds(ids), ids)
+        there = self._ids[self._held]
+        if torch.equal(there[: len(ids)], ids):  # a document that loses its oldest blocks
+            self._held = slice(self._held.start + len(ids), self._held.stop)
+        else:
+            left = ~torch.isin(there, ids)
+            self._hold(there[left], self._words[:, self._held][:, left])
+
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
+        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
+        checks.check_top_k(k)
+        checks.check_allowed(allowed)
+        grouped, rows = self._grouped(queries), self._rows(allowed)
+        heads = [self._search_head(grouped[head], head, rows, k) for head in range(self.key_heads)]
+        return SearchResult.of_heads(heads, queries)
+
+    def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``."""
+        checks.check_allowed(allowed)
+        grouped, rows = self._grouped(queries), self._rows(allowed)
+        scores = torch.stack([self._scores(grouped[head], head, rows) for head in range(self.key_heads)])
+        ids = self._ids[rows].clone()
+        return scores.reshape(*queries.shape[:2], len(ids)).to(queries.device), ids.to(queries.device)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Its kind."""
+        return {"kind": "signs"}
+
+    def save(self, path: Path) -> None:
+        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
+        files.save(path, self._about, {"ids": self._ids[self._held], "words": self._words[:, self._held]})
+
+    def load(self, path: Path) -> None:
+        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
+        content = files.load(path, self._about)
+        shape = (self.key_heads, "n", *words_shape(self.keys_per_block, self.key_dim))
+        content.check(ids=(torch.int64, ("n",)), words=(torch.int16, shape))
+        self._hold(content.tensors["ids"], content.tensors["words"])
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        return files.identity("signs", self)
+
+    def _room_for(self, blocks: int) -> tuple[Tensor, Tensor]:
+        shape = (self.key_heads, max(blocks, LEAST_ROOM), *words_shape(self.keys_per_block, self.key_dim))
+        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+            return torch.empty(shape, dtype=torch.int16), torch.empty(shape[1], dtype=torch.int64)
+
+    def _hold(self, ids: Tensor, words: Tensor) -> None:
+        """Hold blocks ``ids [n]``, in any order, with ``words [G, n, ...]``, and no others."""
+        order = ids.argsort()
+        room = self._room_for(len(ids))
+        room[0][:, : len(ids)], room[1][: len(ids)] = words[:, order], ids[order]
+        (self._words, self._ids), self._held = room, slice(0, len(ids))
+
+    def _holds(self, ids: Tensor) -> Tensor:
+        there = self._ids[self._held]
+        if not len(there):
+            return torch.zeros_like(ids, dtype=torch.bool)
+        at = torch.searchsorted(there, ids).clamp(max=len(there) - 1)
+        return there[at] == ids
+
+    def _rows(self, allowed: range | Tensor | None) -> slice | Tensor:
+        """The rows of the allowed blocks, in the order of their ids; a slice where they are adjacent."""
+        if allowed is None:
+            return self._held
+        there = self._ids[self._held]
+        if isinstance(allowed, range) and allowed.step == 1:
+            ends = torch.tensor([allowed.start, max(allowed.start, allowed.stop)])
+            first, stop = torch.searchsorted(there, ends).tolist()
+            return slice(self._held.start + first, self._held.start + stop)
+        return self._held.start + checks.allows(allowed, there).nonzero().squeeze(1)
+
+    def _grouped(self, queries: Tensor) -> Tensor:
+        checks.check_queries(queries, self.key_heads, self.key_dim)
+        return queries.detach().cpu().float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
+
+    def _keys(self, head: int, rows: slice | Tensor) -> PackedSigns:
+        return PackedSigns(self._words[head, rows].contiguous(), self.keys_per_block, self.key_dim)
+
+    def _scores(self, queries: Tensor, head: int, rows: slice | Tensor) -> Tensor:
+        """``[R, n]`` float32."""
+        return best_signs(self._keys(head, rows), queries).T.contiguous()
+
+    # What cannot be among the best is ruled out for certain, by how much scores may be off; the rest is scored again.
+    def _search_head(self, queries: Tensor, head: int, rows: slice | Tensor, k: int) -> SearchResult:
+        near, ids = self._scores(queries, head, rows), self._ids[rows]
+        count, found = min(k, len(ids)), []
+        off = 2 * allowance(queries)
+        for row, query in enumerate(queries):
+            if not count:
+                break
+            least = near[row].topk(count).values[-1] - off[row]
+            some = (near[row] >= least).nonzero().squeeze(1)
+            places = torch.arange(len(self._ids))[rows][some]
+            scores, offsets = (self._keys(head, places).unpacked() @ query).max(1)
+            best = scores.argsort(descending=True, stable=True)[:count]
+            found.append((scores[best], ids[some[best]], offsets[best]))
+        pad = (len(queries), k - count)
+        none = torch.full(pad, -1)
+        if not found:
+            return SearchResult(torch.full((len(queries), k), -torch.inf), *(2 * [torch.full((len(queries), k), -1)]))
+        scores, blocks, offsets = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return SearchResult(
+            torch.cat((scores, torch.full(pad, -torch.inf)), 1),
+            torch.cat((blocks, none), 1),
+            torch.cat((offsets, none), 1),
+        )

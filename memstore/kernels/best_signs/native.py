@@ -1,0 +1,56 @@
+"""By ``native.c``: entries of tables looked up and added, by the processor's instructions for words of 16 bits."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memstore.kernels import native
+
+SOURCE = Path(__file__).with_suffix(".c")
+VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw"}
+"""What the processor must be able to do, and the compiler's word for it."""
+WORDS_PER_THREAD = 1 << 16
+"""Words of keys from which on another thread pays."""
+
+
+def best_signs(words: Tensor, queries: Tensor, dim: int) -> Tensor:
+    """``words [n, tiles, W, 32]`` contiguous, ``queries [R, dim]`` float32, to ``[n, R]``: see the public function."""
+    blocks, tiles, _, _ = words.shape
+    rows = len(queries)
+    out = torch.empty(blocks, rows)
+    if not out.numel():
+        return out
+    threads = min(torch.get_num_threads(), 1 + words.numel() // WORDS_PER_THREAD)
+    given = queries.contiguous()
+    pointers = (ctypes.c_void_p(each.data_ptr()) for each in (words, given, out))
+    sizes = (ctypes.c_long(each) for each in (blocks, tiles, dim, rows, threads))
+    if _library().memstore_best_signs(*pointers, *sizes):
+        raise MemoryError(f"no memory for the tables of {rows} queries of {dim} numbers.")
+    return out
+
+
+def pack(keys: Tensor, words: Tensor) -> bool:
+    """``keys [n, P, D]`` float32 to ``words [n, tiles, W, 32]``, contiguous; False where they are no signs."""
+    if not keys.numel():
+        return True
+    given = keys.contiguous()
+    pointers = (ctypes.c_void_p(each.data_ptr()) for each in (given, words))
+    return not _library().memstore_pack_signs(*pointers, *(ctypes.c_long(each) for each in keys.shape))
+
+
+@cache
+def problem() -> str | None:
+    """Why this cannot be; None if it can."""
+    return native.problem_of(_library)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    if not native.processor().issuperset(VECTORS):
+        raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 BW; use 'auto'")
+    return native.parallel(SOURCE, list(VECTORS.values()))
