@@ -18,8 +18,9 @@ from torch import Tensor
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, WrongKey
 from memstore.memory import Memory, verify
+from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
-from memstore.store.contract import Table
+from memstore.store.contract import Key, Table
 from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, owners_told
 from tests.memory.helpers import KEY_DIM, LAYERS, D, G, P, S, append, check_content, make_spec, random_tokens
 
@@ -255,6 +256,34 @@ def test_flipped_bits_are_found_with_the_key_and_without(
         assert _verified(url, key), offset
         flip(tmp_path / "m" / KEYS_NAME, offset)
     assert _verified(url, key) == []
+
+
+@pytest.mark.parametrize("how", ["in place", "into a new memory"])
+def test_what_is_damaged_is_repaired_with_the_key(
+    how: str, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch, children_are_forks: None
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(key))
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        append(memory.document("whale"), random_tokens(LONG))
+        append(memory.document("ship"), random_tokens(LONG, 1))
+        damaged = Key(Table.BLOCKS, memory.document("whale").id or 0, 1, 5)
+    store = open_locked(tmp_path / "m")
+    payload = (store.get(damaged) or ())[0].payload.tobytes()
+    store.close()
+    flip(tmp_path / "m" / "data.mdb", (tmp_path / "m" / "data.mdb").read_bytes().index(payload) + 20)
+    if how == "in place":
+        with memstore.open(tmp_path / "m") as memory:
+            assert memory.repair().left == []
+    else:
+        salvage(tmp_path / "m", tmp_path / "new")
+    with memstore.open(tmp_path / ("m" if how == "in place" else "new"), mode="r") as memory:
+        assert memory.encrypted
+        assert memory.verify() == []
+        check_content(memory.document("ship"), random_tokens(LONG, 1))
+        left = 5 * S if how == "in place" else LONG
+        whale = memory.document("whale")
+        assert len(whale) == left
+        assert torch.equal(whale.tokens(range(5)), random_tokens(LONG)[: 5 * S])
 
 
 def _verified(url: str, key: Path) -> object:
