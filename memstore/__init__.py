@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
     from memstore.memory.spec import Fingerprint, MemorySpec
     from memstore.readers.attach import attach
+    from memstore.readers.many import read_many
     from memstore.readers.reader import Reader
 
 _HOMES = {
@@ -43,6 +44,7 @@ _HOMES = {
     "attach": ("memstore.readers.attach", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),
     "open": ("memstore.memory.memory", "open_memory"),
+    "read_many": ("memstore.readers.many", "read_many"),
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "attach",
     "copy",
     "open",
+    "read_many",
 ]
 
 

@@ -353,7 +353,7 @@ class Reader(ABC):
             nonlocal seen
             for piece in self._pieces(tokens):
                 known = min(max(0, stored - seen), len(piece))
-                _compare(target, seen, piece[:known])
+                compare(target, seen, piece[:known])
                 seen += len(piece)
                 if known < len(piece):
                     self._check_writable()
@@ -790,7 +790,7 @@ def _is_flat(tokens: Chunks) -> bool:
     return isinstance(tokens, Sequence) and not (tokens and isinstance(tokens[0], Tensor | np.ndarray | Sequence))
 
 
-def _compare(document: Document, start: int, tokens: Tensor) -> None:
+def compare(document: Document, start: int, tokens: Tensor) -> None:
     """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on.
 
     Nobody knows the tokens of blocks that a repair has dropped: they are taken for the same.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,6 +62,12 @@ Meta = Annotated[
         help="Noted of each document, for memstore ask --meta; KEY= takes it away. May be repeated.",
     ),
 ]
+Ray = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="WORKERS", help="Read new files with so many processes (pip install 'torch-memstore[ray]')."
+    ),
+]
 Watch = Annotated[bool, typer.Option("--watch", help="Stay, and read what changes, until Ctrl-C.")]
 Prune = Annotated[bool, typer.Option("--prune", help="Forget the documents of files that are gone from the folders.")]
 
@@ -76,6 +82,7 @@ class Options:
     prune: Prune = False
     meta: Meta = None
     watch: Watch = False
+    ray: Ray = None
     model: Model = None
     dtype: Dtype = None
     block_size: BlockSize = None
@@ -117,7 +124,7 @@ def read(options: Options) -> Report:
         memstore read moby-dick.txt notes.mem --document moby-dick
         memstore read notes/ notes.mem --meta project=island
 
-    In Python: memstore.readers.reader.Reader.read and update, of what memstore.attach gives.
+    In Python: memstore.readers.reader.Reader.read and update, of what memstore.attach gives, and memstore.read_many.
     """
     if options.document == "":
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
@@ -236,6 +243,13 @@ def _read_all(
         texts = list(zip(plan.read, tokens, strict=True))
         new = sum(len(ids) - held(reader, each.document, ids) for each, ids in texts)
         check_room(options.memory, reader, new, None if known is None else known.room, tell=not options.json)
+        if options.ray is not None:
+            from memstore.readers.many import read_parts
+
+            unread = {each.document: ids for each, ids in texts if reader.memory.document(each.document).id is None}
+            again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
+            shared: dict[str, Any] = {"retrieval": reader.retrieval, "index": options.index}
+            read_parts(reader, again, unread, workers=options.ray, progress=not options.json, **shared)
         done: Done = []
         for each, ids in texts:
             try:

@@ -31,7 +31,7 @@ Written by `make docs` from the docstrings. Everything here is a name of `memsto
 to start from. Models that learn to retrieve, layers and kernels have their own packages: `memstore.models`,
 `memstore.attention`, `memstore.kernels`.
 """
-FUNCTIONS = ("attach", "open", "copy")
+FUNCTIONS = ("attach", "open", "read_many", "copy")
 CLASSES = ("Reader", "Memory", "Document", "Retrieval", "MemorySpec", "Fingerprint")
 
 

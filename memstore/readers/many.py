@@ -1,0 +1,227 @@
+"""Many documents, read side by side by processes of Ray, into one memory.
+
+Each document is read into a small memory of its own, a *part*, by whichever worker is free, and copied from there into
+the memory by this process, which is its only writer. A part lies in a folder named by what it is made of (the model,
+the routers, and the tokens), and is gone once it is copied. So whatever is killed, the same call goes on: documents
+that are there are compared, parts that are whole are copied, those that are not are gone on with from their last
+segment, and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.memory import MemorySpec, open_memory
+from memstore.memory.copy import copy_document
+from memstore.memory.urls import folder
+from memstore.progress import progress_bar
+from memstore.readers.attach import attach
+from memstore.readers.kinds import load_model
+from memstore.readers.reader import Chunks, Reader, ReadResult, compare
+
+Load = Callable[[], tuple[Any, Any]]
+"""Loads a model and its tokenizer, in whichever process it is called."""
+Facts = tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]
+"""What is stored in a memory under names: JSON values, and arrays."""
+NAME = "part"
+"""The document of a part."""
+AGAIN = 3
+"""Times that a worker is started again before its document counts as one that cannot be read."""
+
+
+def read_many(
+    model: str | Path | Load,
+    texts: Mapping[str, str | Chunks],
+    memory: str | Path,
+    *,
+    workers: int = 2,
+    address: str | None = None,
+    parts: str | Path | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> list[ReadResult]:
+    """Read many texts, each as a document of its own, with several processes; needs ``torch-memstore[ray]``.
+
+    What is stored is what reading one after the other stores, but that documents which begin alike share no blocks.
+    Whatever was killed, the same call goes on. Raises only once all documents that can be read are.
+
+    Args:
+        model: the folder of a model with its tokenizer, or a function that loads both (it is sent to the workers).
+        texts: the text of each document by its name, a string or token ids ``[n]``.
+        memory: the path of the memory, which is made if it is not there.
+        workers: processes, each with the model and one thread of computing.
+        address: of a Ray cluster, whose machines have the folder of ``parts`` in common; None: this machine.
+        parts: where parts lie for a while; by default beside the memory.
+        progress: show a line with tokens per second, of all together.
+        options: of ``attach``, for all processes.
+
+    Returns:
+        What was done with each document, in the order of ``texts``.
+
+    Raises:
+        NotFound: Ray is not installed.
+        InvalidArgument: options that do not fit, or a document that holds another text.
+        MemstoreError: some documents could not be read; it names them. All others are in the memory.
+    """
+    if workers < 1:
+        raise InvalidArgument(f"workers must be at least 1, not {workers}")
+    load = model if callable(model) else _Folder(Path(model))
+    loaded, tokenizer = load()
+    with attach(loaded, memory, tokenizer=tokenizer, **options) as reader:
+        return read_parts(
+            reader, load, texts, workers=workers, address=address, parts=parts, progress=progress, **options
+        )
+
+
+def read_parts(
+    reader: Reader,
+    load: Load,
+    texts: Mapping[str, str | Chunks],
+    *,
+    workers: int = 2,
+    address: str | None = None,
+    parts: str | Path | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> list[ReadResult]:
+    """``read_many``, into the memory of a ``reader`` that is open."""
+    place = folder(reader.memory.url) if parts is None else Path(parts)
+    if place is None:
+        raise InvalidArgument(f"parts of {reader.memory.url} need a folder: name one with parts=")
+    place = place.with_name(place.name + ".parts") if parts is None else place
+    tokens = {name: _whole(reader, text) for name, text in texts.items()}
+    stored = {name: _held(reader, name, ids) for name, ids in tokens.items()}
+    missing = {name: ids for name, ids in tokens.items() if stored[name] < len(ids)}
+    results = {name: ReadResult(name, len(ids), 0, len(ids), 0.0) for name, ids in tokens.items()}
+    if missing:
+        for _ in reader._prepared(iter([next(iter(missing.values()))])):  # a router is fitted to the first text
+            break
+        facts = reader.memory.facts()
+        places = {name: place.resolve() / _address(reader, facts, ids) for name, ids in missing.items()}
+        jobs = {name: (str(places[name]), ids) for name, ids in missing.items()}
+        worker = load, options, reader.memory.spec
+        failed: dict[str, Exception] = {}
+        total = sum(map(len, tokens.values()))
+        with (
+            _ray(workers, address) as ray,
+            progress_bar(reader.memory.url, sum(stored.values()), total, progress) as advance,
+        ):
+            for name, seconds in _done(ray, workers, worker, facts, jobs):
+                if isinstance(seconds, Exception):
+                    failed[name] = seconds
+                    continue
+                with open_memory(places[name], mode="r") as part:
+                    copy_document(part.document(NAME), reader.memory, name)
+                shutil.rmtree(places[name])
+                new, before = len(missing[name]) - stored[name], stored[name]
+                results[name] = ReadResult(name, len(missing[name]), new, before, seconds)
+                advance(new)
+        if failed:
+            why = "; ".join(f"{name!r}: {' '.join(str(error).split())[:200]}" for name, error in failed.items())
+            raise MemstoreError(f"{len(failed)} of {len(texts)} documents were not read ({why}); all others were")
+        if place.exists() and not any(place.iterdir()):
+            place.rmdir()
+    return list(results.values())
+
+
+class _Folder:
+    """Loads the model in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.expanduser().resolve()
+
+    def __call__(self) -> tuple[Any, Any]:
+        return load_model(self._path)
+
+
+class _Worker:
+    """A process of Ray: has the model, and reads one document after the other."""
+
+    def __init__(self, load: Load, options: Mapping[str, Any], spec: MemorySpec) -> None:
+        torch.set_num_threads(1)
+        self._model, self._tokenizer = load()
+        self._options, self._spec = options, spec
+
+    def read(self, facts: Facts, place: str, tokens: Tensor) -> float:
+        """Read ``tokens [n]`` into the part at ``place``, or go on; seconds that it took."""
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        with open_memory(place, spec=self._spec) as memory:
+            memory.put_facts(*facts, place)
+            with attach(self._model, memory, tokenizer=self._tokenizer, **self._options) as reader:
+                return reader.read(tokens, NAME).seconds
+
+
+def _done(
+    ray: Any, workers: int, given: tuple[Any, ...], facts: Facts, jobs: Mapping[str, tuple[str, Tensor]]
+) -> Iterator[tuple[str, Any]]:
+    """The name of each job, as it is done, and the seconds that it took, or why it could not be done."""
+    actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=AGAIN)(_Worker)
+    free, told = [actor.remote(*given) for _ in range(min(workers, len(jobs)))], ray.put(facts)
+    waiting = list(jobs.items())
+    running: dict[Any, tuple[Any, str]] = {}
+    while waiting or running:
+        while waiting and free:
+            name, job = waiting.pop(0)
+            one = free.pop()
+            running[one.read.remote(told, *job)] = one, name
+        (ready, *_), _ = ray.wait(list(running))
+        one, name = running.pop(ready)
+        free.append(one)
+        try:
+            yield name, ray.get(ready)
+        except ray.exceptions.RayError as error:
+            yield name, getattr(error, "cause", error)
+
+
+@contextmanager
+def _ray(workers: int, address: str | None) -> Iterator[Any]:
+    """Ray, started if it is not running, and ended if it was started here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told what is read here
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise NotFound("reading with many processes needs Ray: pip install 'torch-memstore[ray]'") from None
+    if ray.is_initialized():
+        yield ray
+        return
+    own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
+    ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _whole(reader: Reader, text: str | Chunks) -> Tensor:
+    tokens = reader._given(text)
+    if not isinstance(tokens, Tensor):
+        raise InvalidArgument("each text is given whole, as a string or token ids, not in pieces")
+    return tokens
+
+
+def _held(reader: Reader, name: str, tokens: Tensor) -> int:
+    """How many of ``tokens [n]`` the document holds. Raises ``InvalidArgument`` where it holds another text."""
+    document = reader.memory.document(name)
+    compare(document, 0, tokens[: len(document)])
+    return min(len(document), len(tokens))
+
+
+def _address(reader: Reader, facts: Facts, tokens: Tensor) -> str:
+    """A name for what reading ``tokens [n]`` with this model gives."""
+    made = hashlib.blake2b(repr((reader.memory.spec, reader._reading(retrieve=True))).encode(), digest_size=16)
+    for name, arrays in sorted(facts[1].items()):
+        for key, array in sorted(arrays.items()):
+            made.update(f"{name}/{key}".encode() + array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    made.update(tokens.int().numpy().tobytes())
+    return made.hexdigest()

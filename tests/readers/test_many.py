@@ -1,0 +1,111 @@
+"""Many documents are read by several processes of Ray, whatever is killed, into the memory that one would make."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memstore
+from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.memory.copy import compare_memories
+from memstore.readers.many import read_many
+from tests.readers.models import tiny, tokens
+
+pytest.importorskip("ray")
+
+SIZES: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": 32}
+TEXTS = {f"text {number}": tokens(150 + 37 * number, seed=number) for number in range(4)}
+
+
+class Loader:
+    """Loads a model, and notes which process has done so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+
+    def __call__(self) -> tuple[Any, None]:
+        (self._folder / str(os.getpid())).touch()
+        return tiny("llama"), None
+
+    def processes(self) -> set[int]:
+        return {int(each.name) for each in self._folder.iterdir()}
+
+
+def check(folder: Path, texts: dict[str, Any]) -> None:
+    """Whether the memory holds what reading one text after the other stores."""
+    with memstore.attach(tiny("llama"), folder / "alone", **SIZES) as reader:
+        for name, ids in texts.items():
+            reader.read(ids, name, reuse=False)
+    with memstore.open(folder / "m", mode="r") as memory, memstore.open(folder / "alone", mode="r") as alone:
+        assert compare_memories(memory, alone).same
+        assert memory.verify() == []
+    assert not (folder / "m.parts").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_store_what_one_stores_and_only_once(tmp_path: Path) -> None:
+    load = Loader(tmp_path / "processes")
+    read = read_many(load, TEXTS, tmp_path / "m", **SIZES)
+    assert [(each.document, each.new_tokens) for each in read] == [(name, len(ids)) for name, ids in TEXTS.items()]
+    assert len(load.processes()) == 3, "two workers, and this one"
+    check(tmp_path, TEXTS)
+    again = read_many(load, {**TEXTS, "text 1": TEXTS["text 1"][:90]}, tmp_path / "m", **SIZES)
+    assert [each.new_tokens for each in again] == [0] * 4
+    assert len(load.processes()) == 3, "nobody else was needed"
+    with pytest.raises(InvalidArgument, match="'text 2' holds another text"):
+        read_many(load, {"text 2": tokens(100, seed=9)}, tmp_path / "m", **SIZES)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    load, texts = Loader(tmp_path / "processes"), {"a": tokens(4000, seed=1), "b": tokens(3000, seed=2)}
+    killed: list[int] = []
+
+    def kill() -> None:
+        """In the middle of its document."""
+        while not any((tmp_path / "m.parts").glob("*/data.mdb")):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        killed.append((load.processes() - {os.getpid()}).pop())
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    read = read_many(load, texts, tmp_path / "m", **SIZES)
+    killer.join()
+    assert [each.tokens for each in read] == [4000, 3000]
+    assert len(load.processes()) == 4, "one was started again"
+    check(tmp_path, texts)
+
+
+@pytest.mark.slow
+def test_only_what_has_failed_is_read_again(tmp_path: Path) -> None:
+    load = Loader(tmp_path / "processes")
+    place = tmp_path / "parts"
+    place.write_text("no folder")
+    with pytest.raises(MemstoreError, match="4 of 4 documents were not read"):
+        read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
+    place.unlink()
+    with memstore.attach(tiny("llama"), tmp_path / "m", **SIZES) as reader:
+        reader.read(TEXTS["text 0"], "text 0")
+        reader.read(TEXTS["text 1"][:64], "text 1")
+    read = read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
+    assert [each.reused_tokens for each in read] == [150, 64, 0, 0]
+    check(tmp_path, TEXTS)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    load = Loader(tmp_path / "processes")
+    with pytest.raises(InvalidArgument, match="workers must be at least 1"):
+        read_many(load, TEXTS, tmp_path / "m", workers=0)
+    with pytest.raises(InvalidArgument, match="name one with parts="):
+        read_many(load, TEXTS, "ram:", **SIZES)
+    with pytest.raises(NotFound, match="no model folder"):
+        read_many(tmp_path / "nowhere", TEXTS, tmp_path / "m")
