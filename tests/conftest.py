@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -72,3 +73,13 @@ def check_here(url: str, key: MasterKey | None = None) -> list[Finding]:
         return [*verify.check(store), *verify.damaged_indexes(url)]
     finally:
         store.close()
+
+
+@pytest.fixture(scope="session")
+def ray_starts() -> None:
+    """Ray needs processes, ports and shared memory, which not every machine gives."""
+    code = "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False); ray.shutdown()"
+    try:
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"Ray does not start here: {(error.stderr or b'')[-300:]!r}")

@@ -71,7 +71,7 @@ def read_many(
 
     Raises:
         NotFound: Ray is not installed.
-        InvalidArgument: options that do not fit, or a document that holds another text.
+        InvalidArgument: options that do not fit, a document that holds another text, or an encrypted memory.
         MemstoreError: some documents could not be read; it names them. All others are in the memory.
     """
     if workers < 1:
@@ -96,6 +96,8 @@ def read_parts(
     **options: Any,
 ) -> list[ReadResult]:
     """``read_many``, into the memory of a ``reader`` that is open."""
+    if reader.memory.encrypted:
+        raise InvalidArgument("an encrypted memory is read by one process: parts would lie beside it unencrypted")
     place = folder(reader.memory.url) if parts is None else Path(parts)
     if place is None:
         raise InvalidArgument(f"parts of {reader.memory.url} need a folder: name one with parts=")

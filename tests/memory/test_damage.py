@@ -146,7 +146,7 @@ def test_a_file_that_lost_its_end_is_a_finding(path: Path) -> None:
 
 
 def test_a_check_of_a_memory_imports_no_tensors(path: Path) -> None:
-    code = "import sys; from memstore.memory.verify import main; main(sys.argv[1]); print('torch' in sys.modules)"
+    code = "import sys; from memstore.memory.verify import main; main(sys.argv[1], None); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == '{"done": true}\nFalse\n'
 

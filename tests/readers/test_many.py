@@ -14,11 +14,13 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory.copy import compare_memories
-from memstore.readers.many import read_many
+from memstore.readers.many import read_many, read_parts
 from tests.readers.models import tiny, tokens
 
 pytest.importorskip("ray")
 
+
+pytestmark = pytest.mark.usefixtures("ray_starts")
 SIZES: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": 32}
 TEXTS = {f"text {number}": tokens(150 + 37 * number, seed=number) for number in range(4)}
 
@@ -109,3 +111,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         read_many(load, TEXTS, "ram:", **SIZES)
     with pytest.raises(NotFound, match="no model folder"):
         read_many(tmp_path / "nowhere", TEXTS, tmp_path / "m")
+    with memstore.attach(tiny("llama"), "ram:", **SIZES) as reader:
+        spec = reader.memory.spec
+    with (
+        memstore.open(tmp_path / "secret", spec=spec, key=lambda: bytes(range(32))) as memory,
+        memstore.attach(tiny("llama"), memory, **SIZES) as reader,
+        pytest.raises(InvalidArgument, match="an encrypted memory is read by one process"),
+    ):
+        read_parts(reader, load, TEXTS, **SIZES)
+    assert not (tmp_path / "secret.parts").exists()

@@ -11,6 +11,7 @@ from memstore.memory.copy import compare_memories
 from tests.tools.conftest import Cli
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_starts")
 
 
 @pytest.mark.slow
