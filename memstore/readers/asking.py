@@ -116,7 +116,7 @@ class Answer:
     def sources(self, most: int = 8) -> list[Passage]:
         """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
         found = [(stored(self.reader.memories, name), block, weight) for name, block, weight in self.used[:most]]
-        return [passage(self.reader, each, block, weight) for each, block, weight in found if each is not None]
+        return passages(self.reader, [(each, block, weight) for each, block, weight in found if each is not None])
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
@@ -129,17 +129,44 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def passage(reader: Asker, document: Document, block: int, score: float) -> Passage:
-    """The block of ``document`` with its text, and where it stands."""
-    first, size = document.blocks.start, reader.memory.spec.block_size
-    try:
-        # A block may begin in the middle of a character, so its line is counted in the text of all before it.
-        before = document.tokens(range(first, block))
-        line = None if first or bool((before < 0).any()) else reader.tokenizer.decode(before).count("\n") + 1
-    except NotFound:
-        line = None
-    text = str(reader.tokenizer.decode(document.tokens(block), skip_special_tokens=True))
-    return Passage(document=document.name, block=block, first_token=block * size, line=line, score=score, text=text)
+def passages(reader: Asker, found: Sequence[tuple[Document, int, float]]) -> list[Passage]:
+    """Blocks of documents with their texts, where they stand, and the scores given with them."""
+    lines = _lines(reader.tokenizer, [(document, block) for document, block, _ in found])
+    size = reader.memory.spec.block_size
+    return [
+        Passage(
+            document=document.name,
+            block=block,
+            first_token=block * size,
+            line=lines[document.name, block],
+            score=score,
+            text=str(reader.tokenizer.decode(document.tokens(block), skip_special_tokens=True)),
+        )
+        for document, block, score in found
+    ]
+
+
+def _lines(tokenizer: Any, places: Sequence[tuple[Document, int]]) -> dict[tuple[str, int], int | None]:
+    """The line that each block begins in, None behind blocks that are gone; no token is read twice."""
+    lines: dict[tuple[str, int], int | None] = {}
+    counted: dict[str, tuple[int, int | None]] = {}
+    for document, block in sorted(places, key=lambda place: place[1]):
+        start, line = counted.get(document.name, (0, None if document.blocks.start else 1))
+        if line is not None:
+            try:
+                line += _newlines(tokenizer, document.tokens(range(start, block)))
+            except NotFound:  # a repair has dropped a block before it
+                line = None
+        counted[document.name] = block, line
+        lines[document.name, block] = line
+    return lines
+
+
+def _newlines(tokenizer: Any, tokens: torch.Tensor) -> int:
+    """How often a new line begins in a text. Each token tells, for no character but the whole newline has its byte."""
+    ids, counts = tokens.unique(return_counts=True)
+    texts = tokenizer.batch_decode(ids[:, None]) if len(ids) else []
+    return sum(text.count("\n") * count for text, count in zip(texts, counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory import Document
-from memstore.readers.asking import Passage, passage
+from memstore.readers.asking import Passage, passages
 from memstore.readers.conversation import PREFIX
 from memstore.readers.reader import Reader
 from memstore.tools.ask import chosen_documents
@@ -119,7 +119,7 @@ class Agents(MCPServer[Any]):
                 return []
             by_name = self._documents()
             found = reader.search(query, most)
-            return [passage(reader, by_name[each.document], each.block, each.score) for each in found]
+            return passages(reader, [(by_name[each.document], each.block, each.score) for each in found])
 
         return await self._done(work)
 
