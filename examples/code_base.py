@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import memstore
-from memstore.readers.asking import passage
+from memstore.readers.asking import passages
 from memstore.tools.models import load_model
 
 
@@ -23,8 +23,10 @@ def main(folder: str, question: str, model_name: str = "smollm2", pattern: str =
                 reader.update(
                     text, document=str(file.relative_to(root))
                 )  # of a changed file, what comes after the change
-        for match in reader.search(question, 5):
-            found = passage(reader, reader.memory.document(match.document), match.block, match.score)
+        matches = [
+            (reader.memory.document(each.document), each.block, each.score) for each in reader.search(question, 5)
+        ]
+        for found in passages(reader, matches):
             print(f"{folder}/{found.document}:{found.line}  {' '.join(found.text.split())[:90]}")
 
 

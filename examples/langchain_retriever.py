@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 
 import memstore
-from memstore.readers.asking import passage
+from memstore.readers.asking import passages
 
 
 class MemstoreRetriever(BaseRetriever):
@@ -29,9 +29,11 @@ class MemstoreRetriever(BaseRetriever):
         *,
         run_manager: CallbackManagerForRetrieverRun,  # noqa: ARG002 - of LangChain
     ) -> list[Document]:
-        found = []
-        for match in self.reader.search(query, self.k):
-            place = passage(self.reader, self.reader.memory.document(match.document), match.block, match.score)
+        matches = self.reader.search(query, self.k)
+        memory, found = self.reader.memory, []
+        for place in passages(
+            self.reader, [(memory.document(each.document), each.block, each.score) for each in matches]
+        ):
             told = {"source": place.document, "line": place.line, "block": place.block, "score": place.score}
             found.append(Document(page_content=place.text, metadata=told, id=f"{place.document}:{place.block}"))
         return found

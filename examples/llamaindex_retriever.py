@@ -12,7 +12,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 import memstore
-from memstore.readers.asking import passage
+from memstore.readers.asking import passages
 from memstore.readers.reader import Reader
 
 
@@ -24,9 +24,11 @@ class MemstoreRetriever(BaseRetriever):
         self.reader, self.k = reader, k
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        found = []
-        for match in self.reader.search(query_bundle.query_str, self.k):
-            place = passage(self.reader, self.reader.memory.document(match.document), match.block, match.score)
+        matches = self.reader.search(query_bundle.query_str, self.k)
+        memory, found = self.reader.memory, []
+        for place in passages(
+            self.reader, [(memory.document(each.document), each.block, each.score) for each in matches]
+        ):
             told = {"source": place.document, "line": place.line, "block": place.block}
             node = TextNode(text=place.text, metadata=told, id_=f"{place.document}:{place.block}")
             found.append(NodeWithScore(node=node, score=place.score))
