@@ -8,7 +8,8 @@ the same as in one process. Stock models attend to their own part (``readers/sto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -50,14 +51,29 @@ class Ranks:
         import torch.distributed as dist
 
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        try:
+        with _answering():
             dist.all_gather(found, tensor.contiguous(), group=self._group)
-        except RuntimeError as error:
-            raise MemstoreError(
-                f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
-                f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
-            ) from error
         return found
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """``gathered``, as one tensor ``[ranks, ...]``, whose gradient each rank gets for its own part.
+
+        The gradient is the sum of what all ranks' losses say: all of them have to run backward.
+        """
+        joined: Tensor = _Joined.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch annotates it in part
+        return joined
+
+    def summed(self, parts: Tensor) -> Tensor:
+        """The part of this rank of ``parts [ranks, n, ...]``, summed over all ranks: ``[n, ...]``.
+
+        Raises like ``gathered``.
+        """
+        import torch.distributed as dist
+
+        own = torch.empty_like(parts[0])
+        with _answering():
+            dist.reduce_scatter_tensor(own, parts.flatten(0, 1).contiguous(), group=self._group)
+        return own
 
     def agree(self, *numbers: int) -> None:
         """Raise ``MemstoreError``, on all ranks, unless all say the same ``numbers``."""
@@ -87,6 +103,31 @@ class Ranks:
         where, order = where.sort(dim=-1)
         places, values = choose(values.gather(-1, order), top_k)
         return where.gather(-1, places).long(), values.to(scores.dtype)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Say what it means when a collective inside fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise MemstoreError(
+            f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
+            f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
+        ) from error
+
+
+class _Joined(torch.autograd.Function):
+    """``Ranks.joined``."""
+
+    @staticmethod
+    def forward(context: Any, own: Tensor, ranks: Ranks) -> Tensor:
+        context.ranks = ranks
+        return torch.stack(ranks.gathered(own))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return context.ranks.summed(gradient), None
 
 
 @dataclass(eq=False)

@@ -29,6 +29,8 @@ CASES = [
     "memorizing, joint",
     "stock with a kNN layer",
 ]
+FEW = ["drt, alibi, two groups", "landmark, each head and token", "landmark, each group", "memorizing, gate"]
+"""A case of each mechanism."""
 
 
 def model(case: str) -> Any:
@@ -74,10 +76,10 @@ def answer(folder: str, case: str, group: Any = None) -> dict[str, Any]:
     return {"logits": logits, "generated": generated, "landmarks": held}
 
 
-def work(rank: int, size: int, folder: str) -> None:
+def work(rank: int, size: int, folder: str, cases: list[str]) -> None:
     """Be a rank: answer in every case, and write the answers down."""
     join(rank, size, folder)
-    for case in CASES:
+    for case in cases:
         torch.save(answer(f"{folder}/{case}/m", case, dist.group.WORLD), f"{folder}/{case}/{size}-{rank}.pt")
     dist.destroy_process_group()
 

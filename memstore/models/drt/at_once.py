@@ -6,7 +6,7 @@ All lists are chosen at once, with gradients; ``cache.py`` is for segments that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from memstore.errors import InvalidArgument
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import random_choice
+from memstore.readers.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class SharedBlocks:
     """``[P, S, hidden]``: states of further blocks, such as those of earlier steps."""
     landmarks: Tensor | None = None
     """``[P, hidden]``"""
+    ranks: Ranks | None = None
+    """Processes that train together, each with rows of its own: their ``rows`` may be retrieved on all of them.
+
+    All pass it at the same step, and all run backward: the gradients of every rank's loss go back to the block.
+    """
 
     def check(self, config: DRTConfig, input_ids: Tensor) -> None:
         """Raise ``InvalidArgument`` where these blocks cannot be retrieved for ``input_ids [B, T]``."""
@@ -84,6 +90,33 @@ def retrieve(
     return chosen, ListStates(keys, values, lists, weights.to(keys.dtype))
 
 
+def with_other_ranks(shared: SharedBlocks, packing: DRTPacking, blocks: tuple[Tensor, Tensor] | None) -> SharedBlocks:
+    """``shared``, with what the other ranks share of their ``blocks`` beside its further states; one collective.
+
+    Raises ``InvalidArgument``, on all ranks, where one has no complete block.
+    """
+    if shared.ranks is None:
+        return shared
+    free = None if blocks is None else _free(packing, shared, blocks[0])
+    count = -1 if free is None else int(free.sum())
+    device = packing.ids.device
+    counts = torch.stack(shared.ranks.gathered(torch.tensor(count, device=device))).tolist()
+    if min(counts) < 0 or blocks is None or free is None:
+        raise InvalidArgument(f"ranks share blocks, and rank {counts.index(-1)} has none: rows must be a block long")
+    states, landmarks = (part[free].flatten(1) for part in blocks)
+    own = torch.cat([states, landmarks], -1)
+    # Padded even where nobody shares anything: backward waits for all, whatever each has found.
+    told = shared.ranks.joined(F.pad(own, (0, 0, 0, max(*counts, 1) - count)))
+    others = [each[:count] for each, count in zip(told, counts, strict=True)]
+    others[shared.ranks.rank] = told[shared.ranks.rank, :0]
+    states, landmarks = torch.cat(others).split([states.shape[1], landmarks.shape[1]], -1)
+    states = states.unflatten(-1, blocks[0].shape[2:])
+    if shared.states is not None and shared.landmarks is not None:
+        states = torch.cat([states, shared.states.to(states.dtype)])
+        landmarks = torch.cat([landmarks, shared.landmarks.to(landmarks.dtype)])
+    return replace(shared, states=states, landmarks=landmarks, ranks=None)
+
+
 def as_one_row(packing: DRTPacking) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
     """``packing.by_list``, where all rows share their blocks and so are one row to whoever attends to them."""
 
@@ -102,18 +135,24 @@ def _with_shared(
     rows, count = queries.shape[:2]
     earlier = _earlier(count, queries.device)
     own = torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & earlier[None, :, None, :]
-    if shared.rows is not None:
-        free = packing.joined(None, _spread(packing, shared.rows))[0].squeeze(-1).all(-1)  # [B, n]
-        there = torch.tensor(packing.blocks, device=free.device)[:, None]
-        free = free & (torch.arange(count, device=free.device) < there)
-        others = ~torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & free[None, None]
-        own = own | others
+    free = _free(packing, shared, states)
+    own = own | (~torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & free[None, None])
     scores = torch.einsum("bnd,cmd->bncm", queries, landmarks).masked_fill(~own, -torch.inf).flatten(2)
     states = states.flatten(0, 1)
     if shared.states is not None and shared.landmarks is not None:
         scores = torch.cat([scores, queries @ shared.landmarks.to(queries.dtype).T], -1)
         states = torch.cat([states, shared.states.to(states.dtype)])
     return scores, states
+
+
+def _free(packing: DRTPacking, shared: SharedBlocks, states: Tensor) -> Tensor:
+    """Which blocks of ``states [B, n, S, hidden]`` other rows may retrieve, ``[B, n]``."""
+    count = states.shape[1]
+    if shared.rows is None:
+        return torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
+    free = packing.joined(None, _spread(packing, shared.rows))[0].squeeze(-1).all(-1)
+    there = torch.tensor(packing.blocks, device=free.device)[:, None]
+    return free & (torch.arange(count, device=free.device) < there)
 
 
 def _of_all_rows(

@@ -26,7 +26,7 @@ from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM, uncompiled
-from memstore.models.drt.at_once import SharedBlocks, as_one_row, retrieve
+from memstore.models.drt.at_once import SharedBlocks, as_one_row, retrieve, with_other_ranks
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import GroupSearch
 from memstore.models.drt.configuration import DRTConfig
@@ -133,6 +133,7 @@ class DRTModel(nn.Module):
         sight = self.sight(packing, cache, x)
         x, window_states = self.read(x, sight, cache)
         blocks = self._blocks(packing, x, cache)
+        shared = None if shared is None else with_other_ranks(shared, packing, blocks)
         by_list = packing.by_list if shared is None else as_one_row(packing)
         number = self.config.lower_layers
         retrieval: list[TopBlocks] = []
