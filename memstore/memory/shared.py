@@ -85,7 +85,7 @@ class Shared:
         """
         header, catalog = read_header(store, url), catalog_of(store, url)
         spec = header.spec
-        blocks = BlockCache(store, block_layouts(spec), _background_worker, **budgets)
+        blocks = BlockCache(store, block_layouts(spec), partial(_readers, store), **budgets)
         retention = Retention(store, url, catalog, blocks)
         files = IndexFiles(folder_of(folder), spec, index, writable=mode != "r" and not store.read_only)
         device = budgets.get("device")
@@ -427,10 +427,11 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
     return [(record.layout, record.payload.tobytes()) for record in records]
 
 
-def _background_worker() -> Executor:
+def _readers(store: BlockStore) -> Executor:
+    """Threads that bring blocks ahead."""
     from memstore.memory.pipeline import background_workers
 
-    return background_workers(1)
+    return background_workers(store.capabilities.reads_ahead)
 
 
 def _index_device(device: object) -> torch.device:

@@ -130,7 +130,7 @@ class BlockCache:
         device_bytes: int = 0,
         device: str | torch.device | None = None,
     ) -> None:
-        """``layouts`` are those of the records of a complete block; ``workers`` makes the thread that reads ahead.
+        """``layouts`` are those of the records of a complete block; ``workers`` makes the threads that read ahead.
 
         Budgets are bytes; ``host_bytes`` None is ``HOST_BYTES``, and 0 for a store that is in host memory itself.
         Raises ``InvalidArgument``.

@@ -169,6 +169,8 @@ class Capabilities:
     """Committed batches survive the process."""
     shared: bool
     """Other processes can read while one writes."""
+    reads_ahead: int = 1
+    """Reads that are best under way at once: more than one where each waits for a network."""
 
 
 class Scanned(NamedTuple):

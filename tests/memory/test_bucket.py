@@ -104,6 +104,27 @@ def test_requests_of_a_gather_are_under_way_together(way: Way) -> None:
     assert torch.equal(found["k"], states(in_blocks(TOKENS)[[0, 4, 8, 12, 16]], 0)["k"])
 
 
+def test_what_several_layers_will_ask_for_is_under_way_together(way: Way) -> None:
+    written()
+    with memstore.open(HERE, mode="r") as memory:
+        six = threading.Barrier(6)
+
+        def wait(method: str, path: str) -> int | None:
+            six.wait(timeout=20)  # goes on only when all six requests are here
+            return None
+
+        way.fault = wait
+        document = memory.document("whale")
+        with way.counted() as requests:
+            for layer in range(3):
+                document.layer(layer).prefetch([0, 4])
+            found = [document.layer(layer).gather([0, 4]) for layer in range(3)]
+        assert len(requests) == 6
+        assert memory.stats()["tiers"]["host"]["prefetched"] == 6
+    for layer, each in enumerate(found):
+        assert torch.equal(each["k"], states(in_blocks(TOKENS)[[0, 4]], layer)["k"])
+
+
 @pytest.mark.parametrize("blocks", [40, 160])
 def test_opening_and_listing_take_as_many_requests_whatever_there_is(
     way: Way, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,10 @@ from memstore.store.zarr.objects import Objects, RangeRead, absent
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-AT_ONCE = 32
+AT_ONCE = 64
 """Requests under way at a time."""
+READS_AHEAD = 8
+"""Reads, each of a list in one layer, under way at a time: a model asks for its layers one after the other."""
 GAP_BYTES = 256 << 10
 """Ranges of an object that lie no further apart are one request: so much comes in the time that another would take."""
 RETRIES: RetryConfig = {

@@ -18,6 +18,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -48,7 +49,7 @@ from memstore.store.contract import (
 from memstore.store.keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
-from memstore.store.zarr.bucket import BucketObjects
+from memstore.store.zarr.bucket import READS_AHEAD, BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
 from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
 from memstore.store.zarr.published import NOTE, Publisher, last_version
@@ -79,6 +80,8 @@ class ZarrStore(BlockStore):
         """Not for callers: use ``create`` or ``open``."""
         self.path = path
         self.read_only = tail.read_only
+        if isinstance(objects, BucketObjects):
+            self.capabilities = replace(self.capabilities, reads_ahead=READS_AHEAD)
         self._tail = tail
         self._objects = objects
         self._sealed = SealedBlocks(tail, objects)
