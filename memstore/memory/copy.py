@@ -138,9 +138,8 @@ def _check_beginning(source: Document, target: Document) -> None:
     both = min(len(source), len(target))
     first, size = source.blocks.start, source.memory.spec.block_size
     if same and both > first * size:
-        ours, theirs = source.tokens(), target.tokens()[(first - target.blocks.start) * size :]
-        n = min(len(ours), len(theirs))
-        same = ours[:n].equal(theirs[:n])
+        there = range(first * size, both)
+        same = _ids(source, there).equal(_ids(target, there))
     if not same or len(target) > len(source) or len(target) < first * size:
         raise InvalidArgument(
             f"memory {target.memory.url} has a document {target.name!r} that is no beginning of document "

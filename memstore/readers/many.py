@@ -5,6 +5,10 @@ the memory by this process, which is its only writer. A part lies in a folder na
 the routers, and the tokens), and is gone once it is copied. So whatever is killed, the same call goes on: documents
 that are there are compared, parts that are whole are copied, those that are not are gone on with from their last
 segment, and nothing is read twice.
+
+Where states depend on a few blocks before them alone (``Reader.depth``: a DRT's do), a long document is several parts,
+*stretches*. A part then begins with as many blocks before its stretch, which make the states behind them what they are
+in one reading, and which are not copied; stretches are copied in their order.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
-from memstore.memory import MemorySpec, open_memory
+from memstore.memory import Memory, MemorySpec, open_memory
 from memstore.memory.copy import copy_document
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
@@ -34,10 +39,26 @@ Load = Callable[[], tuple[Any, Any]]
 """Loads a model and its tokenizer, in whichever process it is called."""
 Facts = tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]
 """What is stored in a memory under names: JSON values, and arrays."""
+STRETCH = 1 << 18
+"""Tokens of a stretch, at least."""
 NAME = "part"
 """The document of a part."""
 AGAIN = 3
 """Times that a worker is started again before its document counts as one that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive tokens of a document, which one worker reads."""
+
+    name: str
+    """Of the document."""
+    tokens: Tensor
+    """``[n]``, those before the stretch that its states depend on included."""
+    first: int
+    """The block of the document that ``tokens`` begin with."""
+    stop: int
+    """Tokens of the document up to its end."""
 
 
 def read_many(
@@ -48,12 +69,14 @@ def read_many(
     workers: int = 2,
     address: str | None = None,
     parts: str | Path | None = None,
+    stretch: int = STRETCH,
     progress: bool = False,
     **options: Any,
 ) -> list[ReadResult]:
     """Read many texts, each as a document of its own, with several processes; needs ``torch-memstore[ray]``.
 
     What is stored is what reading one after the other stores, but that documents which begin alike share no blocks.
+    One long text is read by several processes too where the model is a DRT, whose blocks depend on a window alone.
     Whatever was killed, the same call goes on. Raises only once all documents that can be read are.
 
     Args:
@@ -63,6 +86,8 @@ def read_many(
         workers: processes, each with the model and one thread of computing.
         address: of a Ray cluster, whose machines have the folder of ``parts`` in common; None: this machine.
         parts: where parts lie for a while; by default beside the memory.
+        stretch: tokens of a long text that one process reads, where another can read those behind it; in whole
+            segments.
         progress: show a line with tokens per second, of all together.
         options: of ``attach``, for all processes.
 
@@ -80,7 +105,15 @@ def read_many(
     loaded, tokenizer = load()
     with attach(loaded, memory, tokenizer=tokenizer, **options) as reader:
         return read_parts(
-            reader, load, texts, workers=workers, address=address, parts=parts, progress=progress, **options
+            reader,
+            load,
+            texts,
+            workers=workers,
+            address=address,
+            parts=parts,
+            stretch=stretch,
+            progress=progress,
+            **options,
         )
 
 
@@ -92,6 +125,7 @@ def read_parts(
     workers: int = 2,
     address: str | None = None,
     parts: str | Path | None = None,
+    stretch: int = STRETCH,
     progress: bool = False,
     **options: Any,
 ) -> list[ReadResult]:
@@ -105,36 +139,55 @@ def read_parts(
     tokens = {name: _whole(reader, text) for name, text in texts.items()}
     stored = {name: _held(reader, name, ids) for name, ids in tokens.items()}
     missing = {name: ids for name, ids in tokens.items() if stored[name] < len(ids)}
-    results = {name: ReadResult(name, len(ids), 0, len(ids), 0.0) for name, ids in tokens.items()}
+    seconds = dict.fromkeys(tokens, 0.0)
     if missing:
         for _ in reader._prepared(iter([next(iter(missing.values()))])):  # a router is fitted to the first text
             break
         facts = reader.memory.facts()
-        places = {name: place.resolve() / _address(reader, facts, ids) for name, ids in missing.items()}
-        jobs = {name: (str(places[name]), ids) for name, ids in missing.items()}
+        jobs = [each for name, ids in missing.items() for each in stretches(reader, name, ids, stored[name], stretch)]
+        places = [place.resolve() / _address(reader, facts, job) for job in jobs]
         worker = load, options, reader.memory.spec
         failed: dict[str, Exception] = {}
-        total = sum(map(len, tokens.values()))
+        done = sum(stored.values())
         with (
             _ray(workers, address) as ray,
-            progress_bar(reader.memory.url, sum(stored.values()), total, progress) as advance,
+            progress_bar(reader.memory.url, done, sum(map(len, tokens.values())), progress) as advance,
         ):
-            for name, seconds in _done(ray, workers, worker, facts, jobs):
-                if isinstance(seconds, Exception):
-                    failed[name] = seconds
+            waiting = {name: [n for n, job in enumerate(jobs) if job.name == name] for name in missing}
+            read: set[int] = set()
+            for number, spent in _done(ray, workers, worker, facts, list(zip(map(str, places), jobs, strict=True))):
+                name = jobs[number].name
+                if isinstance(spent, Exception):
+                    failed.setdefault(name, spent)
                     continue
-                with open_memory(places[name], mode="r") as part:
-                    copy_document(part.document(NAME), reader.memory, name)
-                shutil.rmtree(places[name])
-                new, before = len(missing[name]) - stored[name], stored[name]
-                results[name] = ReadResult(name, len(missing[name]), new, before, seconds)
-                advance(new)
+                seconds[name] += spent
+                read.add(number)
+                while waiting[name] and waiting[name][0] in read:
+                    _take(reader.memory, jobs[waiting[name][0]], places[waiting[name].pop(0)], advance)
         if failed:
             why = "; ".join(f"{name!r}: {' '.join(str(error).split())[:200]}" for name, error in failed.items())
             raise MemstoreError(f"{len(failed)} of {len(texts)} documents were not read ({why}); all others were")
         if place.exists() and not any(place.iterdir()):
             place.rmdir()
-    return list(results.values())
+    return [ReadResult(n, len(ids), len(ids) - stored[n], stored[n], seconds[n]) for n, ids in tokens.items()]
+
+
+def stretches(reader: Reader, name: str, tokens: Tensor, stored: int, most: int) -> Iterator[Stretch]:
+    """What is to be read of a document of ``tokens [n]``, of which ``stored`` are there; a stretch has ``most``."""
+    size, step = reader.memory.spec.block_size, reader._segment_tokens
+    # Cut where one reading cuts its segments, whatever is stored: so states are the same bits, and parts are found.
+    length = len(tokens) if reader.depth is None else -(-most // step) * step
+    for start in range(stored // length * length, len(tokens), length):
+        first = max(0, start // size - (reader.depth or 0))
+        stop = min(start + length, len(tokens))
+        yield Stretch(name, tokens[first * size : stop].clone(), first, stop)
+
+
+def _take(memory: Memory, job: Stretch, place: Path, advance: Callable[[int], None]) -> None:
+    """Copy what was read at ``place`` to the end of its document; the part is gone then."""
+    with open_memory(place, mode="r") as part:
+        copy_document(part.document(NAME), memory, job.name, advance)
+    shutil.rmtree(place)
 
 
 class _Folder:
@@ -155,35 +208,41 @@ class _Worker:
         self._model, self._tokenizer = load()
         self._options, self._spec = options, spec
 
-    def read(self, facts: Facts, place: str, tokens: Tensor) -> float:
-        """Read ``tokens [n]`` into the part at ``place``, or go on; seconds that it took."""
+    def read(self, facts: Facts, place: str, job: Stretch) -> float:
+        """Read a stretch into the part at ``place``, or go on; seconds that it took."""
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         with open_memory(place, spec=self._spec) as memory:
             memory.put_facts(*facts, place)
             with attach(self._model, memory, tokenizer=self._tokenizer, **self._options) as reader:
-                return reader.read(tokens, NAME).seconds
+                if not job.first:
+                    return reader.read(job.tokens, NAME).seconds
+                part = memory.document(NAME)
+                if part.id is None:
+                    part.begin(job.first, reader._reading(retrieve=True))
+                rest = job.tokens[len(part) - job.stop :] if len(part) < job.stop else job.tokens[:0]
+                return reader.append(rest, NAME).seconds if len(rest) else 0.0
 
 
 def _done(
-    ray: Any, workers: int, given: tuple[Any, ...], facts: Facts, jobs: Mapping[str, tuple[str, Tensor]]
-) -> Iterator[tuple[str, Any]]:
-    """The name of each job, as it is done, and the seconds that it took, or why it could not be done."""
+    ray: Any, workers: int, given: tuple[Any, ...], facts: Facts, jobs: Sequence[tuple[str, Stretch]]
+) -> Iterator[tuple[int, Any]]:
+    """The number of each job, as it is done, and the seconds that it took, or why it could not be done."""
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=AGAIN)(_Worker)
     free, told = [actor.remote(*given) for _ in range(min(workers, len(jobs)))], ray.put(facts)
-    waiting = list(jobs.items())
-    running: dict[Any, tuple[Any, str]] = {}
+    waiting = list(enumerate(jobs))
+    running: dict[Any, tuple[Any, int]] = {}
     while waiting or running:
         while waiting and free:
-            name, job = waiting.pop(0)
+            number, job = waiting.pop(0)
             one = free.pop()
-            running[one.read.remote(told, *job)] = one, name
+            running[one.read.remote(told, *job)] = one, number
         (ready, *_), _ = ray.wait(list(running))
-        one, name = running.pop(ready)
+        one, number = running.pop(ready)
         free.append(one)
         try:
-            yield name, ray.get(ready)
+            yield number, ray.get(ready)
         except ray.exceptions.RayError as error:
-            yield name, getattr(error, "cause", error)
+            yield number, getattr(error, "cause", error)
 
 
 @contextmanager
@@ -219,11 +278,11 @@ def _held(reader: Reader, name: str, tokens: Tensor) -> int:
     return min(len(document), len(tokens))
 
 
-def _address(reader: Reader, facts: Facts, tokens: Tensor) -> str:
-    """A name for what reading ``tokens [n]`` with this model gives."""
+def _address(reader: Reader, facts: Facts, job: Stretch) -> str:
+    """A name for what reading a stretch with this model gives."""
     made = hashlib.blake2b(repr((reader.memory.spec, reader._reading(retrieve=True))).encode(), digest_size=16)
     for name, arrays in sorted(facts[1].items()):
         for key, array in sorted(arrays.items()):
             made.update(f"{name}/{key}".encode() + array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    made.update(tokens.int().numpy().tobytes())
+    made.update(f"{job.first} ".encode() + job.tokens.int().numpy().tobytes())
     return made.hexdigest()

@@ -469,6 +469,11 @@ class Reader(ABC):
         return 1
 
     @property
+    def depth(self) -> int | None:
+        """How many blocks before a place the states behind it depend on; None where they depend on all of them."""
+        return None
+
+    @property
     def _vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 

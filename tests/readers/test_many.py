@@ -14,7 +14,10 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory.copy import compare_memories
+from memstore.readers import many
 from memstore.readers.many import read_many, read_parts
+from tests.models import drt
+from tests.models.test_drt_stretches import LONG, check_same, read_alone
 from tests.readers.models import tiny, tokens
 
 pytest.importorskip("ray")
@@ -28,13 +31,13 @@ TEXTS = {f"text {number}": tokens(150 + 37 * number, seed=number) for number in 
 class Loader:
     """Loads a model, and notes which process has done so."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, kind: str | None = None) -> None:
+        self._folder, self._kind = folder, kind
         folder.mkdir()
 
     def __call__(self) -> tuple[Any, None]:
         (self._folder / str(os.getpid())).touch()
-        return tiny("llama"), None
+        return tiny("llama") if self._kind is None else drt.make(self._kind), None
 
     def processes(self) -> set[int]:
         return {int(each.name) for each in self._folder.iterdir()}
@@ -101,6 +104,36 @@ def test_only_what_has_failed_is_read_again(tmp_path: Path) -> None:
     read = read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
     assert [each.reused_tokens for each in read] == [150, 64, 0, 0]
     check(tmp_path, TEXTS)
+
+
+@pytest.mark.slow
+def test_a_long_text_is_read_by_several_processes_and_only_what_failed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, parts = Loader(tmp_path / "processes", "rope"), tmp_path / "parts"
+    texts = {"short": drt.tokens(50, seed=1)[0], "long": drt.tokens(2000)[0]}
+    read_alone(tmp_path / "alone", "rope", texts)
+    addresses: list[str] = []
+    address = many._address
+
+    def noted(*arguments: Any) -> str:
+        addresses.append(address(*arguments))
+        if len(addresses) == 3:  # the second stretch cannot be stored
+            parts.mkdir()
+            (parts / addresses[-1]).write_text("no folder")
+        return addresses[-1]
+
+    monkeypatch.setattr(many, "_address", noted)
+    with pytest.raises(MemstoreError, match=r"1 of 2 documents were not read \('long'"):
+        read_many(load, texts, tmp_path / "m", parts=parts, stretch=400, **LONG)
+    assert len(load.processes()) == 3, "two workers, and this one"
+    monkeypatch.undo()
+    assert {each.name for each in parts.iterdir()} == set(addresses[2:]), "what came before it was copied"
+    (parts / addresses[2]).unlink()
+    read = read_many(load, texts, tmp_path / "m", parts=parts, stretch=400, **LONG)
+    assert [each.reused_tokens for each in read] == [50, 420]
+    assert len(load.processes()) == 5, "two workers more"
+    check_same(tmp_path)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

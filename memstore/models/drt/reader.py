@@ -278,10 +278,14 @@ class DRTReader(CacheReader):
 
     def _context_block(self, document: Document, count: int) -> int:
         """The first block that matters to the lower layers after ``count`` tokens."""
-        config = self.model.config
-        window = config.lower_layers * (config.window - 1)
-        first = count // config.tokens_per_block - math.ceil(window / config.block_size)
+        first = count // self.model.config.tokens_per_block - self.depth
         return max(first, document.blocks.start if len(document) else 0, 0)
+
+    @property
+    def depth(self) -> int:
+        """See ``Reader``: what the windows of the lower layers reach."""
+        config = self.model.config
+        return math.ceil(config.lower_layers * (config.window - 1) / config.block_size)
 
     def _blocks(self, maker: BlockMaker | None, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
