@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.on_gpu.child import L2_BYTES, Piece
 from memstore.kernels import grouped_cross_attention, knn_attention, landmark_attention, search_blocks
+from memstore.kernels.best_codes import best_codes, hold
 
 Sizes = tuple[int, ...]
 SHAPES: dict[str, dict[str, Sizes]] = {
@@ -78,6 +79,7 @@ def kernels(here: Piece) -> None:
             with here.attempt(f"{name} {shape}", least=here.size(8, 0)):
                 _attention(here, name, shape, torch.bfloat16, top)
     _searches(here, top)
+    _codes(here, top)
     for name in ("landmark 64", "gca"):
         with here.attempt(f"{name} float32", least=here.size(12, 0)):
             _attention(here, name, next(iter(SHAPES[name])), torch.float32, top)
@@ -240,6 +242,24 @@ def _searches(here: Piece, top: dict[str, float]) -> None:
                     "topk": lambda k=flat, q=asked: (q[0].to(k.dtype) @ k.T).topk(16),  # type: ignore[misc]
                 }
                 _rows(here, title, calls, 2.0 * queries * count * dim, keys.nbytes, top)
+
+
+def _codes(here: Piece, top: dict[str, float]) -> None:
+    """The score of every block for 32 tokens of a question: 8M codes of a router, as they are held and in bfloat16."""
+    blocks, keys, dim, queries = (here.size(*sizes) for sizes in ((1 << 17, 70), (64, 3), (256, 24), (32, 5)))
+    for kind, dtype in (("bits", torch.bool), ("int8", torch.int8)):
+        title = f"late interaction with {blocks * keys} codes of {dim}, {kind}, {queries} queries"
+        with here.attempt(title, least=here.size(4, 0)):
+            signs = torch.where(torch.rand(blocks, keys, dim, device="cuda") < 0.5, -1.0, 1.0).bfloat16()
+            asked, held = _normal(torch.float32, queries, dim), hold(signs, dtype)
+            calls: dict[str, Callable[[], object]] = {
+                "triton": lambda k=held, q=asked: best_codes(k, q, backend="triton"),  # type: ignore[misc]
+                "bfloat16": lambda k=signs, q=asked: (k.flatten(0, 1) @ q.bfloat16().T).view(*k.shape[:2], -1).amax(1),  # type: ignore[misc]
+            }
+            truth = (signs[:100].double() @ asked.double().T).amax(1).T
+            worst = (best_codes(held[:100], asked, backend="triton").double() - truth).abs().max()
+            here.row(f"{title}: parity", ok=float(worst) < 1e-3, value=float(worst), unit="largest error")
+            _rows(here, title, calls, 2.0 * queries * blocks * keys * dim, held.nbytes, top)
 
 
 def tune(here: Piece) -> None:

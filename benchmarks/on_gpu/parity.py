@@ -13,17 +13,18 @@ from torch import Tensor
 
 from benchmarks.on_gpu.child import ALLOWED, Piece, relative
 from memstore.kernels import grouped_cross_attention, knn_attention, landmark_attention, search_blocks
+from memstore.kernels.best_codes import best_codes, hold
 from memstore.kernels.grouped_cross_attention import reference as gca_reference
 from memstore.kernels.landmark_attention import reference as landmark_reference
-from tests.kernels import gca, knn, landmark, search
+from tests.kernels import codes, gca, knn, landmark, search
 
 
 def parity(here: Piece) -> None:
     """One operation in one type, ``real`` shapes, or the tests of the index."""
     # Uninitialised memory is NaN; operations that have no deterministic form may run.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if here.piece == "index":
-        _index(here)
+    if alone := {"index": _index, "codes": _codes}.get(here.piece):
+        alone(here)
         return
     operation, what = here.piece.split()
     if what == "real":
@@ -49,6 +50,20 @@ def _cases(here: Piece, operation: str, dtype: torch.dtype) -> None:
             found = _errors(operation, cases[name], dtype)
             worst = max(error / most if error == error else float("inf") for error, most in found.values())
             here.row(title, ok=worst <= 1, value=worst, unit="of the allowed error")
+
+
+def _codes(here: Piece) -> None:
+    """All cases of the best codes, and whether two runs give the same bits."""
+    every = [(name, kind, queries) for name in codes.CASES for kind in codes.KINDS for queries in codes.QUERIES]
+    for case in every[:: here.size(1, 12)]:
+        title = f"codes: {', '.join(case)}"
+        with here.attempt(title):
+            here.row(title, ok=codes.agrees(*case, backend="triton", device="cuda"))
+    for kind, dtype in codes.KINDS.items():
+        keys, asked = codes.inputs("codes of a router", kind, "float32")
+        given = hold(keys, dtype).to("cuda"), asked.to("cuda")
+        with here.attempt(f"codes: {kind}, twice"):
+            here.row(f"codes: {kind}, twice", ok=torch.equal(*(best_codes(*given, backend="triton") for _ in range(2))))
 
 
 def _errors(operation: str, case: Any, dtype: torch.dtype) -> dict[str, tuple[float, float]]:

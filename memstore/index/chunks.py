@@ -15,6 +15,8 @@ from torch import Tensor
 from memstore.index.checks import allows
 from memstore.index.files import Content
 from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
+from memstore.kernels.best_codes import hold, numbers
+from memstore.kernels.best_codes.held import BYTE
 from memstore.transfer import to_device
 
 PLACES = 1 << 32
@@ -32,7 +34,7 @@ class Tile(NamedTuple):
     """Some blocks of a chunk, small enough that their scores stay in the processor's cache."""
 
     keys: Tensor
-    """``[G, n, P, D]``"""
+    """``[G, n, P, D]``, as they are held"""
     ids: Tensor
     """``[n]`` int64"""
     rows: Tensor
@@ -41,6 +43,9 @@ class Tile(NamedTuple):
 
 class Chunk:
     """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, of which rows ``< used`` are filled.
+
+    Signs (``dtype`` bool) are held as ``memstore.kernels.best_codes.hold`` makes them: uint8, of a last side
+    ``ceil(D / 8)``.
 
     With a ``frame``, complete groups of blocks are also kept as int8 codes in it.
     """
@@ -54,8 +59,9 @@ class Chunk:
         frame: Frame | None = None,
     ) -> None:
         heads, keys_per_block, dim = sizes
+        held, width = held_as(dtype, dim)
         with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
-            self.keys = torch.empty(heads, capacity, keys_per_block, dim, dtype=dtype, device=device)
+            self.keys = torch.empty(heads, capacity, keys_per_block, width, dtype=held, device=device)
             self.ids = torch.empty(capacity, dtype=torch.int64, device=device)
             self.alive = torch.zeros(capacity, dtype=torch.bool, device=device)
             self.codes = None if frame is None else Codes(capacity, sizes, frame)
@@ -71,8 +77,8 @@ class Chunk:
     @classmethod
     def of(cls, ids: Tensor, keys: Tensor, codes: Codes | None) -> Chunk:
         """A chunk around ``ids [n]``, ``keys [G, n, P, D]`` and their codes; nothing is copied, nor ever written to."""
-        heads, n, keys_per_block, dim = keys.shape
-        chunk = cls(0, (heads, keys_per_block, dim), keys.dtype, keys.device)
+        heads, n, keys_per_block, width = keys.shape
+        chunk = cls(0, (heads, keys_per_block, width), keys.dtype, keys.device)
         chunk.ids, chunk.keys, chunk.codes = ids, keys, codes
         chunk.alive = torch.ones_like(ids, dtype=torch.bool)  # on the device of the keys
         chunk.used = chunk.count = n
@@ -106,13 +112,13 @@ class Chunk:
         return self.ids[: self.used][self.alive[: self.used]]
 
     def live_keys(self) -> Tensor:
-        """Their keys ``[G, n, P, D]``."""
+        """Their keys ``[G, n, P, D]``, as they are held."""
         alive = self.alive[: self.used]
         keys = self.keys[:, : self.used]
         return keys if bool(alive.all()) else keys[:, alive]
 
     def fill(self, ids: Tensor, keys: Tensor) -> None:
-        """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]`` to the next free rows."""
+        """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]``, as they are held, to the next free rows."""
         rows = slice(self.used, self.used + ids.numel())
         self.ascending &= not self.used or int(ids[0]) > self._last_id
         self._first_id = self._first_id if self.used else int(ids[0])
@@ -185,6 +191,11 @@ class Chunk:
         return rows, same & self.alive[rows]
 
 
+def held_as(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int]:
+    """The type in which keys of ``dim`` numbers lie in memory, and the length of one."""
+    return (torch.uint8, -(-dim // BYTE)) if dtype == torch.bool else (dtype, dim)
+
+
 class Chunks:
     """All chunks of an index, by their numbers.
 
@@ -194,7 +205,7 @@ class Chunks:
 
     def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, coded: bool) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.coded = coded and usable(device, sizes[2])
+        self.coded = coded and dtype.is_floating_point and usable(device, sizes[2])
         self.by_number: dict[int, Chunk] = {}
         self.next_number = 0
         self.largest_id = -1
@@ -222,8 +233,11 @@ class Chunks:
         return number * PLACES + self.by_number[number].used
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add new blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]``."""
-        start = 0
+        """Add new blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]``.
+
+        Raises ``InvalidArgument`` where these are other numbers than ``dtype`` holds.
+        """
+        keys, start = keys if self.dtype.is_floating_point else hold(keys, self.dtype), 0
         while start < ids.numel():
             chunk = self._with_room()
             stop = min(start + chunk.room, ids.numel())
@@ -292,7 +306,7 @@ class Chunks:
             for step in torch.split(here, per_step):
                 row, column = step.unbind(1)
                 keys = chunk.keys[head].flatten(1).index_select(0, places[row, column] % PLACES)
-                keys = keys.float().view(-1, keys_per_block, dim)
+                keys = self._numbers(keys)
                 products = keys.bmm(queries[row].unsqueeze(2)).squeeze(2)
                 scores[row, column], offsets[row, column] = products.max(1)
         return scores, offsets
@@ -307,7 +321,7 @@ class Chunks:
             for number, chunk in self.by_number.items():
                 here = some.div(PLACES, rounding_mode="floor") == number
                 rows = torch.where(here, some % PLACES, 0)
-                keys = chunk.keys[head].flatten(1).index_select(0, rows.flatten()).float()
+                keys = self._numbers(chunk.keys[head].flatten(1).index_select(0, rows.flatten()))
                 keys = keys.view(len(some), -1, dim)  # [R, n * P, D]
                 products = keys.bmm(asked.unsqueeze(2)).view(*some.shape, keys_per_block)
                 highest, offset = products.max(2)
@@ -316,10 +330,17 @@ class Chunks:
             offsets.append(which)
         return torch.cat(scores), torch.cat(offsets)
 
+    def _numbers(self, keys: Tensor) -> Tensor:
+        """Keys of blocks as they are held, ``[n, P * D]``, as ``[n, P, D]`` float32."""
+        _, keys_per_block, dim = self.sizes
+        keys = keys.unflatten(1, (keys_per_block, -1))
+        return keys.float() if self.dtype.is_floating_point else numbers(keys, dim)
+
     def content(self) -> tuple[Tensor, Tensor]:
-        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, on the CPU."""
+        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, as they are held, on the CPU."""
         heads, keys_per_block, dim = self.sizes
-        none = torch.empty(heads, 0, keys_per_block, dim, dtype=self.dtype)
+        held, width = held_as(self.dtype, dim)
+        none = torch.empty(heads, 0, keys_per_block, width, dtype=held)
         chunks = self.by_number.values()
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *(chunk.live().cpu() for chunk in chunks)])
         return ids, torch.cat([none, *(chunk.live_keys().cpu() for chunk in chunks)], 1)
@@ -371,7 +392,8 @@ class Chunks:
         if self.device.type == "cpu":
             return LARGEST_CHUNK_KEYS
         heads, _, dim = self.sizes
-        return max(LARGEST_CHUNK_KEYS, LARGEST_CHUNK_BYTES // (heads * dim * self.dtype.itemsize))
+        held, width = held_as(self.dtype, dim)
+        return max(LARGEST_CHUNK_KEYS, LARGEST_CHUNK_BYTES // (heads * width * held.itemsize))
 
     def _with_room(self) -> Chunk:
         last = self.by_number.get(self.next_number - 1)

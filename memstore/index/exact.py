@@ -18,9 +18,11 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index import checks, files
 from memstore.index.best import BestBlocks, choose, merge, nothing, order
-from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile
+from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows
+from memstore.kernels._largest import largest
+from memstore.kernels.best_codes import best_codes
 from memstore.kernels.best_products.api import fastest as fastest_products
 from memstore.kernels.search_blocks.api import KeyChunk, fastest, search_blocks, search_chunks
 
@@ -49,6 +51,10 @@ class ExactIndex(VectorIndex):
     kept beside the keys where the processor is faster with them (``codes=False`` leaves them out): a quarter of the
     keys' bytes in float32, half in bfloat16.
 
+    ``dtype`` may be ``torch.int8``, for keys that are whole numbers from -127 to 127, and ``torch.bool``, for keys of
+    +1 and -1, of which one bit each is held. That is for GPUs, where they are searched as they are
+    (``memstore.kernels.best_codes``); a CPU is faster with the indexes ``codes`` and ``signs``.
+
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
 
@@ -66,8 +72,11 @@ class ExactIndex(VectorIndex):
         codes: bool = True,
     ) -> None:
         checks.check_sizes(key_heads, key_dim, keys_per_block)
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise InvalidArgument(f"dtype of an exact index must be torch.float32 or torch.bfloat16, not {dtype}.")
+        if dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
+            raise InvalidArgument(
+                "dtype of an exact index must be torch.float32 or torch.bfloat16, for codes torch.int8 or torch.bool, "
+                f"not {dtype}."
+            )
         if settings:
             raise InvalidArgument(f"An exact index has no settings; write 'exact', not 'exact:{settings}'.")
         self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
@@ -140,7 +149,7 @@ class ExactIndex(VectorIndex):
         return scores.reshape(shape).to(queries.device), torch.cat(ids)[order_of_ids].to(queries.device)
 
     def content(self) -> tuple[Tensor, Tensor]:
-        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, on the CPU."""
+        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, as they are held, on the CPU."""
         return self._chunks.content()
 
     def facts(self) -> Mapping[str, Any]:
@@ -160,8 +169,9 @@ class ExactIndex(VectorIndex):
 
     def take(self, content: files.Content) -> None:
         """Replace the content by that of a file of ``save``. Raises ``DamagedError``, with nothing changed."""
-        sizes = (self.key_heads, "n", self.keys_per_block, self.key_dim)
-        content.check(ids=(torch.int64, ("n",)), keys=(self.dtype, sizes))
+        held, width = held_as(self.dtype, self.key_dim)
+        sizes = (self.key_heads, "n", self.keys_per_block, width)
+        content.check(ids=(torch.int64, ("n",)), keys=(held, sizes))
         self._chunks.check_codes(content)
         self._take(content.tensors)
 
@@ -183,6 +193,8 @@ class ExactIndex(VectorIndex):
     def _way(self, grouped: Tensor, k: int) -> Way:
         """How to search for ``grouped [G, R, D]``."""
         rows, keys = grouped.shape[1], len(self) * self.keys_per_block
+        if not self.dtype.is_floating_point:
+            return "kernel" if self.device.type == "cuda" and self._chunks.ascending else "tiles"
         match fastest(grouped, self._like_keys, k, rows * keys * self.key_dim):
             case "triton" if (
                 self._chunks.ascending
@@ -203,7 +215,8 @@ class ExactIndex(VectorIndex):
         best = nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
         wanted = self._chunks.wanted(allowed)
         for number, chunk in self._chunks.by_number.items():
-            scores, rows = search_blocks(grouped, chunk.keys[:, : chunk.used], k, wanted=wanted[number])
+            search = search_blocks if self.dtype.is_floating_point else _search_codes
+            scores, rows = search(grouped, chunk.keys[:, : chunk.used], k, wanted=wanted[number])
             scores, rows = scores.flatten(0, 1), rows.flatten(0, 1)
             ids, places = (x.where(rows >= 0, -1) for x in (chunk.ids[rows.clamp(min=0)], rows + number * PLACES))
             best = merge(best, BestBlocks(scores, ids, places), k)
@@ -397,9 +410,26 @@ def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, r
     return choose(*table, k)
 
 
+def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As ``search_blocks``, of ``queries [G, R, D]`` among ``codes [G, n, P, ...]`` as they are held.
+
+    All scores are made: a number for each block and query is little beside the codes of a block.
+    """
+    scores = torch.stack([best_codes(held, rows) for held, rows in zip(codes, queries, strict=True)])
+    if wanted is not None:
+        scores = scores.masked_fill(~wanted, -torch.inf)
+    blocks = largest(scores, min(k, scores.shape[2]))
+    scores = scores.gather(2, blocks)
+    missing = (0, k - scores.shape[2])
+    scores = torch.nn.functional.pad(scores, missing, value=-torch.inf)
+    return scores, torch.nn.functional.pad(blocks, missing).masked_fill(scores == -torch.inf, -1)
+
+
 def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
     """``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with the keys of each block."""
     keys = tile.keys[head]  # [n, P, D]
+    if not keys.is_floating_point():
+        return best_codes(keys, queries)
     if keys.shape[1] == 1:
         return queries @ keys.squeeze(1).float().T
     products = keys.flatten(0, 1).float() @ queries.T  # [n*P, R]
@@ -407,8 +437,10 @@ def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
 
 
 def _rounded_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
-    """The same, with products in the type of the keys."""
+    """The same, with products in the type of the keys where they are no codes."""
     keys = tile.keys[head]
+    if not keys.is_floating_point():
+        return best_codes(keys, queries)
     products = keys.flatten(0, 1) @ queries.to(keys.dtype).T
     # In this order because a maximum over bfloat16 is slow on CPUs.
     return products.float().reshape(*keys.shape[:2], -1).amax(1).T

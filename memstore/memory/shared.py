@@ -142,18 +142,22 @@ class Shared:
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
+        import torch
+
         from memstore.kernels.best_signs.api import problem
         from memstore.memory.tensors import index_dtype
 
-        spec, name = self.spec, self.index
-        if name == "exact" and spec.key_dtype == "bit" and self.index_device.type == "cpu" and problem() is None:
+        spec, name, dtype = self.spec, self.index, index_dtype(self.spec.key_dtype)
+        if spec.key_dtype == "bit" and self.index_device.type != "cpu" and name in ("exact", "auto"):
+            dtype = torch.bool
+        elif spec.key_dtype == "bit" and name == "exact" and problem() is None:
             name = "signs"
         return open_index(
             name,
             key_heads=spec.key_heads,
             key_dim=spec.key_dim,
             keys_per_block=spec.keys_per_block,
-            dtype=index_dtype(spec.key_dtype),
+            dtype=dtype,
             **({} if self.index_device.type == "cpu" else {"device": self.index_device}),
         )
 

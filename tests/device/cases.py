@@ -86,6 +86,8 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
         options: dict[str, Any] = {**STOCK, "retrieval": retrieval}
         with memstore.attach(model, path, codec=codec, **options) as reader:
             run.results["index lies there"] = reader.memory._shared.index_device.type == run.device
+            if run.device == "cuda" and reader.memory.spec.key_dtype == "bit":  # signs are not held as numbers there
+                assert reader.memory._shared.new_index().dtype == torch.bool  # type: ignore[attr-defined]
             ids = run.ids(20 * SEGMENT).cpu()
             reader.read(ids[: 5 * SEGMENT], document="d")
             run.count("read of 5 segments", lambda: reader.read(ids[: 10 * SEGMENT], document="d"))
@@ -191,22 +193,29 @@ def training(make: Callable[[], Any]) -> Callable[[Run], None]:
     return case
 
 
-def index(run: Run) -> None:
-    """Add, search, score, remove, save and load."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(300, 2, 1, 16, generator=generator)
-    queries = torch.randn(4, 3, 16, generator=generator).to(run.device)
-    made = open_index("exact", key_heads=2, key_dim=16, keys_per_block=1, device=run.device)
-    made.add(torch.arange(300), keys)
-    made.remove(torch.arange(50, 90))
-    found = run.count("search", lambda: made.search(queries, 5))
-    scores, ids = run.count("score", lambda: made.score(queries))
-    made.save(run.folder / "index")
-    again = open_index("exact", key_heads=2, key_dim=16, keys_per_block=1, device=run.device)
-    again.load(run.folder / "index")
-    again.add(torch.tensor([400]), keys[:1])
-    later = again.search(queries, 5, allowed=range(20, 500))
-    run.results = {"found": found.ids, "best": found.scores, "scores": scores, "ids": ids, "later": later.ids}
+def index(dtype: torch.dtype) -> Callable[[Run], None]:
+    """Add, search, score, remove, save and load; of codes in the type that they are held in."""
+
+    def case(run: Run) -> None:
+        generator = torch.Generator().manual_seed(0)
+        keys = torch.randn(300, 2, 1, 16, generator=generator)
+        if not dtype.is_floating_point:
+            keys = torch.where(keys < 0, -1.0, 1.0)
+        queries = torch.randn(4, 3, 16, generator=generator).to(run.device)
+        sizes: dict[str, Any] = {"key_heads": 2, "key_dim": 16, "keys_per_block": 1, "dtype": dtype}
+        made = open_index("exact", **sizes, device=run.device)
+        made.add(torch.arange(300), keys)
+        made.remove(torch.arange(50, 90))
+        found = run.count("search", lambda: made.search(queries, 5))
+        scores, ids = run.count("score", lambda: made.score(queries))
+        made.save(run.folder / "index")
+        again = open_index("exact", **sizes, device=run.device)
+        again.load(run.folder / "index")
+        again.add(torch.tensor([400]), keys[:1])
+        later = again.search(queries, 5, allowed=range(20, 500))
+        run.results = {"found": found.ids, "best": found.scores, "scores": scores, "ids": ids, "later": later.ids}
+
+    return case
 
 
 def memory(run: Run) -> None:
@@ -272,7 +281,9 @@ CASES: dict[str, Callable[[Run], None]] = {
     "landmark": reader(landmark, padded=True),
     "landmark, lists of a segment": reader(landmark, retrieval=Retrieval(top_k=2, every="segment", share="layer")),
     "memorizing": reader(memorizing),
-    "index": index,
+    "index": index(torch.float32),
+    "index of signs": index(torch.bool),
+    "index of int8": index(torch.int8),
     "memory": memory,
     "train drt": training(drt.make),
     "train landmark": training(landmark),

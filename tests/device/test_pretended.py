@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton, an optional extra, is not installe
 from tests.device.cases import CASES, GRAPHS, LAYERS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
-QUICK = ("attach", "graphs, stock", "index", "memory")
+QUICK = ("attach", "graphs, stock", "index", "index of signs", "memory")
 MOST: dict[str, dict[str, float]] = {
     "attach": {
         "kernels per layer and token beside the model's": 3,
@@ -59,6 +59,8 @@ MOST: dict[str, dict[str, float]] = {
         "pageable copies per token": 0,
     },
     "index": {"syncs per search": 1, "syncs per score": 4},
+    "index of signs": {"syncs per search": 1, "syncs per score": 4},
+    "index of int8": {"syncs per search": 1, "syncs per score": 4},
     "memory": {"syncs per search": 1, "copies to the device per repeated gather": 1},
     # The prompt, and the step after it; where lists or windows change also the steps that do so and the next ones.
     "graphs, stock": {"steps that are not recorded": 2},

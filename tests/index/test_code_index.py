@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
-from memstore.index import VectorIndex, open_index
+from memstore.index import VectorIndex, lies_on_devices, open_index
 from memstore.index import codes as code_index
 from memstore.index.codes import CodeIndex
 from memstore.kernels.best_products import native, torch_int
@@ -145,6 +145,7 @@ def test_what_the_index_cannot_be_is_said() -> None:
         open_index("codes:8", key_heads=1, key_dim=8, keys_per_block=1)
     with pytest.raises(InvalidArgument, match="on the CPU"):
         CodeIndex(1, 8, 1, device="meta")
+    assert not lies_on_devices("codes:pruned")  # a memory whose model is on a GPU leaves it on the host
 
 
 def test_codes_may_be_long() -> None:

@@ -49,6 +49,71 @@ class TestExactOnAGpu(IndexTests):
         return ExactIndex(key_heads, key_dim, keys_per_block, device="cuda")
 
 
+class TestExactInt8(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block, torch.int8)
+
+
+class TestExactBits(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block, torch.bool)
+
+    def keys(self, *shape: int, seed: int = 0) -> Tensor:
+        signs = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
+        signs[..., 0] = -1
+        return signs
+
+    def best_keys(self, *shape: int) -> Tensor:
+        return torch.ones(shape)
+
+
+class TestExactBitsFused(TestExactBits):
+    """All heads and queries at once, as on a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chunks, "FIRST_CHUNK_KEYS", 8)
+        monkeypatch.setattr(chunks, "LARGEST_CHUNK_KEYS", 64)
+
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return Fused(key_heads, key_dim, keys_per_block, torch.bool)
+
+
+@pytest.mark.gpu
+class TestExactBitsOnAGpu(TestExactBits):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block, torch.bool, "cuda")
+
+
+@pytest.mark.gpu
+class TestExactInt8OnAGpu(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        return ExactIndex(key_heads, key_dim, keys_per_block, torch.int8, "cuda")
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bool, 16), (torch.int8, 2)])
+def test_codes_are_held_in_their_own_type(dtype: torch.dtype, share: int) -> None:
+    """Of what bfloat16 takes, beside 9 bytes of a block."""
+    sizes = []
+    for each in (torch.bfloat16, dtype):
+        index = ExactIndex(1, 256, 64, each, codes=False)
+        index.add(torch.arange(64), torch.ones(64, 1, 64, 256))
+        sizes.append(index.nbytes - 9 * 64)
+    assert sizes[0] == share * sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "message"),
+    [(torch.bool, 0.0, r"\+1 or -1"), (torch.int8, 0.5, "whole numbers"), (torch.int8, 128.0, "from -127 to 127")],
+)
+def test_numbers_that_are_no_codes_are_refused(dtype: torch.dtype, number: float, message: str) -> None:
+    index, keys = ExactIndex(1, 8, 1, dtype), torch.ones(1, 1, 1, 8)
+    keys[..., 3] = number
+    with pytest.raises(InvalidArgument, match=message):
+        index.add(torch.tensor([1]), keys)
+    assert len(index) == 0
+
+
 class TestExactInManySmallPieces(IndexTests):
     """Chunks of a few keys and tiles of a few queries: every seam is crossed."""
 

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -158,17 +158,23 @@ def compiled(
 
 
 def row(
-    jitted: Any, kinds: dict[str, str], told: dict[str, Any], target: str, dtype: str, dim: int, *, warps: int
-) -> dict[str, Any]:
-    """What a kernel without tables needs, whose arguments are of ``kinds``, or numbers; for a test."""
+    jitted: Any, kinds: dict[str, str], told: dict[str, Any], target: str, dtype: str, dim: int, *, warps: int,
+    aligned: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """What a kernel without tables needs, whose arguments are of ``kinds``, or numbers; for a test.
+
+    ``aligned`` are those that a launch would find to be multiples of 16.
+    """
     types = {p.name: "constexpr" if p.is_constexpr else kinds.get(p.name, "i32") for p in jitted.params}
     options = {"num_warps": warps, "enable_fp_fusion": True}
-    result = triton.compile(ASTSource(jitted, types, told), target=TARGETS[target], options=options)
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(jitted.arg_names) if name in aligned}
+    result = triton.compile(ASTSource(jitted, types, told, attributes), target=TARGETS[target], options=options)
     registers, spilled = usage(result.asm)
     fits = result.metadata.shared <= SHARED_LIMIT[target]
+    found = re.findall(PRODUCTS, result.asm.get("ptx") or result.asm["amdgcn"])
     return {
         "kernel": jitted.__name__, "target": target, "dtype": dtype, "dim": dim, "fits": fits,
-        "registers": registers, "spilled": spilled,
+        "registers": registers, "spilled": spilled, "products": sorted(set(found)),
     }  # fmt: skip
 
 

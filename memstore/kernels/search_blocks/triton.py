@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memstore.kernels._largest import largest
 from memstore.kernels._tiles import padded
 
 RUN = 64
@@ -121,7 +122,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     )  # fmt: skip
     left = min(k, runs)
     # Runs in their order, so that of equal blocks the smaller one comes first.
-    chosen = _largest(best, left).sort(-1).values.contiguous()
+    chosen = largest(best, left).sort(-1).values.contiguous()
     scores = flat.new_empty(groups, rows, left, RUN)
     _score_runs_kernel[groups * rows, left](
         flat, landmarks, mask, chosen, scores, *landmarks.stride()[:3],
@@ -129,23 +130,10 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     )  # fmt: skip
     blocks = (chosen.unsqueeze(-1) * RUN + torch.arange(RUN, device=chosen.device)).flatten(2)
     scores = scores.flatten(2)
-    at = _largest(scores, min(k, scores.shape[2]))
+    at = largest(scores, min(k, scores.shape[2]))
     found, blocks = _filled(scores.gather(2, at), k, -torch.inf), _filled(blocks.gather(2, at), k, -1)
     blocks = blocks.masked_fill(found == -torch.inf, -1)
     return found.view(heads, tokens, k), blocks.view(heads, tokens, k)
-
-
-def _largest(x: Tensor, k: int) -> Tensor:
-    """Where the ``k`` largest of ``x [..., n]`` in float32 are, in their order, of equal ones the first.
-
-    A selection takes any of equal numbers, and a stable sort of all takes many times as long. So the place of a number
-    becomes the lower half of one in 64 bits, and no two are equal.
-    """
-    bits = (x + 0.0).view(torch.int32)  # + 0.0: there are two zeros
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as integers they have the order of the numbers
-    places = torch.arange(x.shape[-1], device=x.device)
-    keys = (ordered << 32) + (0xFFFFFFFF - places)
-    return 0xFFFFFFFF - (keys.topk(k, -1).values & 0xFFFFFFFF)
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
