@@ -49,7 +49,7 @@ class Catalog:
             """Documents of which only their entry says where their blocks lie: see ``DocumentState.spans``."""
             self._next = 0
             """Documents below this number were looked at."""
-            self._version = -1
+            self.version = -1
             """The commit that what is below is of."""
             self._committing = False
             """Whether the next commit may be one that is about to be told of."""
@@ -135,7 +135,7 @@ class Catalog:
         finally:
             self._committing = False
         with self._lock:
-            self._version = self._store.version()
+            self.version = self._store.version()
             for number, state in changed.items():
                 self._states[number] = state
                 if state is None:
@@ -148,10 +148,10 @@ class Catalog:
     def _look(self) -> bool:
         """Take notice of commits that nobody has told of. False where another thread is about to tell of the last."""
         version = self._store.version()
-        if version != self._version:
+        if version != self.version:
             if self._committing:
                 return False
-            self._version, self._states, self._whole, self._beginnings = version, {}, False, None
+            self.version, self._states, self._whole, self._beginnings = version, {}, False, None
         return True
 
     def _number(self, key: Key) -> int:

@@ -265,8 +265,8 @@ class Handle:
     def committed(self, number: int, state: DocumentState) -> None:
         """Note what this process has just written; to be called by who holds the right to write."""
         self.id = number
-        # Nobody else can have committed since: the entry need not be read back.
-        self._seen = _Seen(self.shared.store.version(), state)
+        # The catalog was told of the commit, and nobody else can have committed since: nothing need be read back.
+        self._seen = _Seen(self.shared.catalog.version, state)
 
     def _load(self) -> DocumentState:
         number = self.id if self.id is not None else self.shared.catalog.find(self.name)

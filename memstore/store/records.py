@@ -184,16 +184,26 @@ def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[
         found = f"record {header.record} of {describe(header.key)}"
         raise misplaced(key, f"where record {number} should be lies {found}")
     body = start + HEADER_BYTES
+    payload = view[body : body + header.nbytes]
+    copy = np.frombuffer(payload, np.uint8).copy()
+    return Record(header.layout, copy), header, check_payload(view, body, header, copy.data)
+
+
+def check_payload(view: memoryview, body: int, header: RecordHeader, copy: memoryview | None = None) -> int:
+    """Verify the payload at byte ``body`` that follows ``header``; return the byte after it and its padding.
+
+    ``copy`` is of the payload, where ``view`` is a map: what is handed out must be what was verified.
+    """
     end = body + header.nbytes
     stop = end + padding(header.nbytes)
     if stop > len(view):
-        raise damaged(key, f"record {number} is truncated: {len(view) - body} of {stop - body} bytes")
-    payload = np.frombuffer(view[body:end], np.uint8).copy()
-    if checksum(payload.data) != header.payload_sum:
-        raise damaged(key, f"the payload checksum of record {number} does not match")
+        missing = f"record {header.record} is truncated: {len(view) - body} of {stop - body} bytes"
+        raise damaged(header.key, missing)
+    if checksum(view[body:end] if copy is None else copy) != header.payload_sum:
+        raise damaged(header.key, f"the payload checksum of record {header.record} does not match")
     if any(view[end:stop]):
-        raise damaged(key, f"the padding after record {number} is not zero")
-    return Record(header.layout, payload), header, stop
+        raise damaged(header.key, f"the padding after record {header.record} is not zero")
+    return stop
 
 
 def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, ...], int]:

@@ -367,9 +367,14 @@ def test_what_was_sound_once_is_verified_again(
     store.close()
 
 
-def test_rewriting_a_run_verifies_what_it_keeps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", ["once", "again"])
+def test_rewriting_a_run_verifies_what_it_keeps(tmp_path: Path, opened: str) -> None:
+    """Also a run that the same store has written itself."""
     store = LmdbStore.create(tmp_path / "m", blocks_per_value=8)
     put_blocks(store, range(4))
+    if opened == "again":
+        store.close()
+        store = LmdbStore.open(tmp_path / "m")
     _swap_bytes(store, value(2)[0].payload.tobytes())
     with pytest.raises(DamagedError, match="block 2"):
         put_blocks(store, range(4, 5))

@@ -14,7 +14,7 @@ the tree changes the sum. Memories of format 1 have neither.
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from memstore.errors import DamagedError, ForeignMemory
@@ -23,11 +23,12 @@ from memstore.store.records import (
     ALIGNMENT,
     HEADER_BYTES,
     MAGIC,
+    RecordHeader,
     ValueReader,
     as_damage,
+    check_payload,
     damaged,
     decode_header,
-    decode_value,
     encode_value,
     misplaced,
     padding,
@@ -106,11 +107,12 @@ def check_of(sums: Iterable[int]) -> bytes:
 
 
 class Entry(NamedTuple):
-    """One item's value inside a run: bytes ``start`` to ``end``."""
+    """One item's value inside a run: bytes ``start`` to ``end``, and the headers of its records."""
 
     key: Key
     start: int
     end: int
+    headers: list[RecordHeader]
 
 
 def run_start(key: Key, length: int) -> Key:
@@ -132,34 +134,22 @@ def entries(view: memoryview, run: Key, length: int) -> Iterator[Entry]:
 def _entry(view: memoryview, start: int, expected: Key) -> Entry:
     """The extent of the value that starts at byte ``start``, from the headers of its records."""
     first = decode_header(view, start, expected)
-    end, header = start, first
+    end, headers = start, [first]
     for number in range(first.records):
-        header = decode_header(view, end, first.key) if number else first
+        if number:
+            headers.append(decode_header(view, end, first.key))
+        header = headers[number]
         if header[:3] != (first.key, number, first.records):
             raise misplaced(expected, f"record {header.record} of {header.key} at offset {end}")
         end += HEADER_BYTES + header.nbytes + padding(header.nbytes)
         if end > len(view):
             raise damaged(expected, f"record {number} is truncated")
-    return Entry(first.key, start, end)
+    return Entry(first.key, start, end, headers)
 
 
 def checksums(view: memoryview, run: Key, length: int) -> dict[Key, tuple[int, ...]]:
     """The checksums over the payloads of every value of a run, as its verified headers have them."""
-    found: dict[Key, tuple[int, ...]] = {}
-    start = 0
-    while start < len(view):
-        first = decode_header(view, start, run)
-        if first.key._replace(item=run.item) != run or not run.item <= first.key.item < run.item + length:
-            raise misplaced(run, f"{first.key} lies in it at offset {start}")
-        sums = []
-        for number in range(first.records):
-            header = decode_header(view, start, first.key) if number else first
-            if header[:3] != (first.key, number, first.records):
-                raise misplaced(first.key, f"record {header.record} of {header.key} at offset {start}")
-            sums.append(header.payload_sum)
-            start += HEADER_BYTES + header.nbytes + padding(header.nbytes)
-        found[first.key] = tuple(sums)
-    return found
+    return {entry.key: tuple(header.payload_sum for header in entry.headers) for entry in entries(view, run, length)}
 
 
 def find(view: memoryview, key: Key, run: Key, length: int, reader: ValueReader) -> int | None:
@@ -178,30 +168,36 @@ def _first_item(view: memoryview, run: Key) -> int:
     return int.from_bytes(view[24:32], "little") if len(view) >= HEADER_BYTES else run.item
 
 
-def split(view: memoryview, run: Key, length: int, without: Container[int] = ()) -> dict[int, bytes]:
-    """Item -> bytes of its value, verified, for the items of a run that are not in ``without``."""
-    kept = [entry for entry in entries(view, run, length) if entry.key.item not in without]
-    for entry in kept:
-        decode_value(view, entry.start, entry.key)
-    return {entry.key.item: bytes(view[entry.start : entry.end]) for entry in kept}
+def split(view: memoryview, run: Key, length: int, without: Container[int] = ()) -> dict[int, memoryview]:
+    """Item -> bytes of its value, copied and verified, for the items of a run that are not in ``without``."""
+    copy = memoryview(bytes(view))  # of all at once: every append to a run comes here
+    kept = [entry for entry in entries(copy, run, length) if entry.key.item not in without]
+    return {entry.key.item: _verified(copy, entry) for entry in kept}
 
 
-def outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> dict[int, bytes]:
-    """Item -> bytes of its value, verified, for the items of a run that are not from ``first`` to ``last``.
+def _verified(view: memoryview, entry: Entry) -> memoryview:
+    """The bytes of a value whose headers are verified. Raises ``DamagedError`` for one of its payloads."""
+    start = entry.start
+    for header in entry.headers:
+        start = check_payload(view, start + HEADER_BYTES, header)
+    return view[entry.start : entry.end]
+
+
+def outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> Mapping[int, bytes | memoryview]:
+    """Item -> bytes of its value, copied and verified, for the items of a run that are not from ``first`` to ``last``.
 
     Where the range goes on to the end of the run, nothing from ``first`` on is looked at: it may be damaged.
     """
-    kept: dict[int, bytes] = {}
-    to_the_end = last.item >= run.item + length - 1
+    kept: dict[int, memoryview] = {}
+    copy, to_the_end = memoryview(bytes(view)), last.item >= run.item + length - 1
     try:
-        for entry in entries(view, run, length):
+        for entry in entries(copy, run, length):
             if not first <= entry.key <= last:
-                decode_value(view, entry.start, entry.key)
-                kept[entry.key.item] = bytes(view[entry.start : entry.end])
+                kept[entry.key.item] = _verified(copy, entry)
             if to_the_end and entry.key.item + 1 >= first.item:
                 break
     except DamagedError:  # perhaps of a value that goes
-        return _around_damage(view, run, length, first, last)
+        return _around_damage(copy, run, length, first, last)
     return kept
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -21,9 +21,10 @@ from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Tabl
 from memstore.store.lmdb import format as layout
 from memstore.store.lmdb import paging, runs
 from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
-from memstore.store.records import ValueReader, damaged, decode_value, encode_value, encode_with_sums, header_sums
+from memstore.store.records import ValueReader, damaged, decode_value, encode_with_sums, header_sums
 
 _MOST_KNOWN = 1 << 16  # values, and header checksums of runs, that are remembered: about 16 MB and 6 MB
+_MOST_WRITTEN = 1 << 12  # runs whose last state is remembered: under 1 MB
 _UNKNOWN = (b"", 0)
 _HEAD = 64  # bytes of a value that tell it from others: the header of its first record
 _MOST_PAGES = 1 << 48
@@ -316,12 +317,22 @@ class Heads:
         return os.pread(self._data(), nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
 
 
+class _Run(NamedTuple):
+    """A run as it was last written here: the checksum of its bytes, the sum of those of its headers, its last item."""
+
+    all_bytes: int
+    header_sums: int
+    last: int
+
+
 class Changes:
     """Writes in transactions; the owner of ``naming`` may change it."""
 
     def __init__(self, naming: Naming, heads: Heads) -> None:
         self._naming = naming
         self._heads = heads
+        # Also of transactions that failed: what has the same checksum and the same key is the same.
+        self._written: dict[bytes, _Run] = {}
         self.added = 0
         """What this transaction has added to the sum of all checks."""
 
@@ -375,16 +386,37 @@ class Changes:
         cursor.delete()
 
     def _put_run(self, cursor: Cursor, run: Key, changes: dict[int, tuple[Key, tuple[Record, ...]]]) -> None:
-        """Write values of one run, keeping its other items."""
-        values: dict[int, bytes] = {}
-        if found := self._naming.find(cursor, run.to_bytes()):
-            old = self._last(cursor, found, run)
-            values = runs.split(old, run, self._naming.lengths[run.table], without=changes)
-        for item, (key, records) in changes.items():
-            values[item] = encode_value(key, records)
-        self._replace(cursor, run, values)
+        """Write values of one run, keeping its other items. Raises ``DamagedError`` where one of these is damaged."""
+        values: dict[int, bytes | memoryview] = {}
+        name, total, items = run.to_bytes(), 0, sorted(changes)
+        if found := self._naming.find(cursor, name):
+            values, total = self._kept(cursor, name, found, run, changes)
+        for item in items:
+            values[item], sums = encode_with_sums(*changes[item])
+            total += sum(sums)
+        value = b"".join(values[item] for item in sorted(values))
+        self._put(cursor, run, value, [total])
+        if len(self._written) >= _MOST_WRITTEN:
+            self._written.clear()
+        self._written[name] = _Run(checksum(value), total, max(values))
 
-    def _replace(self, cursor: Cursor, run: Key, values: dict[int, bytes]) -> None:
+    def _kept(
+        self, cursor: Cursor, name: bytes, found: bytes, run: Key, changes: Collection[int]
+    ) -> tuple[dict[int, bytes | memoryview], int]:
+        """What stays of the run ``cursor`` is on, and the sum of its header checksums.
+
+        Values by their first items: most runs are appended to by who wrote them, and are as they were left then.
+        """
+        known = self._written.get(name)
+        if known and known.last < min(changes):
+            copy = bytes(cursor.value())
+            if checksum(copy) == known.all_bytes and self._naming.holds(found, [known.header_sums]):
+                return {run.item: copy}, known.header_sums
+        old = self._last(cursor, found, run)
+        kept = runs.split(old, run, self._naming.lengths[run.table], without=changes)
+        return dict(kept), sum(sum(header_sums(value)) for value in kept.values())
+
+    def _replace(self, cursor: Cursor, run: Key, values: Mapping[int, bytes | memoryview]) -> None:
         if values:
             value = b"".join(values[item] for item in sorted(values))
             self._put(cursor, run, value, header_sums(value))
