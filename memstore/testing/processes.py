@@ -59,10 +59,16 @@ class Child:
     _heard: bytes = field(default=b"", init=False)
 
     def wait(self) -> Ending:
-        """Hear everything until its end."""
-        while piece := os.read(self.pipe, 1 << 16):
-            self._heard += piece
-        return self.reap(os.waitpid(self.pid, 0)[1])
+        """Hear everything until its end. Where the waiting is interrupted, the child ends too."""
+        try:
+            while piece := os.read(self.pipe, 1 << 16):
+                self._heard += piece
+            status = os.waitpid(self.pid, 0)[1]
+        except BaseException:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise
+        return self.reap(status)
 
     def reap(self, status: int) -> Ending:
         """The ending, once ``waitpid`` has told its status."""
@@ -88,6 +94,7 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
     os.close(hear)
     code = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what its parent does then is not for it to do
         signal.setitimer(signal.ITIMER_PROF, patience)
         signal.alarm(WAITING * patience)
         body(lambda line: _tell(say, line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -74,6 +75,7 @@ def torture(
         raise InvalidArgument(f"{folder} is not a folder; name one on the disk that is to be tried.")
     torch.set_num_threads(1)  # whoever forks must have one thread
     logging.getLogger("memstore").setLevel(logging.ERROR)  # a full disk is met on purpose
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the folder of the tries goes then too
     rows = []
     for name, subject in chosen.items():
         for each in fault or FAULTS:

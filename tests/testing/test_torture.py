@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,19 @@ def test_a_memory_loses_nothing_and_serves_nothing_wrong(store: str) -> None:
 def test_states_in_a_bare_file_are_served_although_a_bit_was_flipped() -> None:
     code, (row,) = tortured("numpy", "--fault", "flip", "--rounds", "6", "--seed", "3")
     assert (code, row["wrong"] > 0) == (1, True)
+
+
+def test_nothing_is_left_where_it_is_told_to_end(tmp_path: Path) -> None:
+    call = [sys.executable, "-m", "memstore", "torture", "numpy", "--fault", "kill", "--rounds", "10000"]
+    running = subprocess.Popen([*call, "--folder", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not any(tmp_path.iterdir()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert any(tmp_path.iterdir())
+    running.terminate()
+    _, told = running.communicate(timeout=60)
+    assert (running.returncode, list(tmp_path.iterdir())) == (130, [])
+    assert "interrupted" in told
 
 
 @pytest.mark.parametrize(
