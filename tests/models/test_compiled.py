@@ -48,6 +48,22 @@ def test_an_answer_under_autocast_is_close_to_that_in_float32(kind: str) -> None
     assert float((got - want).abs().max() / want.abs().max()) < 0.05, "8 bits of a product of a few layers"
 
 
+def test_the_check_of_tokens_is_compiled_in_one_piece_with_what_follows() -> None:
+    model: Any = drt.make()
+    torch.compiler.reset()
+
+    def checked(ids: torch.Tensor) -> torch.Tensor:
+        model.check_tokens(ids, None)
+        return ids + 1
+
+    try:
+        assert torch.equal(torch.compile(checked, backend="eager", fullgraph=True)(PROMPT), PROMPT + 1)
+    finally:
+        torch.compiler.reset()
+    with pytest.raises(memstore.InvalidArgument, match="token ids must be from 0"):
+        checked(PROMPT + 1_000_000)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
