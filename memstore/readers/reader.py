@@ -373,12 +373,8 @@ class Reader(ABC):
         self._check_writable()
         target, size = self._target(document), self.memory.spec.block_size
         if target.id is not None and not target.blocks.start:
-            stored = target.tokens()
-            length = min(len(stored), len(tokens))
-            # Nobody knows the tokens of blocks that a repair has dropped, -1: they differ.
-            different = (stored[:length] != tokens[:length]).nonzero()
-            common = int(different[0]) if len(different) else length
-            if common < len(stored):
+            common = common_tokens(target, tokens)
+            if common < len(target):
                 target.truncate(common // size // self._step * self._step)
         return self.read(tokens, target.name, progress=progress)
 
@@ -793,6 +789,17 @@ def _is_flat(tokens: Chunks) -> bool:
     if isinstance(tokens, Tensor | np.ndarray):
         return True
     return isinstance(tokens, Sequence) and not (tokens and isinstance(tokens[0], Tensor | np.ndarray | Sequence))
+
+
+def common_tokens(document: Document, tokens: Tensor) -> int:
+    """How many of ``tokens [n]`` a document that has lost no blocks begins with.
+
+    Nobody knows the tokens of blocks that a repair has dropped, -1: they differ.
+    """
+    stored = document.tokens()
+    length = min(len(stored), len(tokens))
+    different = (stored[:length] != tokens[:length]).nonzero()
+    return int(different[0]) if len(different) else length
 
 
 def compare(document: Document, start: int, tokens: Tensor) -> None:

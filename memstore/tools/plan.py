@@ -185,13 +185,10 @@ def held(reader: Reader, name: str, ids: Sequence[int]) -> int:
     """How many tokens of a text its document holds already."""
     import torch
 
+    from memstore.readers.reader import common_tokens
+
     document = reader.memory.document(name)  # not all of them: a folder has thousands of new files
-    if not len(document) or document.blocks.start:
-        return 0
-    stored = document.tokens()
-    length = min(len(stored), len(ids))
-    different = (stored[:length] != torch.tensor(ids[:length])).nonzero()
-    return int(different[0]) if len(different) else length
+    return 0 if not len(document) or document.blocks.start else common_tokens(document, torch.tensor(ids))
 
 
 def check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell: bool) -> None:
