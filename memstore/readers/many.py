@@ -33,7 +33,8 @@ from memstore.memory.urls import folder
 from memstore.progress import progress_bar
 from memstore.readers.attach import attach
 from memstore.readers.kinds import load_model
-from memstore.readers.reader import Chunks, Reader, ReadResult, compare
+from memstore.readers.reader import Reader
+from memstore.readers.reading import Chunks, ReadResult, compare
 
 Load = Callable[[], tuple[Any, Any]]
 """Loads a model and its tokenizer, in whichever process it is called."""

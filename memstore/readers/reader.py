@@ -1,297 +1,45 @@
 """The contract of every way to a memory: a text is read into it with a model, and the model sees it later.
 
-``memstore.attach`` gives a ``Reader`` for each kind of model. What does not depend on the mechanism is here: opening
-and checking memories, comparing a text with what is stored, cutting it into segments, and traces. A mechanism says what
-it stores (``spec``), how it reads segments (``_read_segments``), how it searches, and how its model gets to see the
-memory (``_install``).
+``memstore.attach`` gives a ``Reader`` for each kind of model. A mechanism says how it reads segments
+(``_read_segments``) and how it searches, beside what an ``Attachment`` asks of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Self
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memstore.attention.retrieval import Retrieval
-from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
-from memstore.memory import Document, Memory, MemorySpec, Recorder, Traces, open_memory
+from memstore.errors import InvalidArgument, ReadOnlyMemory, UnsupportedModel
+from memstore.memory import Document, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
-from memstore.memory.memory import check_same
 from memstore.memory.search import Match
 from memstore.memory.tensors import own_types
-from memstore.memory.urls import Mode
 from memstore.progress import progress_bar
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, framed
+from memstore.readers.attachment import Attachment
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
-from memstore.readers.kinds import Kind, encode
-from memstore.readers.observer import Observer, Recording
-from memstore.readers.options import check_options, check_retrieval
-from memstore.readers.ranks import Ranks, Share, SharedDocument
-
-COMPARED = 1 << 16
-"""Stored tokens that are held in memory at once while a text is compared with them."""
-UNNAMED = "document"
-"""The first document of a memory, where nobody names it."""
-Place = Memory | str | Path
-"""A memory: one that is open, or where it is."""
-Chunks = Tokens | Iterable[Tokens]
-"""Token ids, or pieces of them one after the other."""
+from memstore.readers.kinds import encode
+from memstore.readers.observer import Recording
+from memstore.readers.options import check_options
+from memstore.readers.reading import Chunks, Job, ReadResult, common_tokens, compare, evaluating, is_flat, segments
 
 
-@dataclass(frozen=True)
-class ReadResult:
-    """What a call of ``Reader.read`` or ``Reader.append`` did."""
-
-    document: str
-    tokens: int
-    """Tokens of the document now."""
-    new_tokens: int
-    """Tokens read by this call."""
-    reused_tokens: int
-    """Tokens that were there already, in this document or in others that begin with the same text."""
-    seconds: float
-    nll: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Negative log-likelihood of each scored token, ``[n]``, in nats."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed of reading the new tokens."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity of the scored tokens; NaN if none were scored."""
-        return float(self.nll.mean().exp())
-
-
-@dataclass
-class Job:
-    """A text on its way into a document."""
-
-    document: Document
-    options: dict[str, Any] | None
-    """What the states depend on beside the model and the tokens, for the first append of a document; else None."""
-    retrieve: bool = True
-    score_from: int | None = None
-    """The first token whose likelihood is wanted."""
-    nll: list[Tensor] = field(default_factory=list)
-
-
-class Reader(ABC):
+class Reader(Attachment):
     """A model with a memory, for the length of a ``with`` block; ``memstore.attach`` makes it.
 
     Nothing is opened, locked or changed before the block. Inside it ``read`` stores texts, and ``model(...)`` and
     ``model.generate(...)`` go on after the document. What is asked or generated is not stored; append it to keep it.
     On leaving the block, also by an exception, the model is what it was before. One thread at a time.
     """
-
-    kind: ClassVar[Kind]
-    several: ClassVar[bool] = False
-    """Whether several documents, and several memories, can be seen at once."""
-    model: Any
-    retrieval: Retrieval
-
-    def __init__(
-        self,
-        model: Any,
-        memory: Place | Sequence[Place],
-        document: str | Sequence[str] | None = None,
-        *,
-        retrieval: Retrieval | None = None,
-        tokenizer: Any = None,
-        index: str = "exact",
-        mode: Mode = "a",
-        device: str | torch.device | None = None,
-        process_group: Any = None,
-    ) -> None:
-        """See ``memstore.attach``."""
-        self.model, self.tokenizer = model, tokenizer
-        self.retrieval = self.usual(model) if retrieval is None else retrieval
-        check_retrieval(self.kind, self.retrieval)
-        if process_group is not None and mode != "r":
-            raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
-        if process_group is not None and self.retrieval.on_error == "miss":
-            raise InvalidArgument("on_error='miss' is for one process: ranks would attend to different lists")
-        self._process_group = process_group
-        self.share: Share | None = None
-        """This rank's share of the blocks, where there are others."""
-        self.names = [document] if isinstance(document, str) else None if document is None else list(document)
-        on = model.device if device is None and model.device.type == "cuda" else device
-        self._places = _places(memory)
-        self._opening: dict[str, Any] = {"mode": mode, "index": index, "device": on}
-        self._memories: tuple[Memory, ...] | None = None
-        self._stack = ExitStack()
-        self.observers: list[Observer] = []
-        """Told what the calls of the model retrieve; not what reading does."""
-        for what, given in (("memories", self._places), ("documents", self.names or [])):
-            if len(given) > 1 and not self.several:
-                raise InvalidArgument(
-                    f"a {self.kind.name} goes on after one document at a time, got {len(given)} {what}: attach one "
-                    "after the other"
-                )
-
-    @classmethod
-    def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for those that care
-        """How ``model`` retrieves unless it is told otherwise; ``made``: from a memory that is there already."""
-        return Retrieval()
-
-    def __enter__(self) -> Self:
-        return self.open() if self._memories is None else self  # like a file that is open already
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def open(self) -> Self:
-        """What entering the ``with`` block does. Raises ``ForeignMemory`` for a memory of another model."""
-        if self._memories is not None:
-            raise InvalidArgument("this reader is open already: leave its with block first")
-        with ExitStack() as stack:
-            try:
-                self._memories = tuple(self._opened(stack))
-                self._join()
-                self._begin()
-                self._install(stack)
-            except BaseException:
-                self._memories = None
-                raise
-            self._stack = stack.pop_all()
-        return self
-
-    def close(self) -> None:
-        """What leaving the ``with`` block does. Memories that were given open stay open."""
-        try:
-            self._stack.close()
-        finally:
-            self._memories = None
-
-    def _join(self) -> None:
-        """Join the other ranks, where there is a process group."""
-        if self._process_group is not None:
-            if any(memory.mode != "r" for memory in self.memories):
-                raise InvalidArgument("with process_group a memory is only asked: open it with mode='r'")
-            self.share = Share(Ranks(self._process_group))
-
-    def _check_alone(self) -> None:
-        """Raise ``InvalidArgument`` where there are other ranks: what they retrieve is in no one place."""
-        if self.share is not None:
-            raise InvalidArgument(
-                "what several ranks retrieve cannot be searched, watched or asked for: use generate, or attach without "
-                "process_group"
-            )
-
-    # The memory
-
-    @property
-    def memories(self) -> tuple[Memory, ...]:
-        """The memories, open; the first one is the one that is read into."""
-        if self._memories is None:
-            raise InvalidArgument(
-                "a memory is read and asked inside a with block: with memstore.attach(model, memory) as reader: ..."
-            )
-        return self._memories
-
-    @property
-    def memory(self) -> Memory:
-        """The memory that is read into."""
-        return self.memories[0]
-
-    @property
-    def document(self) -> Document:
-        """The document that the model goes on after. Raises ``InvalidArgument`` where it is not clear which one."""
-        return self._document(None)
-
-    @property
-    def documents(self) -> list[Document]:
-        """The documents that the model sees; the last one is the one that it goes on after."""
-        return [self.document]
-
-    def _document(self, name: str | None) -> Document:
-        """The document called ``name``, or the one that is meant where nobody says."""
-        if name is None and self.names is not None and len(self.names) == 1:
-            (name,) = self.names
-        if name is None:
-            names = [each.name for each in self.memory.documents()]
-            if len(names) > 1 or (self.names is not None and len(self.names) > 1):
-                shown = ", ".join(map(repr, self.names or names))
-                raise InvalidArgument(f"which document? Pass document=NAME, there are {shown}")
-            name = names[0] if names else UNNAMED
-        document = self.memory.document(name)
-        return document if self.share is None else SharedDocument(document, self.share)
-
-    def _continued(self) -> Document:
-        """The document that a call goes on after, as it is now. Raises where ranks see different ones."""
-        document = self.document
-        if self.share is not None:
-            if self.observers:
-                self._check_alone()
-            self.share.ranks.agree(document.n_blocks, len(document))
-        return document
-
-    def _opened(self, stack: ExitStack) -> Iterator[Memory]:
-        """Each memory; those that are not there are made like the first one that is."""
-        found = [each if isinstance(each, Memory) else self._existing(each, stack) for each in self._places]
-        like = next((memory.spec for memory in found if memory is not None), None)
-        for place, there in zip(self._places, found, strict=True):
-            memory = there
-            if memory is None:
-                spec = self.spec(like)
-                memory = open_memory(str(place), spec=spec, **self._opening)
-                stack.enter_context(memory)
-                self._sign(memory)
-            self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
-            yield memory
-
-    def _existing(self, place: str | Path, stack: ExitStack) -> Memory | None:
-        if self._opening["mode"] == "x":
-            return None
-        try:
-            return stack.enter_context(open_memory(place, **self._opening))
-        except NotFound:
-            if self._opening["mode"] == "r":
-                raise
-            return None
-
-    def _sign(self, memory: Memory) -> None:
-        """Write into a new memory which model it is for, so that other programs need not be told."""
-        names = {"name": self.model, "tokenizer": self.tokenizer}
-        info = {key: name for key, of in names.items() if (name := _name_of(of))}
-        if "name" in info:
-            memory.put_info("model", {**info, "dtype": str(self.model.dtype).removeprefix("torch.")})
-
-    @abstractmethod
-    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """What is stored of this model. ``made``: of the memory that is there already, to be like it in what is free.
-
-        Raises ``InvalidArgument`` for a model that can store nothing.
-        """
-
-    def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for those that see several
-        """Raise ``ForeignMemory`` where ``memory`` was made by another model."""
-        check_same(self.spec(memory.spec), memory)
-
-    def _begin(self) -> None:  # noqa: B027 - nothing for most
-        """The memories are open: whatever else has to be checked or loaded."""
-
-    @abstractmethod
-    def _install(self, stack: ExitStack) -> None:
-        """Let the model see the memory, until ``stack`` is closed."""
 
     # Reading
 
@@ -396,7 +144,7 @@ class Reader(ABC):
         """A text as token ids ``[n]`` int32, or its pieces as they are."""
         if isinstance(text, str):
             return self._checked(torch.tensor(self._encoded(text), dtype=torch.int64))
-        if not _is_flat(text):
+        if not is_flat(text):
             return text  # type: ignore[return-value]  # pieces
         if isinstance(text, Tensor):
             if text.dtype == torch.bool:
@@ -444,8 +192,8 @@ class Reader(ABC):
             evaluating(self.model),
             progress_bar(job.document.name, stored, total, progress) as advance,
         ):
-            segments = self._segments(self._prepared(pieces), stored)
-            with closing(self._read_segments(job, segments)) as done:
+            cut = segments(self._prepared(pieces), stored, self._segment_tokens)
+            with closing(self._read_segments(job, cut)) as done:
                 for tokens in done:
                     advance(tokens)
         return time.perf_counter() - begun
@@ -503,21 +251,6 @@ class Reader(ABC):
                 f"document {document.name!r} was begun with {different}: go on with the same options, or read the text "
                 "under another name"
             )
-
-    def _segments(self, pieces: Iterator[Tensor], place: int) -> Iterator[Tensor]:
-        """Pieces of ``pieces``, which begin at token ``place``, that end at multiples of the segment or at the end."""
-        size, waiting, held = self._segment_tokens, [], 0
-        for piece in pieces:
-            start = 0
-            while start < len(piece):
-                waiting.append(piece[start : start + size - place % size - held])
-                held += len(waiting[-1])
-                start += len(waiting[-1])
-                if held == size - place % size:
-                    yield torch.cat(waiting)
-                    place, waiting, held = place + held, [], 0
-        if held:
-            yield torch.cat(waiting)
 
     def _checked(self, tokens: Tensor) -> Tensor:
         """``tokens`` as they are. Raises ``InvalidArgument`` for those that are not of the vocabulary."""
@@ -753,71 +486,3 @@ class Reader(ABC):
                 f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"
             )
         return resolve_name(self.kind.audit)(self, self._encoded(text) if isinstance(text, str) else text, **options)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout or noise, in the types of its weights, for the time being."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with own_types():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _places(memory: object) -> list[Place]:
-    given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
-    places = [each for each in given if isinstance(each, (str, Path, Memory))]
-    if not places or len(places) < len(given):
-        raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory!r}")
-    return places
-
-
-def _name_of(thing: Any) -> str | None:
-    """Where a model or tokenizer was loaded from; a folder by its whole path, for others may run elsewhere."""
-    name = getattr(thing, "name_or_path", None)
-    if not isinstance(name, str) or not name:
-        return None
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
-def _is_flat(tokens: Chunks) -> bool:
-    if isinstance(tokens, Tensor | np.ndarray):
-        return True
-    return isinstance(tokens, Sequence) and not (tokens and isinstance(tokens[0], Tensor | np.ndarray | Sequence))
-
-
-def common_tokens(document: Document, tokens: Tensor) -> int:
-    """How many of ``tokens [n]`` a document that has lost no blocks begins with.
-
-    Nobody knows the tokens of blocks that a repair has dropped, -1: they differ.
-    """
-    stored = document.tokens()
-    length = min(len(stored), len(tokens))
-    different = (stored[:length] != tokens[:length]).nonzero()
-    return int(different[0]) if len(different) else length
-
-
-def compare(document: Document, start: int, tokens: Tensor) -> None:
-    """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on.
-
-    Nobody knows the tokens of blocks that a repair has dropped: they are taken for the same.
-    """
-    size = document.memory.spec.block_size
-    for part in tokens.long().split(COMPARED) if len(tokens) else ():
-        # A range of blocks is one read of the store; block by block it would be a transaction for each of them.
-        for blocks in document.present(range(start // size, -(-(start + len(part)) // size))):
-            stored, at = document.tokens(blocks), blocks.start * size - start
-            low, high = max(at, 0), min(at + len(stored), len(part))
-            different = stored[low - at : high - at] != part[low:high]
-            if bool(different.any()):
-                raise InvalidArgument(
-                    f"document {document.name!r} holds another text (they differ from token "
-                    f"{start + low + int(different.nonzero()[0])} on): read this one under another name, or append() "
-                    "to go on after it"
-                )
-        start += len(part)

@@ -185,7 +185,7 @@ def held(reader: Reader, name: str, ids: Sequence[int]) -> int:
     """How many tokens of a text its document holds already."""
     import torch
 
-    from memstore.readers.reader import common_tokens
+    from memstore.readers.reading import common_tokens
 
     document = reader.memory.document(name)  # not all of them: a folder has thousands of new files
     return 0 if not len(document) or document.blocks.start else common_tokens(document, torch.tensor(ids))

@@ -26,7 +26,8 @@ from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of
 from memstore.readers.kinds import KNN
 from memstore.readers.observer import Choices, Origin
-from memstore.readers.reader import Job, Reader, evaluating
+from memstore.readers.reader import Reader
+from memstore.readers.reading import Job, evaluating
 
 SEGMENT = 512
 """Tokens of a segment, for a model that was not trained with segments."""

@@ -21,8 +21,10 @@ from memstore.memory.layer_index import cannot_score
 from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, check_layer
 from memstore.memory.weights import digest_of_weights
+from memstore.readers.attachment import Place
 from memstore.readers.kinds import STOCK
-from memstore.readers.reader import Job, Place, Reader
+from memstore.readers.reader import Reader
+from memstore.readers.reading import Job
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, check_free

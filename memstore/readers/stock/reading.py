@@ -19,7 +19,7 @@ from torch import Tensor
 from memstore.attention import sub_block_means
 from memstore.memory import Document, MemorySpec
 from memstore.memory.tensors import as_stored
-from memstore.readers.reader import Job
+from memstore.readers.reading import Job
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
