@@ -1,6 +1,6 @@
 """One sequence of forward passes over one cache: a prompt and its continuation, or a segment being read.
 
-A ``Call`` has what all layers share: local tokens, what they see of the memory, masks and positions. It has a
+A ``Call`` has what all layers share: local tokens, where they stand, and what they see of the memory. It has a
 ``LayerStates`` for each attention layer, which is the layer of the cache that transformers knows.
 """
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from memstore.attention import Placement, place
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
 from memstore.readers.observer import Choice, Observer
-from memstore.readers.stock.architecture import CosSin, LayerPlan, LayerRotary
+from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.draft import StockDraft
+from memstore.readers.stock.positions import LocalTokens
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
 from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
 from memstore.readers.stock.steps import CallSteps
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
 ROOM = 64
 """Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""
-MEMOS = 1024
-"""Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
 
 
-class Call:
+class Call(LocalTokens):
     """Local tokens, what they see of the memory, and the masks and positions that all layers share."""
 
     def __init__(
@@ -53,13 +51,9 @@ class Call:
 
         ``observers`` are told what every layer retrieves.
         """
-        self.selection, self.seen, self.states, self.reading = selection, seen, states, reading
-        self.room, self.device = 0 if reading else ROOM, torch.device("cpu")
-        self.candidates = seen.candidates if retrieve else Candidates(())
-        self.slots = selection.slots(self.candidates)
-        self.observers = observers
-        self.clock: Tensor | None = None
-        """See ``Steps``: what ``length`` is, on the device."""
+        super().__init__(selection, seen, seen.candidates if retrieve else Candidates(()))
+        self.states, self.reading, self.observers = states, reading, observers
+        self.room = 0 if reading else ROOM
         self.sharded = selection if isinstance(selection, ShardedSelection) else None
         if self.sharded and observers:
             raise InvalidArgument("what several ranks retrieve cannot be watched or asked for; use generate")
@@ -68,8 +62,7 @@ class Call:
 
     def reset(self) -> None:
         """Start again without local tokens."""
-        self.length = 0
-        self.tokens = 0
+        self.start_again()
         self.prompt = 0
         """Tokens of the first forward pass."""
         self.chosen_at: int | None = None
@@ -77,12 +70,9 @@ class Call:
         self.query: Tensor | None = None
         self.by_query: CandidateLists | None = None
         """What ``query`` chooses."""
-        self.padding: Tensor | None = None
         self.codes: dict[int, Tensor] = {}
         self._ahead: dict[tuple[int, int], States] = {}
         """States of a list that layers further on will ask for."""
-        self._memo: dict[object, Any] = {}
-        self._step_memo: dict[object, Any] = {}
         everything = self.selection.everything(self.candidates)
         self.routed = everything is None
         if everything is not None and self.slots:
@@ -90,15 +80,10 @@ class Call:
 
     def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
         """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
-        self.tokens, self.padding, self.device = tokens, padding, device
         self.prompt = self.prompt if self.length else tokens
         self._ahead.clear()
         self.selection.search_seconds = 0.0
-        self._step_memo.clear()
-        if len(self._memo) > MEMOS:
-            self._memo.clear()
-        self.positions = self._local_positions()
-        self._check_positions()
+        self.stand(tokens, padding, device)
 
     @property
     def turned(self) -> bool:
@@ -203,89 +188,6 @@ class Call:
         for observer in self.observers:
             observer.choice(choice)
 
-    # Positions
-
-    def _placement(self, chosen: CandidateLists | None) -> Placement:
-        key = ("placement", id(chosen))
-        if key not in self._memo:
-            blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long, device=self.device)
-            if chosen is not None:
-                blocks, slots = self._where(chosen)
-            placement = place(
-                self.selection.retrieval.positions,
-                sink=self.seen.sink,
-                direct=self.seen.direct,
-                blocks=blocks,
-                slots=slots,
-                block_size=self.selection.block_size,
-                limit=self.selection.position_limit,
-            )
-            self._memo[key] = (chosen, placement)  # holding the tensor keeps its id from being used again
-        placement = self._memo[key][1]
-        assert isinstance(placement, Placement)
-        return placement
-
-    def _where(self, chosen: CandidateLists) -> list[Tensor]:
-        """Blocks and slots of a list on the device."""
-        key = ("where", id(chosen))
-        if key not in self._memo:
-            self._memo[key] = (chosen, *to_device(self._numbered(chosen), self.device))
-        return list(self._memo[key][1:])
-
-    def _numbered(self, chosen: CandidateLists) -> list[Tensor]:
-        """Blocks and slots of a list, in host memory."""
-        return [self.candidates.blocks[chosen.numbers], chosen.slots]
-
-    @property
-    def start(self) -> int:
-        """Position of the first local token."""
-        return self._placement(None).local_start
-
-    def _local_positions(self) -> Tensor:
-        """Positions of the new tokens, ``[B or 1, T]``; padding is skipped over."""
-        if self.clock is not None:
-            return (self.start + self.clock)[None]
-        return self._all_local_positions()[:, -self.tokens :]
-
-    def _all_local_positions(self, count: int | None = None) -> Tensor:
-        """Of all local tokens ``[B or 1, n]``, or of the first ``count``, which need not be there yet."""
-        if self.padding is None:
-            count = self.length + self.tokens if count is None else count
-            return torch.arange(self.start, self.start + count, device=self.device)[None]
-        return self.start + (self.padding.long().cumsum(-1) - 1).clamp(min=0)
-
-    def _check_positions(self) -> None:
-        architecture = self.selection.architecture
-        if not architecture.learned_positions:
-            return
-        alone = self.start + self.length + self.tokens - 1
-        last = alone if self.padding is None else int(self.positions.max())
-        if last >= architecture.max_positions:
-            raise InvalidArgument(
-                f"{architecture.name} has learned positions for {architecture.max_positions} tokens, and this call "
-                f"needs position {last}: use a smaller window, sink or top_k, or a shorter text"
-            )
-
-    def prefix_cos_sin(self, rotary: LayerRotary, positions: Tensor) -> CosSin | None:
-        """Cosines and sines for ``positions [B or 1, heads or 1, n]``, shared by the layers that have the same table.
-
-        Where heads differ, rows and heads become one dimension.
-        """
-        key = ("prefix", rotary.table, id(positions))
-        if key not in self._memo:
-            rows = self.layers[0].keys.shape[0] if positions.shape[1] > 1 else 1
-            flat = positions.expand(max(rows, len(positions)), -1, -1).flatten(0, 1)
-            self._memo[key] = (positions, rotary.cos_sin(flat))
-        cos_sin: CosSin | None = self._memo[key][1]
-        return cos_sin
-
-    def local_cos_sin(self, rotary: LayerRotary) -> CosSin | None:
-        """Cosines and sines of the new tokens."""
-        if rotary.table not in self._step_memo:
-            self._step_memo[rotary.table] = rotary.cos_sin(self.positions)
-        cos_sin: CosSin | None = self._step_memo[rotary.table]
-        return cos_sin
-
     # What a layer sees
 
     def prefix(
@@ -318,27 +220,27 @@ class Call:
     def _fetchable(self, chosen: CandidateLists) -> OwnPart:
         """What is fetched of a list here: all of it, where no other ranks fetch the rest."""
         key = ("own", id(chosen))
-        if key not in self._memo:
+        if key not in self.memo:
             own = OwnPart(chosen, torch.empty(0), None)
             if self.sharded:
                 own = self.sharded.own_part(self.candidates, chosen)
-            self._memo[key] = (chosen, own)
-        own = self._memo[key][1]
+            self.memo[key] = (chosen, own)
+        own = self.memo[key][1]
         assert isinstance(own, OwnPart)
         return own
 
     def _prefix_positions(self, chosen: CandidateLists | None, sink: int, direct: int) -> Tensor:
         key = ("positions", id(chosen), sink, direct)
-        if key not in self._memo:
-            placement = self._placement(chosen)
+        if key not in self.memo:
+            placement = self.placement(chosen)
             parts = [torch.arange(self.start - direct, self.start, device=self.device)[None, None]]
             if chosen is not None:
                 parts.insert(0, self._own_positions(chosen, placement.retrieved))
             if sink:
                 parts.insert(0, placement.sink)
             batch, heads = (max(part.shape[i] for part in parts) for i in (0, 1))
-            self._memo[key] = torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
-        positions: Tensor = self._memo[key]
+            self.memo[key] = torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
+        positions: Tensor = self.memo[key]
         return positions
 
     def _own_positions(self, chosen: CandidateLists, positions: Tensor) -> Tensor:
@@ -360,10 +262,10 @@ class Call:
     def _located(self, chosen: CandidateLists) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
         """The distinct blocks of all lists, and where ``[B or 1, lists, K]`` each entry of a list is among them."""
         key = ("located", id(chosen))
-        if key not in self._memo:
+        if key not in self.memo:
             numbers, places = chosen.numbers.unique(return_inverse=True)
-            self._memo[key] = (chosen, places, self.candidates.located(numbers))
-        _, places, located = self._memo[key]
+            self.memo[key] = (chosen, places, self.candidates.located(numbers))
+        _, places, located = self.memo[key]
         return places, located
 
     def tiers(self, plan: LayerPlan, chosen: CandidateLists) -> dict[int, str] | None:
@@ -415,75 +317,11 @@ class Call:
             if self.device.type != "cpu":
                 later = self.layers[plan.index + 1 :]
                 wanted += [states.plan.index for states in later if states.stale and states.chosen is chosen]
-            with along(self._numbered(chosen), self.device) as where:
+            with along(self.numbered(chosen), self.device) as where:
                 for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
                     self._ahead[layer, id(chosen)] = states
-            self._memo.setdefault(("where", id(chosen)), (chosen, *where()))
+            self.memo.setdefault(("where", id(chosen)), (chosen, *where()))
         return self._ahead.pop((plan.index, id(chosen)))
-
-    # Masks
-
-    def mask(self, states: LayerStates, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask ``[B or 1, heads or 1, T, M]`` for the last ``M`` keys of a layer; None where all are visible.
-
-        The memory is visible to every token, unless a sliding window ends within it or a block is not full.
-        """
-        sliding, empty = states.plan.sliding, self._empty(states)
-        alone = self.clock is None
-        if alone and self.tokens == 1 and self.padding is None and sliding is None and empty is None:
-            return None
-        # By the clock keys beyond the token are there too, and are not seen: as many as the buffer holds.
-        count = self.length + self.tokens if alone else states.keys.shape[2] - states.prefix
-        whole = sliding is not None or empty is not None or not alone
-        key = ("mask", sliding, count, id(states.prefix_positions) if whole else None, id(empty))
-        if key not in self._step_memo:
-            visible = self._visible_local(count)
-            if whole:
-                visible = torch.nn.functional.pad(visible, (states.prefix, 0), value=True)
-            if sliding is not None:
-                visible = visible & self._within(states, sliding, count)
-            if empty is not None:
-                visible = visible & ~torch.nn.functional.pad(empty, (0, visible.shape[-1] - empty.shape[-1]))
-            self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
-                ~visible, float("-inf")
-            )
-        mask: Tensor = self._step_memo[key]
-        return mask
-
-    def _empty(self, states: LayerStates) -> Tensor | None:
-        """``[B or 1, lists, 1, n]``: where the first ``n`` keys of a layer have no token, or None."""
-        if states.fetched is None or not (self.candidates.incomplete or states.fetched.void is not None):
-            return None
-        chosen, start, void = states.fetched.chosen, states.fetched.start, states.fetched.void
-        key = ("empty", id(chosen), start)
-        if key not in self._memo:
-            empty = self.candidates.empty(chosen.numbers, self.selection.block_size)
-            if void is not None:
-                filled = void[..., None].expand(*void.shape, self.selection.block_size)
-                empty = filled if empty is None else empty | filled
-            if empty is not None:
-                empty = torch.nn.functional.pad(empty.flatten(-2)[:, :, None], (start, 0)).to(self.device)
-            self._memo[key] = (chosen, empty)
-        empty_keys: Tensor | None = self._memo[key][1]
-        return empty_keys
-
-    def _visible_local(self, count: int) -> Tensor:
-        """``[B or 1, 1, T, count]``: causal, without padding (a token always sees itself, so that no row is empty)."""
-        rows = torch.arange(self.length, self.length + self.tokens, device=self.device)
-        rows = (rows if self.clock is None else self.clock)[:, None]
-        columns = torch.arange(count, device=self.device)
-        causal = (columns <= rows)[None, None]
-        if self.padding is None:
-            return causal
-        return (causal & self.padding[:, None, None, :]) | (columns == rows)
-
-    def _within(self, states: LayerStates, sliding: int, count: int) -> Tensor:
-        """``[B or 1, heads or 1, T, prefix + count]``: less than ``sliding`` positions back."""
-        local = self._all_local_positions(count)
-        prefix = states.prefix_positions
-        batch = max(len(local), len(prefix))
-        keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)
-        return self.positions[:, None, :, None] - keys[:, :, None, :] < sliding
 
 
 class LayerStates(CacheLayerMixin):
@@ -534,7 +372,7 @@ class LayerStates(CacheLayerMixin):
         if not call.turned:
             q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
         keys, values = self._append(k, v)
-        mask = call.mask(self, q.dtype)
+        mask = call.mask(q.dtype, self.plan.sliding, self.fetched, self.prefix_positions, self.keys.shape[2])
         call.tell(self, queries, q, keys, mask, **options)
         if call.sharded and self.fetched is not None:
             tokens = self.fetched.chosen.numbers.shape[-1] * call.selection.block_size
@@ -563,7 +401,7 @@ class LayerStates(CacheLayerMixin):
 
     def _rotate_prefix(self) -> None:
         keys, rotary, positions = self.keys[:, :, : self.prefix], self.plan.rotary, self.prefix_positions
-        cos_sin = self.call.prefix_cos_sin(rotary, positions)
+        cos_sin = self.call.prefix_cos_sin(rotary, positions, len(self.keys))
         if cos_sin is None:
             return
         if positions.shape[1] == 1:
