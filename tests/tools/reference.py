@@ -83,7 +83,8 @@ def api() -> str:
     for name in CLASSES:
         kind: Any = getattr(memstore, name)
         parts += [f"## {name}\n", _prose(inspect.getdoc(kind) or "")]
-        for member, what in sorted(vars(kind).items()):
+        ours = [vars(base) for base in reversed(kind.__mro__) if base.__module__.startswith("memstore.")]
+        for member, what in sorted({name: what for names in ours for name, what in names.items()}.items()):
             if not member.startswith("_") and (inspect.isfunction(what) or isinstance(what, property)):
                 parts += _member(member, what)
     parts.append("## Errors\n")
