@@ -26,7 +26,7 @@ NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIO
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu house docs site pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu coverage house docs site pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -65,6 +65,11 @@ faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harne
 
 gpu: ## On a GPU: try everything there and measure it, in nine minutes, with the Python that is there (no network needed)
 	$(or $(PYTHON),python3) benchmarks/gpu.py $(GPU_FLAGS)
+
+coverage: $(READY) ## Say which part of the branches of each package `make test` runs (it takes twice as long)
+	mkdir -p build && rm -f build/coverage.json
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST) --cov --cov-report= --cov-report=json:build/coverage.json || test -s build/coverage.json
+	$(BIN)/python -m tests.branches build/coverage.json
 
 house: $(READY) ## Say how large and how tangled the package is, and how many files common calls pass
 	$(BIN)/python -m tests.house
