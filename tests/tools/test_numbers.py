@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 def rows(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    file = ROOT / "benchmarks" / "results" / name
+    return json.loads(file.with_suffix(file.suffix or ".json").read_text("utf-8"))
 
 
 def squad(ranker: str) -> float:
@@ -60,3 +61,52 @@ def test_a_figure_of_the_readme_is_in_the_results(words: str, figure: Callable[[
     found = re.search(words, README)
     assert found, "say in test_numbers.py which row the new words of the README are of"
     assert found[1] == figure()
+
+
+TABLE = re.compile(r"<!-- rows: ([^>]*) -->\n\n((?:\|.*\n)+)|((?:^\|.*\n)+)", re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
+OTHER_RUNS = re.compile(r"\([^()]*other runs[^()]*\)")
+OF = re.compile(r"(\d+) of (\d+)")
+UNITS = (1, 100, 1e-6, 1e-9, 1 / 2**20)  # of a share, and of bytes
+MILLISECONDS = (1e3, 1e-3)
+
+
+def tables(page: str) -> list[tuple[str, list[str]]]:
+    """The files and the rows of each table of a page."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return [(found[1] or "", (found[2] or found[3]).splitlines()[2:]) for found in TABLE.finditer(text)]
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        yield from (float(name) for name in value if re.fullmatch(r"\d+(\.\d+)?", str(name)))
+        value = [*value.values()]
+    if isinstance(value, list):
+        yield float(len(value))
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, (int, float)):
+        yield abs(float(value))
+
+
+@pytest.mark.parametrize("page", ["measured.md", "scale.md"])
+def test_each_number_of_a_table_is_in_the_rows_that_it_names(page: str) -> None:
+    unknown = []
+    for files, lines in tables(page):
+        if page == "scale.md" and not files:
+            continue  # worked out
+        assert files, f"say above the table what rows it has, as <!-- rows: FILE --> does: {lines[0]}"
+        plain = [number for file in files.split() for number in numbers(rows(file))]
+        for cell in (cell for line in lines for cell in line.strip("|").split("|")[1:]):
+            units = (*UNITS, *MILLISECONDS) if " ms" in cell else UNITS
+            known = [number * unit for number in plain for unit in units]
+            counts = {part[0]: int(part[1]) / int(part[2]) for part in OF.finditer(cell)}
+            shares = [part for part, share in counts.items() if any(abs(each - share) < 0.002 for each in known)]
+            rest = OTHER_RUNS.sub("", cell)
+            for part in shares:
+                rest = rest.replace(part, "")
+            for number in NUMBER.findall(rest):
+                value, place = float(number.replace(",", "")), 10.0 ** -len(number.partition(".")[2])
+                if (value > 9 or place < 1) and not any(abs(each - value) <= 0.501 * place for each in known):
+                    unknown.append(f"{number} of {cell.strip()!r} is not in {files}")
+    assert not unknown, "\n".join(unknown)

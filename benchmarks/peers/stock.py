@@ -1,0 +1,191 @@
+"""Caches of transformers, and texts found by a search and put into the prompt."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers.contract import Peer
+
+SEGMENT = 512
+
+
+class Stock(Peer):
+    """A model of transformers with its own cache."""
+
+    def __init__(self, model: str, folder: Path, options: dict[str, Any]) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.set_num_threads(options["threads"])
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, options["dtype"])).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.folder, self.options = folder, options
+
+    def version(self) -> str:
+        """Transformers' own."""
+        return f"transformers {version('transformers')}"
+
+    def ids(self, text: str) -> torch.Tensor:
+        """Tokens ``[1, T]``."""
+        tokens: torch.Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return tokens
+
+    @torch.inference_mode()
+    def forward(self, ids: torch.Tensor, cache: Any, position: int) -> torch.Tensor:
+        """Logits of the last token, in segments."""
+        for at in range(0, ids.shape[1], SEGMENT):
+            part = ids[:, at : at + SEGMENT]
+            places = torch.arange(position + at, position + at + part.shape[1])[None]
+            out = self.model(part, past_key_values=cache, position_ids=places, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+    def continued(self, prompt: str, cache: Any, position: int, tokens: int) -> str:
+        """The greedy continuation of ``prompt`` behind what ``cache`` has, whose next place is ``position``."""
+        ids = self.ids(prompt)
+        written: list[int] = []
+        while len(written) < tokens:
+            token = int(self.forward(ids, cache, position).argmax())
+            if token == self.tokenizer.eos_token_id:
+                break
+            written.append(token)
+            position += ids.shape[1]
+            ids = torch.tensor([[token]])
+        return str(self.tokenizer.decode(written))
+
+
+class Full(Stock):
+    """Full attention to everything; its cache is saved with ``torch.save``."""
+
+    def read(self, text: str) -> None:
+        """One pass over the text."""
+        from transformers import DynamicCache
+
+        ids, self.cache = self.ids(text), DynamicCache()
+        self.forward(ids, self.cache, 0)
+        self.save(ids.shape[1])
+
+    def save(self, tokens: int) -> None:
+        """Write the cache of a text of so many tokens."""
+        layers: list[Any] = list(self.cache.layers)
+        kept = {"layers": [(layer.keys, layer.values) for layer in layers], "tokens": tokens}
+        torch.save(kept, self.folder / "cache.pt")
+
+    def restore(self) -> None:
+        """Load the cache."""
+        from transformers import DynamicCache
+
+        kept = torch.load(self.folder / "cache.pt")
+        self.cache, self.tokens = DynamicCache(), kept["tokens"]
+        for number, (keys, values) in enumerate(kept["layers"]):
+            self.cache.update(keys, values, number)
+        self.length = self.cache.get_seq_length()
+
+    def answer(self, prompt: str, tokens: int) -> str:
+        """Continue, and take the prompt off again."""
+        written = self.continued(prompt, self.cache, self.tokens, tokens)
+        self.cache.crop(self.length - self.cache.get_seq_length())
+        return written
+
+
+class Window(Stock):
+    """The end of the text alone, as much of it as the model was trained with in one piece."""
+
+    def read(self, text: str) -> None:
+        """Keep the end's tokens."""
+        torch.save(self.ids(text)[:, -self.options["window"] :], self.folder / "end.pt")
+
+    def restore(self) -> None:
+        """Compute the end's states."""
+        from transformers import DynamicCache
+
+        ids = torch.load(self.folder / "end.pt")
+        self.cache = DynamicCache()
+        self.forward(ids, self.cache, 0)
+        self.length = ids.shape[1]
+
+    def answer(self, prompt: str, tokens: int) -> str:
+        """Continue, and take the prompt off again."""
+        written = self.continued(prompt, self.cache, self.length, tokens)
+        self.cache.crop(self.length - self.cache.get_seq_length())
+        return written
+
+
+class Compressed(Full):
+    """A cache of which kvpress keeps the share that its ``ExpectedAttentionPress`` expects to be needed."""
+
+    def version(self) -> str:
+        """Of kvpress."""
+        return f"kvpress {version('kvpress')}, ExpectedAttentionPress({1 - self.options['kept']:g})"
+
+    def read(self, text: str) -> None:
+        """One pass over all the text, as kvpress asks for; the cache is compressed in it."""
+        from kvpress import ExpectedAttentionPress
+        from transformers import DynamicCache
+
+        ids, self.cache = self.ids(text), DynamicCache()
+        press = ExpectedAttentionPress(compression_ratio=1 - self.options["kept"])
+        with torch.inference_mode(), press(self.model):
+            self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.save(ids.shape[1])
+
+
+class Searched(Stock):
+    """Blocks found by BM25, as text in the prompt: retrieval-augmented prompting."""
+
+    name = "BM25"
+
+    def version(self) -> str:
+        """What searches."""
+        return f"{self.name} in the prompt of transformers {version('transformers')}"
+
+    def read(self, text: str) -> None:
+        """Cut it into blocks."""
+        ids, size = self.ids(text)[0], self.options["block"]
+        blocks = [str(self.tokenizer.decode(each)) for each in ids.split(size)]
+        (self.folder / "blocks.json").write_text(json.dumps(blocks), "utf-8")
+        self.index(blocks)
+
+    def restore(self) -> None:
+        """Read the blocks."""
+        self.blocks = json.loads((self.folder / "blocks.json").read_text("utf-8"))
+        self.ranker = self.index(self.blocks)
+
+    def index(self, blocks: list[str]) -> Any:
+        """What ranks blocks."""
+        from memstore.eval.questions.rankers import WordRanker
+
+        return WordRanker(blocks)
+
+    def answer(self, prompt: str, tokens: int) -> str:
+        """The best blocks in the text's order, then the prompt."""
+        from transformers import DynamicCache
+
+        question = prompt.partition("Question: ")[2].partition("\n")[0]
+        best = sorted(self.ranker.rank(question, self.options["top_k"]))
+        return self.continued("\n".join(self.blocks[each] for each in best) + prompt, DynamicCache(), 0, tokens)
+
+
+class Embedded(Searched):
+    """Blocks found by sentence embeddings."""
+
+    name = "MiniLM"
+
+    def index(self, blocks: list[str]) -> Any:
+        """Embeddings are kept beside the blocks."""
+        from memstore.eval.questions.rankers import SentenceRanker, minilm
+
+        file = self.folder / "vectors.pt"
+        embed = minilm()
+        kept = torch.load(file) if file.exists() else None
+        ranker = SentenceRanker(blocks, (lambda texts: kept[: len(texts)]) if kept is not None else embed)
+        if kept is None:
+            torch.save(ranker._vectors, file)
+        else:
+            ranker._vectors = kept
+            ranker._embed = embed
+        return ranker

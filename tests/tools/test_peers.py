@@ -1,0 +1,35 @@
+"""memstore beside others, on the same work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.__main__ import table
+from tests.instruct import instruct_model, instruct_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="measures memory by Linux's /proc")
+def test_peers_do_the_same_work_and_memstore_alone_refuses_a_flipped_bit(tmp_path: Path) -> None:
+    for part in (instruct_model(), instruct_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    out = tmp_path / "rows.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers", "--model", str(tmp_path / "model"), "--lengths", "1536"]
+        + ["--peers", "memstore", "full", "--dtype", "float32", "--threads", "1", "--flips", "2", "--out", str(out)],
+        cwd=ROOT,
+        check=True,
+    )
+    results = json.loads(out.read_text("utf-8"))
+    ours, full = results["rows"]
+    assert ours["questions"] == full["questions"] == 12
+    assert full["disk_bytes"] > 1536 * 3 * 2 * 16 * 4
+    assert ours["flips_other_answers"] == full["flips_refused"] == 0
+    assert table(results).count("\n") == 3
