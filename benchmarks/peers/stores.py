@@ -43,7 +43,8 @@ class MemOS(Subject):
         """Add items."""
         for number, each in enumerate(states, len(self)):
             cache = DynamicCache()
-            cache.update(*torch.from_numpy(each).unsqueeze(1), layer_idx=0)
+            keys, values = torch.from_numpy(each).unsqueeze(1)
+            cache.update(keys, values, 0)
             self._memory.add([self._item(id=str(number), memory=cache)])
         self._memory.dump(str(self._folder))
 

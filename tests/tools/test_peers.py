@@ -21,9 +21,9 @@ def test_peers_do_the_same_work_and_memstore_alone_refuses_a_flipped_bit(tmp_pat
     for part in (instruct_model(), instruct_tokenizer()):
         part.save_pretrained(tmp_path / "model")
     out = tmp_path / "rows.json"
+    work = ["--lengths", "1536", "--peers", "memstore", "full", "--dtype", "float32", "--threads", "1", "--flips", "2"]
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers", "--model", str(tmp_path / "model"), "--lengths", "1536"]
-        + ["--peers", "memstore", "full", "--dtype", "float32", "--threads", "1", "--flips", "2", "--out", str(out)],
+        [sys.executable, "-m", "benchmarks.peers", "--model", str(tmp_path / "model"), *work, "--out", str(out)],
         cwd=ROOT,
         check=True,
     )
