@@ -128,11 +128,11 @@ def grow(folder: Path, blocks: int) -> None:
 
 def append(document: Document, blocks: int) -> None:
     """Add ``blocks`` blocks of numbers that depend on their place alone."""
-    made = torch.Generator().manual_seed(document.n_blocks)
-    tokens = torch.randint(0, 50_000, (blocks * SPEC.block_size,), generator=made)
+    made, spec = torch.Generator().manual_seed(document.n_blocks), document.memory.spec
+    tokens = torch.randint(0, 50_000, (blocks * spec.block_size,), generator=made)
     with document.append(tokens) as batch:
-        states = torch.randn(blocks, *SPEC.fields["c"], generator=made)
-        batch.put(0, landmarks=torch.randn(blocks, 1, 1, SPEC.key_dim, generator=made), c=states)
+        states = {name: torch.randn(blocks, *shape, generator=made) for name, shape in spec.fields.items()}
+        batch.put(0, landmarks=torch.randn(blocks, 1, 1, spec.key_dim, generator=made), **states)
 
 
 def spent(call: Callable[[], object]) -> tuple[float, float]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,9 @@ import torch
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, WrongKey
 from memstore.memory import Memory
-from memstore.store.zarr.bucket import from_url
+from memstore.memory.urls import Mode
+from memstore.store.zarr import store as zarr_store
+from memstore.store.zarr.bucket import CLIENT, from_url
 from tests import forks
 from tests.memory.helpers import D, G, S, append, check_content, in_blocks, make_spec, random_tokens, states
 from tests.readers import child
@@ -215,6 +220,46 @@ def test_a_storage_that_is_gone_in_mid_upload_leaves_the_previous_version(
         assert memory.verify() == []
 
 
+def publish(url: str) -> None:
+    """Go on with the text, in a process that may be killed at any moment."""
+    zarr_store.SHARD_BYTES = 4 * BLOCK_BYTES  # type: ignore[attr-defined]  # this process is for nothing else
+    with memstore.open(url) as memory:
+        append(memory.document("whale"), TOKENS[5 * S :])
+
+
+@pytest.mark.parametrize("after", [0, 4, 9])
+def test_a_writer_that_is_killed_in_mid_upload_leaves_the_previous_version(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    written(tokens=TOKENS[: 5 * S])
+    puts = 0
+
+    def kill(method: str, path: str) -> int | None:
+        nonlocal puts
+        puts += method == "PUT"
+        if puts > after:
+            writer.kill()
+            return 0
+        return None
+
+    way.fault = kill
+    writer = forks.start(publish, HERE)
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    way.fault = lambda method, path: None
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r") as memory:
+        check_content(memory.document("whale"), TOKENS[: 5 * S])
+        assert memory.verify() == []
+    on(monkeypatch, tmp_path / "a")
+    with memstore.open(HERE) as memory:
+        check_content(memory.document("whale"), TOKENS)  # what was committed stands
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r") as memory:
+        check_content(memory.document("whale"), TOKENS)
+        assert memory.verify() == []
+
+
 @pytest.mark.parametrize("retries", [0, 5])
 def test_a_manifest_whose_answer_was_lost_is_not_taken_for_another_writers(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries: int
@@ -271,6 +316,40 @@ def test_throttling_and_cut_lines_are_tried_again(way: Way) -> None:
     seen.clear()
     with memstore.open(HERE, host_bytes=0) as memory:
         check_content(memory.document("whale"), TOKENS)
+
+
+def test_what_is_not_answered_in_time_is_asked_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CLIENT, "timeout", timedelta(seconds=0.5))
+    seen: set[str] = set()
+
+    def slow(method: str, path: str) -> int | None:
+        if method + path not in seen and ("/blocks/" in path or "manifest" in path):
+            seen.add(method + path)
+            time.sleep(1.5)
+        return None
+
+    way.fault = slow
+    text = TOKENS[: 5 * S]
+    written(tokens=text)
+    with memstore.open(HERE, host_bytes=0) as memory:
+        check_content(memory.document("whale"), text)
+    assert {each[:3] for each in seen} == {"GET", "PUT"}
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+def test_keys_that_are_not_good_are_said_in_one_line(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    written()
+    on(monkeypatch, tmp_path / "b")
+    spec = None if mode == "r" else make_spec()
+    with (
+        way.strict(),
+        pytest.raises(MemstoreError, match=r"InvalidAccessKeyId.*Check the address and the keys") as told,
+    ):
+        memstore.open(HERE, mode=mode, spec=spec)
+    assert "\n" not in str(told.value)
+    assert "secret" not in str(told.value)
 
 
 def test_what_is_wrong_with_a_place_is_said_in_one_line(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 BUCKET = "states"
+OWNER = "a/20260101/us-east-1/s3/aws4_request"
 Fault = Callable[[str, str], "int | None"]
 """Told method and path of a request: None lets it through, else the status to answer with.
 
@@ -44,6 +45,22 @@ class Way(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Lines that are cut are what is tried."""
+
+    def asked(self, method: str, path: str, body: bytes = b"") -> None:
+        """Tell the server something that is no part of the protocol."""
+        line = http.client.HTTPConnection(*self.target)
+        line.request(method, path, body, {"Authorization": f"AWS4-HMAC-SHA256 Credential={OWNER}"})
+        assert line.getresponse().status == 200
+        line.close()
+
+    @contextmanager
+    def strict(self) -> Iterator[None]:
+        """Only keys that the server knows are good inside, and it knows none."""
+        self.asked("POST", "/moto-api/reset-auth", b"0")
+        try:
+            yield
+        finally:
+            self.asked("POST", "/moto-api/reset-auth", b"inf")
 
     @contextmanager
     def counted(self) -> Iterator[list[tuple[str, str]]]:
@@ -119,15 +136,8 @@ def bucket(patch: pytest.MonkeyPatch) -> Iterator[Way]:
     patch.setenv("AWS_REGION", "us-east-1")
     patch.setenv("AWS_ALLOW_HTTP", "true")
     try:
-        line = http.client.HTTPConnection(*server.get_host_and_port())
-        line.request("POST", "/moto-api/reset")
-        line.getresponse().read()
-        line.request(
-            "PUT",
-            f"/{BUCKET}",
-            headers={"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"},
-        )
-        assert line.getresponse().status == 200
+        way.asked("POST", "/moto-api/reset")
+        way.asked("PUT", f"/{BUCKET}")
         yield way
     finally:
         way.shutdown()

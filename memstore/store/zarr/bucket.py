@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ def from_url(url: str) -> BucketObjects:
         return BucketObjects(found(url, retry_config=RETRIES, client_options=client))
 
 
+LATE = "no answer in time"
+_LATE = re.compile(r"kind: Timeout")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d+ [\w ]+)")
 _AROUND = re.compile(r"Error performing \w+ \S+ in \S+ - |,? ?(Debug )?source:.*", re.DOTALL)
@@ -95,17 +98,25 @@ class BucketObjects(Objects):
             raise
 
     def put_new(self, path: str, content: bytes, *, instead: Tag | None = None) -> Tag:
-        """Put an object where nothing lies, or ``instead`` of the version of this tag; its tag. Raises ``Lost``."""
+        """Put an object where nothing lies, or ``instead`` of the version of this tag; its tag.
+
+        Raises ``Lost``, also where an earlier try of this call was not answered and did put it: compare what is there.
+        """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        try:
-            with told(path):
-                mode = "create" if instead is None else dict(instead)
-                return _tag(self._store.put(path, content, mode=mode, use_multipart=False))  # type: ignore[arg-type]
-        except OSError as error:
-            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
-                raise Lost(f"{path} was put by another writer") from None
-            raise
+        until = time.monotonic() + RETRIES.get("retry_timeout", timedelta()).total_seconds()
+        for tries in range(RETRIES["max_retries"], -1, -1):
+            try:
+                with told(path):
+                    mode = "create" if instead is None else dict(instead)
+                    return _tag(self._store.put(path, content, mode=mode, use_multipart=False))  # type: ignore[arg-type]
+            except OSError as error:
+                if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+                    raise Lost(f"{path} was put by another writer") from None
+                # obstore does not try a conditional put again that was not answered in time: it may have been done.
+                if not tries or LATE not in str(error) or time.monotonic() > until:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def get(self, path: str) -> Stored | None:
         """An object, whole; None where there is none. Raises ``OSError``, also where there is no such bucket."""
@@ -196,6 +207,7 @@ def reason(error: BaseException) -> str:
     """What a storage said, in a few words and without the address of anything."""
     said = str(error)
     words = [found[1] for pattern in (_CODE, _STATUS) if (found := pattern.search(said))]
+    words += [LATE] if _LATE.search(said) else []
     return ", ".join(words) or " ".join(_AROUND.sub("", said).split())[:160]
 
 
