@@ -20,6 +20,7 @@ from memstore.tools.output import Json, Page, Report
 
 if TYPE_CHECKING:
     from memstore.eval.questions.rankers import Ranker
+    from memstore.eval.questions.recall import Pool
     from memstore.eval.questions.sets import Question, QuestionSet
     from memstore.readers.reader import Reader
 
@@ -92,16 +93,15 @@ class QuestionSetting:
         sets = load()
         asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # it checks
         import memstore
-        from memstore.eval.questions.recall import Pool, recall
+        from memstore.eval.questions import recall
         from memstore.eval.questions.shallow import cut_off
-        from memstore.progress import progress_bar
 
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
         alone = self.memory is None and not self.answers and self.router is None
         layer = cut_off(model) if alone else None
-        pool, rows = Pool.of(sets[0].paragraphs, tokenizer), list[dict[str, Any]]()
+        pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (
             _place(self.memory) as place,
             memstore.attach(
@@ -116,16 +116,7 @@ class QuestionSetting:
         ):
             read = reader.read(pool.tokens, progress=show)
             size, options = reader.memory.spec.block_size, reader.document.reading or {}
-            texts, in_prompt = pool.texts(size, tokenizer), dict[tuple[str, str], list[list[str]]]()
-            for ranker in self._rankers(reader, texts):
-                for name, questions in asked.items():
-                    with progress_bar(ranker.name, 0, len(questions), show) as advance:
-                        found = recall(ranker, questions, pool, block_size=size, top_k=few, advance=advance)
-                        rows += [{"set": name, **row} for row in found]
-                    in_prompt[name, f"{ranker.name}, as text"] = [
-                        [texts[block] for block in sorted(ranker.rank(each.text, few[0]))]
-                        for each in questions[: self.answers or 0]
-                    ]
+            rows, in_prompt = self._found(reader, asked, pool, pool.texts(size, tokenizer), few, show=show)
             answered = self._with_memory(reader, asked)
         answered += self._with_text(model, tokenizer, sets, asked, in_prompt)
         data = {
@@ -147,6 +138,33 @@ class QuestionSetting:
             "answers": answered,
         }
         return Report(data=data, text=lambda page: _show(page, data))
+
+    def _found(
+        self,
+        reader: Reader,
+        asked: dict[str, list[Question]],
+        pool: Pool,
+        texts: list[str],
+        few: list[int],
+        *,
+        show: bool,
+    ) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[list[str]]]]:
+        """How often each ranker finds the evidence, and the texts of the best blocks for questions to be answered."""
+        from memstore.eval.questions.recall import recall
+        from memstore.progress import progress_bar
+
+        size, rows = reader.memory.spec.block_size, list[dict[str, Any]]()
+        in_prompt: dict[tuple[str, str], list[list[str]]] = {}
+        for ranker in self._rankers(reader, texts):
+            for name, questions in asked.items():
+                with progress_bar(ranker.name, 0, len(questions), show) as advance:
+                    found = recall(ranker, questions, pool, block_size=size, top_k=few, advance=advance)
+                    rows += [{"set": name, **row} for row in found]
+                in_prompt[name, f"{ranker.name}, as text"] = [
+                    [texts[block] for block in sorted(ranker.rank(each.text, few[0]))]
+                    for each in questions[: self.answers or 0]
+                ]
+        return rows, in_prompt
 
     def _reading(self, layer: int | None) -> dict[str, Any]:
         wanted = {"routing_layers": None if layer is None else (layer,), "window": self.window}

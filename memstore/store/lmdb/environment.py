@@ -272,6 +272,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
     )
     read_only_lock = not single or (not writable and not os.access(files[1], os.W_OK))
     try:
+        # One database without a name: to open a named one is to write, and a reader would wait for the writer.
         return lmdb.open(
             str(folder),
             map_size=map_bytes,
