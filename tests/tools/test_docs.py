@@ -19,6 +19,17 @@ def test_a_page_links_to_files_that_are_there(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_pages_name_sources_that_are_there() -> None:
+    """By their names alone, or from any folder above them on."""
+    folders = ("memstore", "tests", "benchmarks", "examples")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    missing = []
+    for page in PAGES:
+        named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text("utf-8"))) - {"xxhash.py"}  # somebody else's
+        missing += [(page.name, name) for name in named if not any(path.endswith(f"/{name}") for path in there)]
+    assert missing == []
+
+
 def symbols(source: Path) -> set[str]:
     """Functions and classes of a file, methods as ``Class.method``."""
     found = set()
