@@ -73,7 +73,7 @@ PARTS = (
     Part(name="ceilings", limit=25, least=5),
     Part(
         name="parity", limit=90, least=30, processes=8,
-        pieces=(*PARITY, *(f"{op} real" for op in OPERATIONS), "codes", "index"),
+        pieces=(*PARITY, *(f"{op} real" for op in OPERATIONS), "codes", "attention", "index"),
     ),
     Part(name="attach", limit=60, least=20, processes=4, pieces=("promises", "cases", "more")),
     Part(name="models", limit=80, least=25, processes=5, pieces=("cases", "more", "shipped", "training", "waits")),

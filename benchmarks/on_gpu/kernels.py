@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.on_gpu.child import L2_BYTES, Piece
-from memstore.kernels import grouped_cross_attention, knn_attention, landmark_attention, search_blocks
+from memstore.kernels import (
+    block_attention,
+    grouped_cross_attention,
+    knn_attention,
+    landmark_attention,
+    search_blocks,
+)
 from memstore.kernels.best_codes import best_codes, hold
 
 Sizes = tuple[int, ...]
@@ -80,6 +86,7 @@ def kernels(here: Piece) -> None:
                 _attention(here, name, shape, torch.bfloat16, top)
     _searches(here, top)
     _codes(here, top)
+    _with_lse(here, top)
     for name in ("landmark 64", "gca"):
         with here.attempt(f"{name} float32", least=here.size(12, 0)):
             _attention(here, name, next(iter(SHAPES[name])), torch.float32, top)
@@ -101,11 +108,11 @@ def _attention(here: Piece, name: str, shape: str, dtype: torch.dtype, top: dict
     decoding = "decode" in shape
     torch.cuda.reset_peak_memory_stats()
     call, tensors, dout = gradients_of(name, shape, dtype, tiny=here.tiny)
-    calls: dict[str, Callable[[], object]] = {"triton": lambda: call(*tensors)}
+    calls: dict[str, Callable[[], object]] = {"ours": lambda: call(*tensors)}
     if decoding:
         copies = max(1, min(8, L2_BYTES // moved))
         turns = [[x.detach().clone() for x in tensors] for _ in range(here.size(copies, 1))]
-        calls = {"triton": _rotating(call, turns)}
+        calls = {"ours": _rotating(call, turns)}
     others = (
         {}
         if name.startswith("landmark") and here.left < 20 and not here.tiny
@@ -138,12 +145,12 @@ def _rows(
             call()
             able[name] = call
         except Exception as error:  # noqa: BLE001 - another baseline may
-            here.row(f"{title}: {name}", ok=False if name == "triton" else None, note=f"cannot: {error}"[:300])
-    if "triton" not in able:
+            here.row(f"{title}: {name}", ok=False if name == "ours" else None, note=f"cannot: {error}"[:300])
+    if "ours" not in able:
         return
     times = dict(zip(able, here.spread(list(able.values()), warmups=5, repeats=20), strict=True))
     middles = {name: sorted(found)[len(found) // 2] for name, found in times.items()}
-    ms, found = middles["triton"], sorted(times["triton"])
+    ms, found = middles["ours"], sorted(times["ours"])
     tflops, bandwidth = operations / ms / 1e9, moved / ms / 1e9
     shares = {
         "tflops": tflops, "of_product": tflops / top["TFLOP/s"], "tbs": bandwidth, "of_copy": bandwidth / top["TB/s"],
@@ -151,7 +158,7 @@ def _rows(
     }  # fmt: skip
     here.row(title, ms=ms, value=max(shares["of_product"], shares["of_copy"]), unit="of the ceiling", **shares)
     for name, other in middles.items():
-        if name != "triton":
+        if name != "ours":
             here.row(f"{title} beside {name}", ms=ms, of=other, baseline=name, ratio=other / ms)
 
 
@@ -238,7 +245,7 @@ def _searches(here: Piece, top: dict[str, float]) -> None:
                 keys, asked = _normal(dtype, heads, count, 1, dim), _normal(torch.float32, heads, queries, dim)
                 flat = keys[0, :, 0]
                 calls: dict[str, Callable[[], object]] = {
-                    "triton": lambda k=keys, q=asked: search_blocks(q, k, 16, backend="triton"),  # type: ignore[misc]
+                    "ours": lambda k=keys, q=asked: search_blocks(q, k, 16, backend="triton"),  # type: ignore[misc]
                     "topk": lambda k=flat, q=asked: (q[0].to(k.dtype) @ k.T).topk(16),  # type: ignore[misc]
                 }
                 _rows(here, title, calls, 2.0 * queries * count * dim, keys.nbytes, top)
@@ -253,13 +260,35 @@ def _codes(here: Piece, top: dict[str, float]) -> None:
             signs = torch.where(torch.rand(blocks, keys, dim, device="cuda") < 0.5, -1.0, 1.0).bfloat16()
             asked, held = _normal(torch.float32, queries, dim), hold(signs, dtype)
             calls: dict[str, Callable[[], object]] = {
-                "triton": lambda k=held, q=asked: best_codes(k, q, backend="triton"),  # type: ignore[misc]
+                "ours": lambda k=held, q=asked: best_codes(k, q, backend="triton"),  # type: ignore[misc]
                 "bfloat16": lambda k=signs, q=asked: (k.flatten(0, 1) @ q.bfloat16().T).view(*k.shape[:2], -1).amax(1),  # type: ignore[misc]
             }
             truth = (signs[:100].double() @ asked.double().T).amax(1).T
             worst = (best_codes(held[:100], asked, backend="triton").double() - truth).abs().max()
             here.row(f"{title}: parity", ok=float(worst) < 1e-3, value=float(worst), unit="largest error")
             _rows(here, title, calls, 2.0 * queries * blocks * keys * dim, held.nbytes, top)
+
+
+def _with_lse(here: Piece, top: dict[str, float]) -> None:
+    """Attention of a segment to lists and window, with its log-sum-exp, beside that without it."""
+    heads, groups, tokens, count, dim = (4, 2, 3, 21, 16) if here.tiny else (32, 8, 1024, 4096, 128)
+    dtype = torch.float32 if here.tiny else torch.bfloat16
+    q, k, v = (
+        _normal(dtype, 1, heads, tokens, dim),
+        _normal(dtype, 1, groups, count, dim),
+        _normal(dtype, 1, groups, count, dim),
+    )
+    mask = torch.zeros(1, 1, tokens, count, dtype=dtype, device="cuda")
+    moved = dtype.itemsize * dim * (2 * heads * tokens + 2 * groups * count)
+    for title, seen in (("whole", None), ("masked", mask)):
+        with here.attempt(f"block attention with its log-sum-exp, {title}", least=here.size(4, 0)), torch.no_grad():
+            calls: dict[str, Callable[[], object]] = {
+                "ours": lambda m=seen: block_attention(q, k, v, mask=m, backend="torch"),  # type: ignore[misc]
+                "reference": lambda m=seen: block_attention(q, k, v, mask=m, backend="reference"),  # type: ignore[misc]
+                "SDPA": lambda m=seen: F.scaled_dot_product_attention(q, k, v, attn_mask=m, enable_gqa=True),  # type: ignore[misc]
+            }
+            name = f"block attention with its log-sum-exp, {title}"
+            _rows(here, name, calls, 4.0 * heads * tokens * count * dim, moved, top)
 
 
 def tune(here: Piece) -> None:

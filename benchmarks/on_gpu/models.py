@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def models(here: Piece) -> None:
     """Cases, whole answers of the models that come along, trainings, or who makes the host wait."""
     match here.piece:
         case "cases" | "more":
-            known = cases.CASES if here.piece == "cases" else cases.MORE
+            faiss = cases.FAISS if find_spec("faiss") else {}
+            known = cases.CASES if here.piece == "cases" else {**cases.MORE, **faiss}
             judge(here, {name: case for name, case in known.items() if not name.startswith("attach")})
         case "shipped":
             for task, model, length in (

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.on_gpu.child import ALLOWED, Piece, relative
-from memstore.kernels import grouped_cross_attention, knn_attention, landmark_attention, search_blocks
+from memstore.kernels import (
+    block_attention,
+    grouped_cross_attention,
+    knn_attention,
+    landmark_attention,
+    search_blocks,
+)
 from memstore.kernels.best_codes import best_codes, hold
 from memstore.kernels.grouped_cross_attention import reference as gca_reference
 from memstore.kernels.landmark_attention import reference as landmark_reference
@@ -23,7 +29,7 @@ def parity(here: Piece) -> None:
     """One operation in one type, ``real`` shapes, or the tests of the index."""
     # Uninitialised memory is NaN; operations that have no deterministic form may run.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if alone := {"index": _index, "codes": _codes}.get(here.piece):
+    if alone := {"index": _index, "codes": _codes, "attention": _block_attention}.get(here.piece):
         alone(here)
         return
     operation, what = here.piece.split()
@@ -64,6 +70,37 @@ def _codes(here: Piece) -> None:
         given = hold(keys, dtype).to("cuda"), asked.to("cuda")
         with here.attempt(f"codes: {kind}, twice"):
             here.row(f"codes: {kind}, twice", ok=torch.equal(*(best_codes(*given, backend="triton") for _ in range(2))))
+
+
+def _block_attention(here: Piece) -> None:
+    """Attention with its log-sum-exp: prompts and single tokens, with masks and without, heads alone and grouped."""
+    for batch, heads, groups, tokens, count, dim in (
+        (1, 32, 8, 256, 2049, 128),
+        (2, 9, 3, 33, 1111, 64),
+        (1, 32, 8, 1, 4096, 128),
+    ):
+        if here.tiny:
+            tokens, count, dim = min(tokens, 3), 21, 16
+        q, k, v = (
+            _normal(batch, heads, tokens, dim),
+            _normal(batch, groups, count, dim),
+            _normal(batch, groups, count, dim),
+        )
+        seen = torch.rand(batch, 1, tokens, count, generator=_seeded()).to("cuda") < 0.7
+        seen[0, 0, 0] = False  # a query that sees nothing
+        sinks = torch.linspace(-1, 1, heads).to("cuda")
+        for dtype in _types(here):
+            for mask, logits in ((None, None), (seen, None), (seen, sinks)):
+                given = [x.to(dtype) for x in (q, k, v)]
+                title = f"block attention {tokens} x {count} {dtype}, {'masked' if mask is not None else 'whole'}"
+                with here.attempt(title):
+                    options: Any = {"mask": mask, "sinks": logits}
+                    out, lse = block_attention(*given, **options, backend="torch")
+                    exact = block_attention(*(x.double() for x in given), **options, backend="reference")
+                    there = exact[1] > -torch.inf
+                    error = max(relative(out, exact[0]), relative(lse[there], exact[1][there]))
+                    same = torch.equal(lse > -torch.inf, there)
+                    here.row(title, ok=same and error <= ALLOWED[dtype], value=error, unit="relative error")
 
 
 def _errors(operation: str, case: Any, dtype: torch.dtype) -> dict[str, tuple[float, float]]:

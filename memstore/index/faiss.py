@@ -4,6 +4,9 @@ Every block lies in the chunks of an exact index too: FAISS only proposes candid
 every score is true, a filter that leaves little is exact, and ``score`` is that of an exact index; the price is the
 keys beside FAISS's own. What FAISS knows is a base (see ``rebuilt.py``); the tail is searched exactly. When the tail,
 or what has left, grows to a quarter of the base, the next base is made.
+
+On a GPU (where FAISS was built for one) the keys of the chunks lie there, and a copy of what FAISS knows, which
+proposes. FAISS can neither filter nor remove there: what may not be found is dropped from what it proposes.
 """
 
 from __future__ import annotations
@@ -42,11 +45,22 @@ MOST_TRAINING_KEYS = 64
 """Of more it does not get, for k-means over a million keys and 4,096 lists takes minutes; FAISS itself takes 256."""
 LARGEST_NUMBER = 1 << 22
 """Of lists, links and candidates: FAISS makes room for as many as it is told to, before there are keys."""
+MOST_THERE = 2048
+"""Candidates, and lists that are read, on a GPU: FAISS has no more."""
+TEMPORARY = 64 << 20
+"""Bytes that FAISS puts aside on a GPU for each base."""
 FEWEST_LINKS = 2
 """Of a key in HNSW: with fewer FAISS ends the process."""
 Array = npt.NDArray[Any]
 
 _log = logging.getLogger("memstore.index")
+
+
+class _Capabilities:
+    """Whether it can lie on a GPU is known to FAISS, which nobody imports before an index is wanted."""
+
+    def __get__(self, index: object, kind: object) -> IndexCapabilities:
+        return IndexCapabilities(exact=False, dense=True, devices=has_gpus())
 
 
 class FaissIndex(ExactIndex):
@@ -56,7 +70,7 @@ class FaissIndex(ExactIndex):
     index. Like it, not safe for a search in one thread beside an addition in another.
     """
 
-    capabilities = IndexCapabilities(exact=False, dense=True)
+    capabilities = _Capabilities()
 
     def __init__(
         self,
@@ -67,11 +81,20 @@ class FaissIndex(ExactIndex):
         device: str | torch.device = "cpu",
         settings: str = "Flat",
     ) -> None:
+        there = torch.device(device).type != "cpu"
+        if there and not has_gpus():
+            raise InvalidArgument(
+                f"The index faiss lies in host memory, not on {device}: this FAISS was built without GPUs, or sees "
+                "none; use 'exact' there."
+            )
         super().__init__(key_heads, key_dim, keys_per_block, dtype, device)
-        if self.device.type != "cpu":
-            raise InvalidArgument(f"The index faiss lies in host memory, not on {self.device}; use 'exact' there.")
         self.settings = parse(settings or "Flat")
-        needed = TRAINING_KEYS * lists(make(self.settings.factory, key_dim))
+        made = make(self.settings.factory, key_dim)
+        if there and isinstance(made, library().IndexHNSW):
+            raise InvalidArgument(
+                f"faiss:{self.settings.factory}: FAISS has no HNSW on a GPU; use IVF1024,Flat there, or 'exact'."
+            )
+        needed = TRAINING_KEYS * lists(made)
         self._fewest = -(-max(FEWEST_KEYS, needed) // keys_per_block)
         self._base: FaissBase | None = None
         self._covered = 0
@@ -117,7 +140,8 @@ class FaissIndex(ExactIndex):
         self._adopt()
         base, count = self._base, k * self.settings.refine * min(self.keys_per_block, 4)
         filtered = None if base is None else base.filter(allowed)
-        if base is None or (len(base) if filtered is None else int(filtered.sum())) < FEWEST_WANTED * count:
+        left = 0 if base is None else len(base) if filtered is None else int(filtered.sum())
+        if base is None or left < max(FEWEST_WANTED * count, base.fewest):
             return super().search(queries, k, allowed=allowed)
         scans = self._scans(allowed, k, self._covered, coded=self._codes_pay(TILE_QUERIES))
         heads = []
@@ -161,7 +185,7 @@ class FaissIndex(ExactIndex):
         tensors, base = super()._tensors(), self._base
         if base is None or not len(self):
             return tensors
-        places = self._chunks.places()
+        places = self._chunks.places().cpu()
         rows = torch.searchsorted(places, base.places)
         rows[~base.alive] = -1
         covered = torch.searchsorted(places, torch.tensor([self._covered]))
@@ -177,7 +201,12 @@ class FaissIndex(ExactIndex):
             # FAISS does not check what it reads; the file's checksums have been.
             heads = [library().deserialize_index(tensors[f"faiss_{head}"].numpy()) for head in range(self.key_heads)]
             rows = tensors["base_rows"]
-            self._base = FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block)
+            try:
+                base = FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block, self.device)
+            except RuntimeError as error:  # no room on a GPU
+                _log.warning("FAISS cannot take %s to %s; search is exact: %s", self, self.device, error)
+                return
+            self._base = base
             self._base.alive &= rows >= 0
             self._base.removed = int((rows < 0).sum())
             self._covered = first + int(tensors["covered"])
@@ -194,8 +223,8 @@ class FaissIndex(ExactIndex):
         # Copies would take as much memory again. Rows are written anew only behind ``_covered_next``, and only after
         # the blocks there have been removed: whatever the thread reads there is dropped when its base is adopted.
         keys = [(chunk.keys[:, : chunk.used], chunk.alive[: chunk.used].clone()) for chunk in chunks]
-        ids = torch.cat([chunk.live() for chunk in chunks])
-        work = partial(_make_base, self.settings.factory, keys, ids, self._chunks.places(), self.keys_per_block)
+        ids, places = torch.cat([chunk.live() for chunk in chunks]).cpu(), self._chunks.places().cpu()
+        work = partial(_make_base, self.settings.factory, keys, ids, places, self.keys_per_block, self.device)
         self._covered_next = self._chunks.end
         self._rebuild.begin(work)
 
@@ -213,13 +242,18 @@ class FaissIndex(ExactIndex):
 
 
 def _make_base(
-    factory: str, keys: Sequence[tuple[Tensor, Tensor]], ids: Tensor, places: Tensor, keys_per_block: int
+    factory: str,
+    keys: Sequence[tuple[Tensor, Tensor]],
+    ids: Tensor,
+    places: Tensor,
+    keys_per_block: int,
+    device: torch.device,
 ) -> FaissBase:
     """Train and fill one structure for each head, on one thread: the others belong to whoever searches."""
     library().omp_set_num_threads(1)
-    pieces = [piece if bool(alive.all()) else piece[:, alive] for piece, alive in keys]
+    pieces = [(piece if bool(alive.all()) else piece[:, alive]).cpu() for piece, alive in keys]
     heads = [trained(factory, pieces, head) for head in range(len(pieces[0]))]
-    return FaissBase(heads, ids, places, keys_per_block)
+    return FaissBase(heads, ids, places, keys_per_block, device)
 
 
 class Settings(NamedTuple):
@@ -260,6 +294,15 @@ def library() -> ModuleType:
     return faiss
 
 
+def has_gpus() -> bool:
+    """Whether FAISS is installed, was built for GPUs, and sees one."""
+    try:
+        faiss = library()
+    except InvalidArgument:
+        return False
+    return hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0
+
+
 def make(factory: str, dim: int) -> Any:
     """An empty FAISS index for inner products. Raises ``InvalidArgument`` for what cannot be used here."""
     faiss = library()
@@ -289,16 +332,28 @@ def lists(index: Any) -> int:
 class FaissBase(BaseBlocks):
     """One FAISS structure for each key head, over the blocks ``ids [n]`` at ``places [n]``; ``P`` keys each.
 
-    It is never added to. A block that leaves is taken out of inverted lists, and filtered out of everything else.
+    It is never added to. A block that leaves is taken out of inverted lists, and filtered out of everything else. For a
+    GPU, copies of the structures propose there, and these are kept for files. Raises ``RuntimeError`` where it has no
+    room for them.
     """
 
-    def __init__(self, heads: Sequence[Any], ids: Tensor, places: Tensor, keys_per_block: int) -> None:
+    def __init__(
+        self, heads: Sequence[Any], ids: Tensor, places: Tensor, keys_per_block: int, device: torch.device
+    ) -> None:
         super().__init__(ids)
         self._faiss = library()
         self.heads = list(heads)
         self.places = places
         self._keys_per_block = keys_per_block
-        self._removes = all(isinstance(index, self._faiss.IndexIVF) for index in heads)
+        self._there: list[Any] = []
+        if device.type != "cpu":
+            self._resources = self._faiss.StandardGpuResources()
+            self._resources.setTempMemory(TEMPORARY)
+            number = torch.cuda.current_device() if device.index is None else device.index
+            self._there = [self._faiss.index_cpu_to_gpu(self._resources, number, index) for index in heads]
+        self._removes = not self._there and all(isinstance(index, self._faiss.IndexIVF) for index in heads)
+        self.fewest = len(ids) // 2 if self._there else 0
+        """Blocks that a filter must leave for it to be asked: a GPU proposes without one, and half of that may go."""
 
     @property
     def nbytes(self) -> int:
@@ -324,15 +379,22 @@ class FaissBase(BaseBlocks):
 
     def candidates(self, queries: Tensor, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Tensor:
         """Places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for what repeats."""
-        rows = np.ascontiguousarray(queries.numpy(), dtype=np.float32)
+        rows = np.ascontiguousarray(queries.cpu().numpy(), dtype=np.float32)
         index, count = self.heads[head], min(count, max(1, self.heads[head].ntotal))
-        parameters, keep = self._parameters(index, count, wanted, settings)
-        self._faiss.omp_set_num_threads(torch.get_num_threads())
-        found = torch.from_numpy(index.search(rows, count, params=parameters)[1])
-        del keep
+        if self._there:
+            probes = _probes(index, settings)
+            given = None if probes is None else self._faiss.SearchParametersIVF(nprobe=min(probes, MOST_THERE))
+            found = torch.from_numpy(self._there[head].search(rows, min(count, MOST_THERE), params=given)[1])
+        else:
+            parameters, keep = self._parameters(index, count, wanted, settings)
+            self._faiss.omp_set_num_threads(torch.get_num_threads())
+            found = torch.from_numpy(index.search(rows, count, params=parameters)[1])
+            del keep
         blocks = found.div(self._keys_per_block, rounding_mode="floor").sort(dim=1).values
-        repeated = torch.nn.functional.pad(blocks[:, 1:] == blocks[:, :-1], (1, 0))
-        return torch.where((blocks < 0) | repeated, -1, self.places[blocks.clamp(min=0)])
+        bad = torch.nn.functional.pad(blocks[:, 1:] == blocks[:, :-1], (1, 0)) | (blocks < 0)
+        if self._there and wanted is not None:
+            bad |= ~wanted[blocks.clamp(min=0)]
+        return torch.where(bad, -1, self.places[blocks.clamp(min=0)]).to(queries.device)
 
     def _parameters(self, index: Any, count: int, wanted: Tensor | None, settings: Settings) -> tuple[Any, Any]:
         """How to search, and what FAISS reads meanwhile, which must not be collected."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tests.kernels.child import program
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from tests.device.cases import CASES, GRAPHS, LAYERS, MORE, NEW_TOKENS
+from tests.device.cases import CASES, FAISS, GRAPHS, LAYERS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
 QUICK = ("attach", "graphs, stock", "index", "index of signs", "memory")
@@ -82,7 +83,8 @@ def quick() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
-    return outcomes(*(name for name in (*CASES, *MORE, *GRAPHS) if name not in QUICK))
+    faiss = FAISS if find_spec("faiss") else {}
+    return outcomes(*(name for name in (*CASES, *MORE, *faiss, *GRAPHS) if name not in QUICK))
 
 
 def outcomes(*names: str) -> dict[str, Any]:

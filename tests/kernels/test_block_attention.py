@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels import block_attention, merge_attention
 from memstore.kernels.block_attention import attend
+from tests.pairs import pairs
+from tests.pretended import pretended
 
 SIZES = [(1, 1, 1, 1), (2, 4, 2, 63), (1, 9, 3, 111), (3, 2, 2, 1)]  # B, H, G, N
 
@@ -127,11 +131,73 @@ def test_a_narrow_mask_is_for_the_last_keys(dtype: torch.dtype, heads: int) -> N
     assert_as_exact_as_plain(attend(q, k, v, mask=narrow), q, k, v, repeated == 0)
 
 
+MASKS = ["none", "boolean", "additive", "of each row", "of each head"]
+
+
+def mask_of(kind: str, q: Tensor, keys: int) -> Tensor | None:
+    batch, heads, tokens, _ = q.shape
+    shape = {"of each row": (batch, 1, tokens, keys), "of each head": (batch, heads, tokens, keys)}
+    seen = torch.rand(shape.get(kind, (tokens, keys)), generator=torch.Generator().manual_seed(0)) < 0.6
+    seen[..., 0, :] = False  # a query that sees nothing
+    if kind == "none":
+        return None
+    return seen if kind == "boolean" else torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+
+
+@pairs(
+    size=[(2, 6, 2, 63), (1, 9, 3, 111), (3, 2, 2, 32)],
+    kind=MASKS,
+    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    sinks=[False, True],
+    device=["cpu", "cuda"],
+)
+def test_flash_attention_gives_the_log_sum_exp_of_the_reference(
+    size: tuple[int, int, int, int], kind: str, dtype: torch.dtype, sinks: bool, device: str
+) -> None:
+    """The device is a pretended one, whose attention takes what that of a GPU takes."""
+    if device == "cuda":
+        pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
+        dtype = torch.float32 if dtype == torch.float64 else dtype
+    q, k, v = (x.to(dtype) for x in inputs(*size))
+    logits = torch.linspace(-1, 2, q.shape[1]).to(dtype) if sinks else None
+    mask = mask_of(kind, q, k.shape[2])
+    exact = block_attention(
+        q.double(), k.double(), v.double(), mask=mask, sinks=None if logits is None else logits.double(),
+        backend="reference",
+    )  # fmt: skip
+    given = {"mask": mask, "sinks": logits}
+    if device == "cpu":
+        found = block_attention(q, k, v, **given, backend="torch")  # type: ignore[arg-type]
+    else:
+        with pretended():
+            there = {name: None if x is None else x.to("cuda") for name, x in given.items()}
+            asked: Any = {**there, "backend": "torch"}
+            found_there = block_attention(*(x.to("cuda") for x in (q, k, v)), **asked)
+            found = (found_there[0].cpu(), found_there[1].cpu())
+    limit = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+    assert found[0].dtype == dtype
+    assert found[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (found[0].double() - exact[0]).abs().max() <= limit
+    torch.testing.assert_close(found[1].double(), exact[1], atol=limit, rtol=limit)
+
+
+def test_flash_attention_says_what_it_cannot() -> None:
+    q, k, v = inputs(1, 4, 2, 8)
+    for options, said in (
+        ({"softcap": 1.0}, "no softcap"),
+        ({"mask": torch.zeros(5, 8)}, "a mask that is boolean or torch.float64"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"'torch' .*{said}"):
+            block_attention(q, k, v, backend="torch", **options)
+    with pytest.raises(InvalidArgument, match="no gradient"):
+        block_attention(q.requires_grad_(), k, v, backend="torch")
+
+
 def test_wrong_shapes_and_back_ends_are_named() -> None:
     q, k, v = inputs(1, 4, 2, 8)
     with pytest.raises(InvalidArgument, match=r"q \(1, 3, 5, 16\), k \(1, 2, 8, 16\)"):
         block_attention(q[:, :3], k, v)
-    with pytest.raises(InvalidArgument, match="'auto' or 'reference'"):
+    with pytest.raises(InvalidArgument, match="backend must be 'auto', 'reference' or 'torch'"):
         block_attention(q, k, v, backend="triton")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no softcap"):
         attend(q, k, v, softcap=1.0, backend="torch")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import check_grouped, shapes
+from memstore.kernels._backends import check_grouped, check_known, shapes
 
 Backend = Literal["auto", "reference", "torch"]
 
@@ -23,7 +23,7 @@ def block_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    backend: Literal["auto", "reference"] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries over gathered blocks, with what is needed to merge it with other partial results.
 
@@ -36,26 +36,31 @@ def block_attention(
         scale: factor on the scores; ``D ** -0.5`` if None.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[H]`` logits of a virtual key with value 0 (gpt-oss).
-        backend: ``"reference"`` is the only one so far.
+        backend: ``"reference"``; ``"torch"``, PyTorch's flash attention, which never has all scores at once (heads of
+            one size, a mask of the queries' type, no softcap, no gradients); or ``"auto"``: that where it can and pays,
+            which on a CPU is for more than one token.
 
     Returns:
         The output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]`` (float32).
 
     Raises:
-        InvalidArgument: shapes do not fit, or the back end is unknown.
+        InvalidArgument: shapes do not fit, or the back end is unknown or cannot do it.
     """
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InvalidArgument(f"a mask is boolean or floating point, got {mask.dtype}")
-    match backend:
-        case "auto" | "reference":
-            from memstore.kernels.block_attention import reference
+    from memstore.kernels.block_attention import fused, reference
 
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
-        case _:
-            raise InvalidArgument(f"backend must be 'auto' or 'reference', got {backend!r}")
+    check_known(backend, Backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    problem = fused.lse_problem(q, k, v, mask, softcap)
+    if backend == "torch" and problem:
+        raise InvalidArgument(f"backend 'torch' {problem}; use 'auto' or 'reference'")
+    worth = q.device.type != "cpu" or q.shape[2] > 1
+    if backend == "torch" or (backend == "auto" and worth and not problem):
+        return fused.attend_with_lse(q, k, v, mask=mask, scale=scale, sinks=sinks)
+    return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""Block attention without the log-sum-exp, through what PyTorch does fastest on the device at hand.
+"""Block attention through what PyTorch does fastest on the device at hand, with the log-sum-exp and without.
 
 Measured on CPUs without matrix units for bfloat16 (256 queries, 9 heads of 64, 1,088 keys): the fused SDPA kernel takes
 3.7 ms in either precision, two matrix products and a softmax take 12 ms in float32 and 1.5 ms in bfloat16.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+ROW = 16
+"""Numbers between whose multiples rows of a mask have to begin on a GPU."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
@@ -50,3 +53,65 @@ def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
     out = F.scaled_dot_product_attention(packed, k, v, scale=scale)
     return out.reshape(batch, heads, 1, v.shape[-1])
+
+
+def lse_problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None) -> str | None:
+    """Why PyTorch cannot attend with the log-sum-exp; None if it can."""
+    types = (torch.float32, torch.float16, torch.bfloat16, *((torch.float64,) if q.device.type == "cpu" else ()))
+    if q.device.type not in ("cpu", "cuda"):
+        return f"runs on a CPU and a GPU, not on {q.device}"
+    if softcap is not None:
+        return "has no softcap"
+    if q.dtype not in types or not q.dtype == k.dtype == v.dtype:
+        return f"takes tensors of one floating-point type, got {q.dtype}, {k.dtype} and {v.dtype} on {q.device}"
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        return f"takes a mask that is boolean or {q.dtype}, got {mask.dtype}"
+    if q.shape[-1] != v.shape[-1] or not (q.numel() and k.numel()):
+        return f"takes some queries and keys, and values of their size, got {tuple(q.shape)} and {tuple(v.shape)}"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v) if x is not None):
+        return "has no gradient of the log-sum-exp"
+    return None
+
+
+# PyTorch has these operations for its own attention, and returns the log-sum-exp for the backward pass. The one for
+# GPUs takes masks, which its flash attention does not.
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As ``reference.block_attention``, where there is no ``lse_problem``."""
+    batch, heads, tokens, dim = q.shape
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask.expand(batch, -1, tokens, k.shape[2])
+    if q.device.type == "cpu":
+        cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    else:
+        repeats = heads // k.shape[1]
+        # Heads of one group become those of a row: its keys are there once, seen with a stride of 0.
+        rows = q.reshape(-1, repeats, tokens, dim)
+        keys, values = (x.reshape(-1, 1, *x.shape[2:]).expand(-1, repeats, -1, -1) for x in (k, v))
+        bias = None
+        if mask is not None:  # many rows of grouped heads take a copy of it for each head
+            bias = _aligned(_aligned(mask).expand(-1, heads, -1, -1).reshape(*rows.shape[:3], -1))
+        there = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse = there(rows, keys, values, bias, True, scale=scale)[:2]
+        out, lse = out.reshape(q.shape), lse[..., :tokens].reshape(q.shape[:3])
+    if mask is not None:  # what is said of a query that sees nothing differs from device to device
+        blind = (mask == -torch.inf).all(-1).expand(-1, heads, -1)
+        out, lse = out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
+    if sinks is None:
+        return out, lse
+    more = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    return (out * (lse - more).exp().unsqueeze(-1)).to(q.dtype), more
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The same numbers in rows that begin at multiples of ``ROW`` numbers."""
+    if mask.stride(-1) == 1 and not any(start % ROW for start in (*mask.stride()[:-1], mask.storage_offset())):
+        return mask
+    keys = mask.shape[-1]
+    room = mask.new_empty(*mask.shape[:-1], keys + -keys % ROW)[..., :keys]
+    return room.copy_(mask)
