@@ -6,8 +6,10 @@ in turns, each time from a memory that was just opened and holds no state yet. T
 ``every`` tokens another one is chosen; a list is fetched for all layers at once while the first of them compute.
 
 What counts is the tokens after the first, against those from the folder. Answers are alike, so of each token the least
-time of all rounds is taken, which leaves out most of what else the machine does. ``wait_ms`` is what an answer waits
-longer than the local one, for each list. The way remembers the answers to the round that is not counted, for the
+time of all rounds is taken, which leaves out some of what else the machine does. ``wait_ms`` is what an answer waits
+longer than the local one, for each list, and ``waits`` the same as a multiple of the delay, beside no delay: with a
+delay that is long beside everything else (``--delays 0 2000``) it is how often a list waits for the network, whatever
+else the machine does. The way remembers the answers to the round that is not counted, for the
 server takes as long as a fast model for each request: so delays are those asked for.
 """
 
@@ -105,7 +107,7 @@ def measured(options: argparse.Namespace, scratch: Path, delay: Any, asked: Any)
                 one = answered(loaded, place, ids[options.tokens - 128 :], every, options.new)
                 if turn:  # the first teaches the way, and warms everything
                     times[case].append(one | {"requests": asked.value - before})
-        rows += [row(every, case, times[case], times[LOCAL], options.new) for case in cases]
+        rows += [row(every, case, times, options.new) for case in cases]
         assert len({tuple(one["tokens"]) for some in times.values() for one in some}) == 1, "answers differ"
     return rows
 
@@ -124,29 +126,35 @@ def answered(loaded: Loaded, place: str, ids: torch.Tensor, every: int, new: int
         memstore.open(place, mode="r") as memory,
         memstore.attach(model, memory, document="text", tokenizer=loaded.tokenizer, retrieval=retrieval),
     ):
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         made = model.generate(
             ids[None], max_new_tokens=new, min_new_tokens=new, do_sample=False, logits_processor=[note]
         )
+        worked = time.process_time() - worked
         tiers = memory.stats()["tiers"]
     return {
         "tokens": made[0, -new:].tolist(),
         "first": at[0] - begun,
         "rest": [later - earlier for earlier, later in pairwise(at)],
+        "worked": worked,
         "blocks": tiers["disk"]["hits"],
     }
 
 
-def row(every: int, case: float, own: list[Row], local: list[Row], new: int) -> Row:
-    """What the rounds of one case come to, beside those of the folder."""
-    rest, base = (sum(map(min, *(each["rest"] for each in some))) for some in (own, local))
+def row(every: int, case: float, times: dict[float, list[Row]], new: int) -> Row:
+    """What the rounds of one case come to, beside those of the folder and those without a delay."""
+    own = times[case]
+    rest = {each: sum(map(min, *(one["rest"] for one in some))) for each, some in times.items()}
     lists = (new - 1) // every if every else 0
+    waits = (rest[case] - rest[0]) / lists / case * 1e3 if lists and case > 0 and 0 in rest else None
     return {
         "every": every or "segment",
         "delay_ms": "local" if case == LOCAL else case,
-        "tokens_per_s": round((new - 1) / rest, 2),
-        "of_local": round(base / rest, 3),
-        "wait_ms": round(1e3 * (rest - base) / lists, 1) if lists else None,
+        "tokens_per_s": round((new - 1) / rest[case], 2),
+        "of_local": round(rest[LOCAL] / rest[case], 3),
+        "wait_ms": round(1e3 * (rest[case] - rest[LOCAL]) / lists, 1) if lists else None,
+        "waits": None if waits is None else round(waits, 2),
+        "processor_ms_a_token": round(1e3 * min(each["worked"] for each in own) / new, 1),
         "first_token_s": round(min(each["first"] for each in own), 3),
         "blocks": own[0]["blocks"],
         "requests": own[0]["requests"],

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1 << 18, help="that are searched")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--tokens", type=int, default=1 << 20, help="that are read, in all documents")
+    parser.add_argument("--tokens", type=int, default=1 << 19, help="that are read, in all documents")
     parser.add_argument("--model", default="passkey")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -136,7 +136,9 @@ class Loader:
 
             def note() -> None:
                 while True:
-                    file.write_text(str(time.process_time() - begun))
+                    told = file.with_suffix(".new")
+                    told.write_text(str(time.process_time() - begun))
+                    told.replace(file)  # the process may be ended at any moment
                     time.sleep(0.1)
 
             threading.Thread(target=note, daemon=True).start()
@@ -157,7 +159,7 @@ def of_workers(options: argparse.Namespace, scratch: Path) -> list[Row]:
                 Loader(options.model, folder), texts, folder / "m", workers=workers, stretch=options.tokens // 8
             )
             took, own = time.perf_counter() - begun, time.process_time() - own
-            spent = [float(file.read_text()) for file in folder.iterdir() if file.is_file()]
+            spent = [float(file.read_text()) for file in folder.iterdir() if file.name.isdigit()]
             million = options.tokens / 1e6
             rows.append(
                 {

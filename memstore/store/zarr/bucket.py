@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Requests under way at a time."""
-READS_AHEAD = 8
-"""Reads, each of a list in one layer, under way at a time: a model asks for its layers one after the other."""
+READS_AHEAD = 32
+"""Reads, each of a list in one layer, under way at a time: about as many as a model has layers that retrieve."""
 GAP_BYTES = 256 << 10
 """Ranges of an object that lie no further apart are one request: so much comes in the time that another would take."""
 RETRIES: RetryConfig = {
