@@ -27,7 +27,7 @@ from torch import Tensor
 import memstore
 from memstore.eval import needles
 from memstore.eval.resources import PeakMemory, disk_bytes, hardware
-from memstore.tools.models import Loaded, load_model
+from memstore.tools.models import LoadedModel, load_model
 from memstore.tools.output import Page
 
 MEASURED = 4_096
@@ -95,7 +95,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def long_text(loaded: Loaded, tokens: int) -> Tensor:
+def long_text(loaded: LoadedModel, tokens: int) -> Tensor:
     """Token ids of Python's language reference, again in another order where it is too short."""
     ids: list[int] = []
     rng = random.Random(0)
@@ -104,7 +104,7 @@ def long_text(loaded: Loaded, tokens: int) -> Tensor:
     return torch.tensor(ids[:tokens])
 
 
-def attached_to(loaded: Loaded, memory: memstore.Memory | Path, top_k: int) -> Any:
+def attached_to(loaded: LoadedModel, memory: memstore.Memory | Path, top_k: int) -> Any:
     """A memory attached to the model."""
     return memstore.attach(
         loaded.model,
@@ -115,7 +115,7 @@ def attached_to(loaded: Loaded, memory: memstore.Memory | Path, top_k: int) -> A
     )
 
 
-def read_row(loaded: Loaded, ids: Tensor, tokens: int, memory: memstore.Memory, folder: Path, top_k: int) -> Row:
+def read_row(loaded: LoadedModel, ids: Tensor, tokens: int, memory: memstore.Memory, folder: Path, top_k: int) -> Row:
     """Read up to ``tokens``; time the last stretch, taking turns with the bare model."""
     segments = [ids[start : start + 256] for start in range(tokens - MEASURED, tokens, 256)]
     reading: list[float] = []
@@ -150,7 +150,7 @@ def seconds_per_token(model: Any, segments: list[Tensor]) -> float:
     return (time.perf_counter() - begun) / sum(map(len, segments))
 
 
-def decode_times(loaded: Loaded, memory: memstore.Memory, top_k: int) -> dict[str, float]:
+def decode_times(loaded: LoadedModel, memory: memstore.Memory, top_k: int) -> dict[str, float]:
     """Median milliseconds per generated token, with the memory and bare."""
     with attached_to(loaded, memory, top_k):
         with_memory = decode(loaded)
@@ -163,7 +163,7 @@ def decode_times(loaded: Loaded, memory: memstore.Memory, top_k: int) -> dict[st
 
 
 @torch.no_grad()
-def decode(loaded: Loaded) -> float:
+def decode(loaded: LoadedModel) -> float:
     """Median milliseconds per token over some steps."""
     token, cache, times = torch.tensor([[5]]), None, []
     for _ in range(STEPS):

@@ -36,7 +36,7 @@ from benchmarks.attach import attached_to, long_text
 from memstore import Retrieval
 from memstore.eval.resources import hardware
 from memstore.store.zarr import store as zarr_store
-from memstore.tools.models import Loaded, load_model
+from memstore.tools.models import LoadedModel, load_model
 
 RESULTS = Path(__file__).parent / "results" / "bucket.json"
 BUCKET = "states"
@@ -112,7 +112,7 @@ def measured(options: argparse.Namespace, scratch: Path, delay: Any, asked: Any)
     return rows
 
 
-def answered(loaded: Loaded, place: str, ids: torch.Tensor, every: int, new: int) -> Row:
+def answered(loaded: LoadedModel, place: str, ids: torch.Tensor, every: int, new: int) -> Row:
     """Seconds to the first token of an answer, and from there to the last; what was fetched."""
     at: list[float] = []
 

@@ -31,7 +31,7 @@ from memstore.readers import kinds
 from memstore.readers.kinds import encode
 from memstore.readers.reader import Reader
 from memstore.store.codecs import codec_named
-from memstore.tools.models import Loaded, load_model
+from memstore.tools.models import LoadedModel, load_model
 
 RESULTS = Path(__file__).parent / "results" / "codecs.json"
 PARTS = ["speed", "perplexity", "needles", "passkey"]
@@ -116,7 +116,7 @@ def alternating(*calls: Callable[[], object]) -> list[float]:
     return [max(statistics.median(times[2:]), 1e-9) for times in seconds]
 
 
-def attached_to(loaded: Loaded, codec: str) -> Reader:
+def attached_to(loaded: LoadedModel, codec: str) -> Reader:
     """A new memory with a codec, attached to the model."""
     return memstore.attach(
         loaded.model,
@@ -128,7 +128,7 @@ def attached_to(loaded: Loaded, codec: str) -> Reader:
     )
 
 
-def perplexity(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def perplexity(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Perplexity of the last tokens of one text, and how its losses differ from those without a codec."""
     text = needles.prose_text(random.Random(0))
     tokens = encode(loaded.tokenizer, text)[: options.tokens]
@@ -152,7 +152,7 @@ def perplexity(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str
         }
 
 
-def ask_needles(loaded: Loaded, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def ask_needles(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passkeys and other needles in prose: how many are answered whole."""
     rng = random.Random(1)
     kinds = [kind for kind, *_ in needles.KINDS]

@@ -25,7 +25,7 @@ import memstore
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import hardware
-from memstore.tools.models import Loaded, load_model
+from memstore.tools.models import LoadedModel, load_model
 from memstore.tools.output import Page
 
 ANSWER_TOKENS = 12
@@ -90,7 +90,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def haystack(loaded: Loaded, tokens: int, rng: random.Random, options: argparse.Namespace) -> Haystack:
+def haystack(loaded: LoadedModel, tokens: int, rng: random.Random, options: argparse.Namespace) -> Haystack:
     """A text of ``tokens`` tokens with needles in it."""
     if options.filler:
         return needles.hide(needles.filler_text(8 * tokens), needles.passkeys(5, rng), loaded.tokenizer, tokens, rng)
@@ -101,7 +101,7 @@ def haystack(loaded: Loaded, tokens: int, rng: random.Random, options: argparse.
 
 
 def measure(
-    loaded: Loaded, retrieval: memstore.Retrieval, tokens: int, documents: int, options: argparse.Namespace
+    loaded: LoadedModel, retrieval: memstore.Retrieval, tokens: int, documents: int, options: argparse.Namespace
 ) -> Row:
     """Read ``documents`` haystacks of ``tokens`` tokens and ask for all needles in them."""
     results: list[tuple[Needle, bool, bool, float]] = []

@@ -41,7 +41,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [next(moved) if each.device.type == "cpu" else each for each in tensors]
 
 
-class _Waiting:
+class _Transfer:
     """What goes to ``device`` with the next copy."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class _Waiting:
         return self.moved
 
 
-_along: ContextVar[_Waiting | None] = ContextVar("along", default=None)
+_along: ContextVar[_Transfer | None] = ContextVar("along", default=None)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def along(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Callable[
 
     Call what is given after the block for the tensors there.
     """
-    waiting = _Waiting(tensors, device)
+    waiting = _Transfer(tensors, device)
     token = _along.set(waiting)
     try:
         yield waiting.there

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
 from memstore.kernels.block_attention import block_attention
 from memstore.kernels.grouped_cross_attention import (
-    Folded,
-    Prepared,
+    FoldedList,
+    PreparedList,
     Ready,
     attend,
     attend_folded,
@@ -220,7 +220,7 @@ class GroupedCrossAttention(nn.Module):
         out: Tensor = self.out(attend(q, retrieved).transpose(2, 3).flatten(3))
         return out
 
-    def prepare(self, retrieved: ListStates) -> Prepared | None:
+    def prepare(self, retrieved: ListStates) -> PreparedList | None:
         """One list of each row, made ready for tokens that come one by one; None where that does not pay or fit.
 
         On a GPU the kernel of the other form is faster, and only that form has all gradients.
@@ -230,7 +230,7 @@ class GroupedCrossAttention(nn.Module):
             return None
         return prepare(keys, values, weights[:, 0], blocks[:, 0], off_by_one=self.off_by_one)
 
-    def own(self, prepared: Prepared) -> Ready:
+    def own(self, prepared: PreparedList) -> Ready:
         """The list with this layer's projections in it, where that is faster."""
         plain = type(self.query) is type(self.out) is nn.Linear  # what adapters add is not in the weights
         if not plain or prepared.keys.dtype not in (torch.float32, torch.float64):  # lengths would be rounded
@@ -240,7 +240,7 @@ class GroupedCrossAttention(nn.Module):
 
     def added(self, x: Tensor, prepared: Ready) -> Tensor:
         """``x [B, T, hidden]``: the tokens of each row's list, plus what they found."""
-        if isinstance(prepared, Folded):
+        if isinstance(prepared, FoldedList):
             return attend_folded(x, self.norm.lengths(x), prepared)
         found: Tensor = self.out(attend(self.query(self.norm(x)), prepared))
         return x + found

@@ -18,23 +18,23 @@ from memstore.index.checks import check_numbers, check_tensor
 from memstore.memory.entry import READING, DocumentState
 from memstore.memory.history import beginning, chain, digest_at
 from memstore.memory.places import Home, Places, put_home, told
-from memstore.memory.shared import Shared
+from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record
-from memstore.memory.usage import Deleting
+from memstore.memory.usage import Deletion
 from memstore.store.contract import Batch, Bytes, Record
 from memstore.stored import check_storable
 
 
 def truncation(
-    shared: Shared, number: int, before: DocumentState, blocks: int, fresh: int
+    shared: SharedStore, number: int, before: DocumentState, blocks: int, fresh: int
 ) -> tuple[Batch, DocumentState]:
     """What cuts document ``number`` to ``blocks`` complete blocks, and its state then.
 
     Where it would write again blocks that others use, or that lie before its home, it moves to the home ``fresh``; its
     state says so.
     """
-    batch, places, deleting = Batch(), shared.places(number, before), Deleting(shared)
+    batch, places, deleting = Batch(), shared.places(number, before), Deletion(shared)
     digest = digest_at(shared.history, places, before, blocks, shared.spec)
     after, home = replace(before.cut(blocks, shared.spec.block_size), digest=digest), places.node
     if blocks < places.start or any(used.stop > blocks for used in deleting.used_by_others(number)):
@@ -58,7 +58,7 @@ def _put_homes(batch: Batch, home: Home, number: int, of: Places) -> None:
 
 
 def forking(
-    shared: Shared, of: int | None, state: DocumentState, name: str, blocks: int, number: int
+    shared: SharedStore, of: int | None, state: DocumentState, name: str, blocks: int, number: int
 ) -> tuple[Batch, DocumentState]:
     """What makes document ``number``, which begins with the first ``blocks`` blocks of ``of``, and its state then.
 
@@ -86,7 +86,7 @@ def forking(
     return batch, fork
 
 
-def _copy_block(batch: Batch, shared: Shared, parent: Places, places: Places, block: int, tokens: int) -> None:
+def _copy_block(batch: Batch, shared: SharedStore, parent: Places, places: Places, block: int, tokens: int) -> None:
     """Copy an incomplete last block, which has ``tokens``: ids, states and landmarks."""
     store, layouts = shared.store, plain_layouts(shared.spec)
     ids = read_rows(store, [parent.tokens(block)], [token_layout(tokens)])[0]
@@ -122,7 +122,7 @@ class Append:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedStore,
         state: DocumentState,
         tokens: Tensor,
         reading: Mapping[str, Any] | None,
@@ -203,7 +203,7 @@ class Append:
     def _leave(self, batch: Batch, document: int, places: Places) -> None:
         """Delete the blocks for which there is no capacity any more."""
         if range(self.before.first, min(self.after.first, self.before.blocks)):
-            Deleting(self._shared).change(batch, {document: (self.after, places.node)})
+            Deletion(self._shared).change(batch, {document: (self.after, places.node)})
 
     def _put_tokens(self, batch: Batch, places: Places, rows: Bytes, incomplete: Tensor) -> None:
         layout, kept = token_layout(self._shared.spec.block_size), self._kept(len(rows))

@@ -32,7 +32,7 @@ from memstore.memory.ranges import common, lacking, merged
 from memstore.memory.rules import STORED, Rules
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped, present
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Key, Layout, Record, Scanned, Table
+from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Key, Layout, Record, ScannedValue, Table
 from memstore.stored import fit
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
@@ -63,7 +63,7 @@ class Finding:
 
 
 @dataclass
-class _Seen:
+class _Items:
     """Items of one (table, document, layer), as ranges: values come in order, so memory stays small."""
 
     ranges: list[range] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Check:
         self._places: dict[int, Home] = {}
         self._layers: dict[tuple[Table, int], set[int]] = {}
         """Layers of which values of a table lie under a number."""
-        self._seen: dict[tuple[Table, int, int], _Seen] = {}
+        self._seen: dict[tuple[Table, int, int], _Items] = {}
         self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
         self._findings: list[Finding] = []
 
@@ -179,13 +179,13 @@ class Check:
     def _hashes_of(self) -> dict[int, list[range]]:
         return {owner: self._hashed.used(owner) for owner in self._hashed.owners()}
 
-    def _value(self, scanned: Scanned) -> Iterator[Finding]:
+    def _value(self, scanned: ScannedValue) -> Iterator[Finding]:
         key = scanned.key
         if key.table != Table.META:
             self.numbers.add(key.document)
         if key.table not in (Table.META, Table.DOCUMENTS):
             # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
-            self._seen.setdefault((key.table, key.document, key.layer), _Seen()).add(key.item)
+            self._seen.setdefault((key.table, key.document, key.layer), _Items()).add(key.item)
             self._layers.setdefault((key.table, key.document), set()).add(key.layer)
         problem = None if scanned.damage is None else str(scanned.damage)
         kind = "mismatch" if problem is None else "damaged"
@@ -337,7 +337,7 @@ class Check:
         self, table: Table, owner: int, layer: int, blocks: list[range], *, allowed: list[range] | None = None
     ) -> Iterator[Finding]:
         """Compare the items that are there with those that ``blocks`` need; ``allowed`` blocks may have them."""
-        length, seen = self._length(table), self._seen.get((table, owner, layer), _Seen())
+        length, seen = self._length(table), self._seen.get((table, owner, layer), _Items())
         needed = [_items_of(part, length) for part in blocks]
         for gap in {gap: None for part in needed for gap in lacking(part, seen.ranges)}:
             yield from self._named(
@@ -402,7 +402,7 @@ class Check:
                 if not new and not state.first:
                     break  # whoever had these checked, had those before them checked too
                 # Where there are no tokens that was found already; there may be no end of such blocks.
-                there = self._seen.get((Table.TOKENS, owner, 0), _Seen()).ranges
+                there = self._seen.get((Table.TOKENS, owner, 0), _Items()).ranges
                 gaps += [part for gap in new for seen in there if (part := common(gap, seen))]
                 if not state.first:
                     checked[owner] = merged([*checked.get(owner, []), blocks])

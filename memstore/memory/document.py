@@ -14,9 +14,9 @@ from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
 from memstore.memory.places import Places, dropped, dropped_message
 from memstore.memory.ranges import common, lacking
 from memstore.memory.rules import Rules
-from memstore.memory.shared import Handle, Shared, next_document_record
+from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
-from memstore.memory.usage import Deleting
+from memstore.memory.usage import Deletion
 from memstore.store.contract import Batch
 from memstore.stored import check_whole
 
@@ -60,7 +60,7 @@ class Document:
     One thread may append while others search and gather. Raises ``NotFound`` once the document was forgotten.
     """
 
-    def __init__(self, shared: Shared, name: str, memory: Container, number: int | None = None) -> None:
+    def __init__(self, shared: SharedStore, name: str, memory: Container, number: int | None = None) -> None:
         """``number`` is that of a document that is known to be there."""
         self.name = name
         self._shared = shared
@@ -364,7 +364,7 @@ class Document:
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             with self._shared.catalog.committing() as changed:
-                forget = Deleting(self._shared, {number: append.after}).forget
+                forget = Deletion(self._shared, {number: append.after}).forget
                 self._shared.retention.write(batch, number, forget)
                 changed[number] = append.after
             self._handle.committed(number, append.after)

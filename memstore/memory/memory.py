@@ -17,12 +17,12 @@ from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.history import beginning, chain
 from memstore.memory.rules import Rules, WhenFull
-from memstore.memory.shared import NamedValues, Shared, not_found
+from memstore.memory.shared import NamedValues, SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
-from memstore.memory.urls import Mode, Opened, folder, on_disk, open_store
-from memstore.memory.usage import Deleting, Usage, present
-from memstore.store.contract import BlockStore, Compacted, Progress
+from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
+from memstore.memory.usage import Deletion, Usage, present
+from memstore.store.contract import BlockStore, Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
 from memstore.store.keys import KeySource, read_key
 from memstore.store.paths import FULL
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, whi
 
     from memstore.index import IndexCapabilities
     from memstore.memory.append import Tokens
-    from memstore.memory.repair import Repaired
+    from memstore.memory.repair import RepairOutcome
 
 _log = logging.getLogger("memstore.index")
 
@@ -71,7 +71,7 @@ def open_memory(
     opened = open_store(url, mode, None if spec is None else blank(spec), key)
     try:
         budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes, "device": device}
-        shared = Shared.opened(opened.store, str(url), mode, index, _beside(opened.store, url), budgets)
+        shared = SharedStore.opened(opened.store, str(url), mode, index, _beside(opened.store, url), budgets)
         memory = Memory(shared, opened)
         if memory.encrypted and index.partition(":")[0] == "milvus":
             raise InvalidArgument(
@@ -94,7 +94,7 @@ def open_memory(
 class Memory:
     """Documents of one model. Made by ``memstore.open``; closed by ``close`` or by leaving ``with``."""
 
-    def __init__(self, shared: Shared, opened: Opened) -> None:
+    def __init__(self, shared: SharedStore, opened: OpenStore) -> None:
         self._shared = shared
         self._opened = opened
         self._named = NamedValues(shared)
@@ -179,7 +179,7 @@ class Memory:
             if number is None:
                 raise self._no_document(name)
             with self._shared.catalog.committing() as changed:
-                self._shared.store.write(Deleting(self._shared).forget([number]))
+                self._shared.store.write(Deletion(self._shared).forget([number]))
                 changed[number] = None
             self._sweep()
         with self._lock:
@@ -251,9 +251,9 @@ class Memory:
         """
         self._shared.check_writable()
         with self._shared.writing:
-            return self._shared.retention.expire(Deleting(self._shared).forget)
+            return self._shared.retention.expire(Deletion(self._shared).forget)
 
-    def compact(self, progress: Progress | None = None) -> Compacted:
+    def compact(self, progress: Progress | None = None) -> Compaction:
         """Erase from the file what was forgotten, truncated or has left, and give its space back to the disk.
 
         Works in place, beside readers; appends wait. ``progress`` is told how many bytes of how many are done. Returns
@@ -361,7 +361,7 @@ class Memory:
             return verify.in_child(self.url, store.table.key if isinstance(store, EncryptedStore) else None)
         return verify.check(self._shared.store)
 
-    def repair(self, *, dry_run: bool = False, drop_blocks: bool = False) -> Repaired:
+    def repair(self, *, dry_run: bool = False, drop_blocks: bool = False) -> RepairOutcome:
         """Put right what ``verify`` finds, and verify again: what was done, document by document, and what is left.
 
         A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
@@ -495,7 +495,7 @@ def _check_name(name: object) -> None:
         raise InvalidArgument(f"the name of a document is a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {found}.")
 
 
-def check_same(spec: MemorySpec, memory: Shared | Container) -> None:
+def check_same(spec: MemorySpec, memory: SharedStore | Container) -> None:
     """Raise ``ForeignMemory`` unless ``memory`` was made for ``spec``."""
     if differences := spec.differences(memory.spec):
         raise ForeignMemory(
@@ -509,6 +509,6 @@ def _beside(store: BlockStore, url: str | Path) -> Path | None:
     return None if isinstance(store, EncryptedStore) else folder(url)
 
 
-def _close(opened: Opened) -> None:
+def _close(opened: OpenStore) -> None:
     if opened.own:
         opened.store.close()

@@ -29,9 +29,9 @@ from memstore.memory.index_files import damaged, folder_of, remove
 from memstore.memory.places import Home, Places, dropped
 from memstore.memory.ranges import common, merged
 from memstore.memory.rules import lost_keys
-from memstore.memory.shared import Shared, next_document_record
+from memstore.memory.shared import SharedStore, next_document_record
 from memstore.memory.urls import folder
-from memstore.memory.usage import Deleting, present
+from memstore.memory.usage import Deletion, present
 from memstore.store.contract import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
@@ -53,7 +53,7 @@ class RepairStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repaired:
+class RepairOutcome:
     """The outcome of a repair."""
 
     steps: list[RepairStep]
@@ -62,16 +62,16 @@ class Repaired:
 
 
 class Repair:
-    """One repair of one open memory. The caller holds ``Shared.writing``."""
+    """One repair of one open memory. The caller holds ``SharedStore.writing``."""
 
     def __init__(
-        self, shared: Shared, document: Callable[[str], Document], verify: Callable[[], list[Finding]]
+        self, shared: SharedStore, document: Callable[[str], Document], verify: Callable[[], list[Finding]]
     ) -> None:
         self._shared = shared
         self._document = document
         self._verify = verify
 
-    def run(self, *, dry_run: bool, drop_blocks: bool = False) -> Repaired:
+    def run(self, *, dry_run: bool, drop_blocks: bool = False) -> RepairOutcome:
         """Repair as far as that is possible. Raises ``DamagedError`` where not even the keys can be walked."""
         cure = self._drops if drop_blocks else self._truncations
         findings, steps = self._verify(), list[RepairStep]()
@@ -88,7 +88,7 @@ class Repair:
             if dry_run or not done:
                 break
             findings = self._verify()
-        return Repaired(steps=steps, left=findings)
+        return RepairOutcome(steps=steps, left=findings)
 
     def _round(self, findings: list[Finding], cure: Cure, dry_run: bool) -> list[RepairStep]:
         """Put right what does not depend on anything else that is wrong."""
@@ -253,7 +253,7 @@ def _without_hashes(batch: Batch, places: Places, state: DocumentState, lost: li
     return state
 
 
-def _without_blocks(shared: Shared, places: Places, before: DocumentState, lost: list[range]) -> DocumentState:
+def _without_blocks(shared: SharedStore, places: Places, before: DocumentState, lost: list[range]) -> DocumentState:
     """A document once ``lost`` blocks are gone. Raises ``DamagedError``."""
     parts = merged([*dropped(before), *(common(part, before.live()) for part in lost)])
     gone, end = tuple((part.start, part.stop) for part in parts), before.blocks
@@ -265,7 +265,7 @@ def _without_blocks(shared: Shared, places: Places, before: DocumentState, lost:
 
 
 # All documents that share a damaged block drop it together, in one transaction.
-def _dropping(shared: Shared, before: Mapping[int, DocumentState], after: Mapping[int, DocumentState]) -> Batch:
+def _dropping(shared: SharedStore, before: Mapping[int, DocumentState], after: Mapping[int, DocumentState]) -> Batch:
     """What takes the lost blocks of documents away. Raises ``DamagedError``."""
     batch, fresh = Batch(), shared.next_document()
     changes: dict[int, tuple[DocumentState, Home]] = {}
@@ -277,13 +277,13 @@ def _dropping(shared: Shared, before: Mapping[int, DocumentState], after: Mappin
             fresh += 1
     if fresh > shared.next_document():
         batch.put(NEXT_DOCUMENT, next_document_record(fresh))
-    Deleting(shared).change(batch, changes)
+    Deletion(shared).change(batch, changes)
     return batch
 
 
 # The token ids say everything of an entry but the name. A gap in them is blocks that were dropped; to end the document
 # there would delete all that lies behind.
-def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | None:
+def told_by_tokens(shared: SharedStore, number: int, name: str) -> DocumentState | None:
     """The state of a document whose entry is lost, from the blocks that have token ids. Raises ``DamagedError``.
 
     Where some lie behind a gap, the blocks between were dropped.
@@ -300,7 +300,7 @@ def told_by_tokens(shared: Shared, number: int, name: str) -> DocumentState | No
     return DocumentState(name=name, tokens=last * size + length, blocks=last + 1, first=first, dropped=gaps)
 
 
-def _length_of(shared: Shared, address: Address, block: int) -> int | None:
+def _length_of(shared: SharedStore, address: Address, block: int) -> int | None:
     """How many token ids a block has; None where they are damaged."""
     try:
         records = shared.store.get(address.tokens(block))

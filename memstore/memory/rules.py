@@ -219,7 +219,7 @@ def _misplaced(store: BlockStore, key: Key) -> bool:
 
 
 class Retention:
-    """The rules of one open memory, and commits that obey them. Whoever calls what writes holds ``Shared.writing``."""
+    """The rules of an open memory, and commits that obey them. Who calls what writes holds ``SharedStore.writing``."""
 
     def __init__(self, store: BlockStore, url: str, catalog: Catalog, cache: BlockCache) -> None:
         self._store = store

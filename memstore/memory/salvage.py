@@ -31,7 +31,7 @@ from memstore.memory.entry import Address, DocumentState
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.places import Places
 from memstore.memory.repair import told_by_tokens
-from memstore.memory.shared import NamedValues, Shared
+from memstore.memory.shared import NamedValues, SharedStore
 from memstore.memory.spec import block_layouts, plain_layouts, token_layout
 from memstore.memory.tensors import no_states, read_rows
 from memstore.memory.urls import open_unchecked
@@ -47,7 +47,7 @@ At = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedDocument:
     """What was saved of one document."""
 
     document: str
@@ -61,7 +61,7 @@ class Saved:
 
 # The tree is asked, not the file: pages that LMDB has freed hold forgotten documents and older states, whose checksums
 # are right too. A child reads and may die; after 1,000 deaths it is given up.
-def salvage(source: str | Path, target: str | Path) -> list[Saved]:
+def salvage(source: str | Path, target: str | Path) -> list[SavedDocument]:
     """Save what can be read of the memory at ``source`` into a new one at ``target``, document by document.
 
     Documents that shared blocks share none in the new memory. Raises ``InvalidArgument`` where something is at
@@ -71,7 +71,7 @@ def salvage(source: str | Path, target: str | Path) -> list[Saved]:
     while True:
         child = _Child(source, target, skip, again=again)
         if child.end is None:
-            return [Saved(**each) for each in child.saved]
+            return [SavedDocument(**each) for each in child.saved]
         if child.at is None or child.at in skip or len(skip) == _MOST_CRASHES:
             raise DamagedError(
                 f"memory {source} cannot be read: the process that tried was ended {child.end}. Restore it from a copy",
@@ -108,7 +108,7 @@ def main() -> None:
 
 def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
     store = open_unchecked(source)
-    old = Shared.opened(store, source, "r", "exact", None, {"host_bytes": 0})
+    old = SharedStore.opened(store, source, "r", "exact", None, {"host_bytes": 0})
     with open_memory(target, spec=old.spec, mode="a" if again else "x") as new:
         say({"made": True})
         if _begin(_FACTS, skip):
@@ -134,7 +134,7 @@ def _named_if_lost(what: str) -> Iterator[None]:
         say({"saved": {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}})
 
 
-def _numbers(old: Shared, skip: set[At]) -> Iterator[int]:
+def _numbers(old: SharedStore, skip: set[At]) -> Iterator[int]:
     """Numbers of the documents: those of the keys, or, where these cannot be walked, all that were ever given."""
     if _begin(_LISTING, skip):
         first, last = Address(0).entry, Address(2**32 - 2).entry
@@ -146,7 +146,7 @@ def _numbers(old: Shared, skip: set[At]) -> Iterator[int]:
 class _Rescue:
     """One document."""
 
-    def __init__(self, old: Shared, new: Memory, number: int, skip: set[At]) -> None:
+    def __init__(self, old: SharedStore, new: Memory, number: int, skip: set[At]) -> None:
         self._old = old
         self._new = new
         self._number = number
@@ -157,7 +157,7 @@ class _Rescue:
         self._waiting: list[_Block] = []
 
     def run(self) -> dict[str, Any]:
-        """Save it; what ``Saved`` says of it."""
+        """Save it; what ``SavedDocument`` says of it."""
         state = self._state() if _begin((self._number, _WHOLE), self._skip) else None
         if state is None:
             message = f"document number {self._number} is lost: its entry, and with it its name, cannot be read"
@@ -245,7 +245,7 @@ class _Block:
         return sum(states.nbytes for states in self.states)
 
 
-def _read(old: Shared, places: Places, state: DocumentState, block: int) -> _Block:
+def _read(old: SharedStore, places: Places, state: DocumentState, block: int) -> _Block:
     """Read one block with all checks. Raises ``DamagedError`` and ``NotFound``."""
     spec, length = old.spec, min(old.spec.block_size, state.tokens - block * old.spec.block_size)
     ids = read_rows(old.store, [places.tokens(block)], [token_layout(length)])[0]
@@ -256,7 +256,7 @@ def _read(old: Shared, places: Places, state: DocumentState, block: int) -> _Blo
     return _Block(ids[0], rows, marks)
 
 
-def _stacked(old: Shared, blocks: list[_Block], layer: int) -> list[Tensor]:
+def _stacked(old: SharedStore, blocks: list[_Block], layer: int) -> list[Tensor]:
     """``[n, ...]`` for each layout of complete blocks."""
     if not blocks:
         return empty_rows(block_layouts(old.spec))

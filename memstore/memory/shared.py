@@ -53,7 +53,7 @@ _guard = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class SharedStore:
     """A store, how to read it, and the lock that writers of this process hold."""
 
     store: BlockStore
@@ -78,7 +78,7 @@ class Shared:
     @classmethod
     def opened(
         cls, store: BlockStore, url: str, mode: str, index: str, folder: Path | None, budgets: Mapping[str, Any]
-    ) -> Shared:
+    ) -> SharedStore:
         """What belongs to the memory on ``store``, whose files lie in ``folder``; ``budgets`` as for ``BlockCache``.
 
         Raises what ``read_header`` does, and ``InvalidArgument``.
@@ -227,7 +227,7 @@ def not_found(name: str, url: str, names: list[str]) -> NotFound:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Snapshot:
     version: int
     state: DocumentState
 
@@ -235,12 +235,12 @@ class _Seen:
 class Handle:
     """Knows the number of a document once it has one, and reads its entry again after every commit."""
 
-    def __init__(self, shared: Shared, name: str, number: int | None = None) -> None:
+    def __init__(self, shared: SharedStore, name: str, number: int | None = None) -> None:
         self.shared = shared
         self.name = name
         self.id = shared.catalog.find(name) if number is None else number
         """Number of the document; None before its first append."""
-        self._seen: _Seen | None = None
+        self._seen: _Snapshot | None = None
 
     @property
     def places(self) -> Places:
@@ -258,7 +258,7 @@ class Handle:
         version = self.shared.store.version()
         seen = self._seen
         if seen is None or seen.version != version:
-            seen = _Seen(version, self._load())
+            seen = _Snapshot(version, self._load())
             self._seen = seen
         return seen.state
 
@@ -266,7 +266,7 @@ class Handle:
         """Note what this process has just written; to be called by who holds the right to write."""
         self.id = number
         # The catalog was told of the commit, and nobody else can have committed since: nothing need be read back.
-        self._seen = _Seen(self.shared.catalog.version, state)
+        self._seen = _Snapshot(self.shared.catalog.version, state)
 
     def _load(self) -> DocumentState:
         number = self.id if self.id is not None else self.shared.catalog.find(self.name)
@@ -284,7 +284,7 @@ class Handle:
 class NamedValues:
     """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedStore) -> None:
         self._shared = shared
         self._known: dict[tuple[str, str], Key] = {}
         """Kind and name -> key of the values below ``_next``."""

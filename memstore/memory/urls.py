@@ -92,7 +92,7 @@ def open_shards(remote: Remote, *, read_only: bool) -> BucketObjects | Path:
 
 
 ENTRY_POINTS = "memstore.stores"
-"""Entry point group of other packages' stores: scheme -> a callable ``(url, mode, blank) -> Opened``."""
+"""Entry point group of other packages' stores: scheme -> a callable ``(url, mode, blank) -> OpenStore``."""
 
 Mode = Literal["a", "r", "x"]
 
@@ -117,7 +117,7 @@ class Blank(NamedTuple):
         return self.batch if self.key is None else sealed(self.batch, KeyTable.create(folder, self.key))
 
 
-class Opened(NamedTuple):
+class OpenStore(NamedTuple):
     """A store that holds a memory."""
 
     store: BlockStore
@@ -125,7 +125,7 @@ class Opened(NamedTuple):
     """Whether closing the memory closes the store."""
 
 
-def open_store(url: str | Path, mode: Mode, blank: Blank | None, key: KeySource | None = None) -> Opened:
+def open_store(url: str | Path, mode: Mode, blank: Blank | None, key: KeySource | None = None) -> OpenStore:
     """Open the store at ``url``, or make one from ``blank`` where ``mode`` and ``blank`` allow it.
 
     ``key`` is that of an encrypted memory; without it the one of the environment, where there is one. Raises
@@ -168,7 +168,7 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
     return EncryptedStore(store, KeyTable.open(place, key))
 
 
-def _open(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
+def _open(url: str | Path, mode: Mode, blank: Blank | None) -> OpenStore:
     if mode not in ("a", "r", "x"):
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
@@ -187,15 +187,15 @@ def _open(url: str | Path, mode: Mode, blank: Blank | None) -> Opened:
     if blank is not None and blank.key is not None:
         raise InvalidArgument(f"{url} cannot be encrypted: that is for memories on disk, in buckets and in ram:")
     found = _plugin(scheme[1], str(url))(str(url), mode, blank)
-    if not isinstance(found, Opened):
+    if not isinstance(found, OpenStore):
         raise InvalidArgument(
-            f"the package that opens {scheme[1]}: gave a {type(found).__name__}, and not an Opened with a store in it; "
+            f"the package that opens {scheme[1]}: gave a {type(found).__name__}, and not an OpenStore; "
             "tell its authors, who find in docs/stores.md what is expected."
         )
     return found
 
 
-def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> Opened:
+def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> OpenStore:
     """A store of another package that makes what it lacks when it is opened: as a memory, in every mode.
 
     Nothing was ever committed where ``store.version()`` is 0. Raises ``NotFound`` and ``InvalidArgument``.
@@ -206,7 +206,7 @@ def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> Open
         if mode == "r" or blank is None:
             raise _missing(url, mode)
         store.write(blank.batch)
-    return Opened(store)
+    return OpenStore(store)
 
 
 def open_unchecked(url: str | Path, key: MasterKey | None = None) -> BlockStore:
@@ -264,13 +264,13 @@ def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], object
         ) from error
 
 
-def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
+def _open_ram(name: str, mode: Mode, blank: Blank | None) -> OpenStore:
     if name in _named:
         if mode == "x":
             raise InvalidArgument(
                 f"the memory ram:{name} exists already; open it with mode 'a', or choose another name."
             )
-        return Opened(_named[name], own=False)
+        return OpenStore(_named[name], own=False)
     if mode == "r" or blank is None:
         raise _missing(f"ram:{name}", mode)
     store: BlockStore = RamStore()
@@ -279,10 +279,10 @@ def _open_ram(name: str, mode: Mode, blank: Blank | None) -> Opened:
     store.write(blank.batch)
     if name:
         _named[name] = store
-    return Opened(store, own=not name)
+    return OpenStore(store, own=not name)
 
 
-def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
+def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> OpenStore:
     from memstore.store.lmdb.store import LmdbStore
 
     if _has_tail(folder):
@@ -290,13 +290,13 @@ def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
     return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists)
 
 
-def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> Opened:
+def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> OpenStore:
     from memstore.store.zarr import ZarrStore
 
     return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder))
 
 
-def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> Opened:
+def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> OpenStore:
     from memstore.store.zarr import ZarrStore
 
     where = remote_places(url)
@@ -351,27 +351,27 @@ def _open_folder(
     *,
     exists: Callable[[], bool],
     **options: Any,
-) -> Opened:
+) -> OpenStore:
     """Open a store in a folder, or make one; ``exists`` says whether there is one, finished or not.
 
     ``options`` are those of ``kind``.
     """
     if mode == "r":
-        return Opened(kind.open(folder, read_only=True, **options))
+        return OpenStore(kind.open(folder, read_only=True, **options))
     if mode == "a" and exists():
         try:
-            return Opened(kind.open(folder, **options))
+            return OpenStore(kind.open(folder, **options))
         except NotFound:  # its creation was interrupted
             if blank is None:
                 raise
     if blank is None:
         if folder.exists():
-            return Opened(kind.open(folder, **options))  # which says what the path is instead
+            return OpenStore(kind.open(folder, **options))  # which says what the path is instead
         raise _missing(url, mode)
     more = 0 if blank.key is None else OVERHEAD
     options["blocks_per_value"] = _blocks_per_value(blank.block_bytes + more)
     options["tokens_per_value"] = _tokens_per_value(blank.token_bytes and blank.token_bytes + more)
-    return Opened(kind.create(folder, batch=partial(blank.first, folder), **options))
+    return OpenStore(kind.create(folder, batch=partial(blank.first, folder), **options))
 
 
 def _has_tail(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from memstore.memory.ranges import common, lacking, merged
 from memstore.store.contract import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
-    from memstore.memory.shared import Shared
+    from memstore.memory.shared import SharedStore
 
 
 @dataclass
@@ -185,13 +185,13 @@ def clipped(parts: Sequence[range], to: range) -> list[range]:
     return [part for each in parts if (part := common(each, to))]
 
 
-class Deleting:
+class Deletion:
     """What is deleted when documents change, one after the other. Raises ``DamagedError`` where it cannot be known.
 
     Of documents ``changed``, what their new entry says is what they use.
     """
 
-    def __init__(self, shared: Shared, changed: Mapping[int, DocumentState] | None = None) -> None:
+    def __init__(self, shared: SharedStore, changed: Mapping[int, DocumentState] | None = None) -> None:
         self._shared = shared
         self._changed = changed or {}
         self._usage = Usage()
@@ -268,7 +268,7 @@ class Deleting:
             batch.delete(Address(home).branch)
 
 
-def release(batch: Batch, shared: Shared, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
+def release(batch: Batch, shared: SharedStore, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
     """Delete everything of the blocks ``gap`` under a number, next to those ``used``. Raises ``DamagedError``."""
     address, first, last = Address(owner), gap.start, gap.stop - 1
     batch.delete(address.tokens(first), address.tokens(last))

@@ -59,7 +59,7 @@ class LayerAudit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Missed:
+class MissedBlock:
     """A block that was not retrieved and would have been attended to."""
 
     document: str
@@ -91,7 +91,7 @@ class Audit:
     """What was generated, from the first token on."""
     layers: list[LayerAudit]
     """Those that retrieve."""
-    missed: list[Missed]
+    missed: list[MissedBlock]
     """The blocks that were missed most, most first."""
     stored_tokens: int | None = None
     """Tokens that could have been retrieved, at the last step, where single ones are (kNN); else None."""
@@ -299,7 +299,7 @@ class Tally:
             index_recall=_mean(self._index.get(layer, [])),
         )
 
-    def missed(self, locate: Callable[[int], tuple[Document, int]], count: int = WORST) -> list[Missed]:
+    def missed(self, locate: Callable[[int], tuple[Document, int]], count: int = WORST) -> list[MissedBlock]:
         """The ``count`` blocks missed most; ``locate`` says which document and block a number ``0..N-1`` is."""
         best = self._lost.topk(min(count, len(self._lost)))
         found = []
@@ -308,7 +308,7 @@ class Tally:
                 document, block = locate(number)
                 layer, head = self._where[number].tolist()
                 weight = lost / self._lists
-                found.append(Missed(document=document.name, block=block, weight=weight, layer=layer, head=head))
+                found.append(MissedBlock(document=document.name, block=block, weight=weight, layer=layer, head=head))
         return found
 
 

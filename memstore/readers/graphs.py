@@ -70,7 +70,7 @@ def captured(model: nn.Module) -> Iterator[None]:
     (padding, observers, lists that each token chooses, a context-miss token), everything runs as without it.
     """
     own, plain = vars(model).get("forward"), model.forward
-    recorded = _Recorded(plain)
+    recorded = _StepGraph(plain)
 
     @functools.wraps(plain)  # `generate` looks at its parameters
     def forward(*args: Any, **given: Any) -> Any:
@@ -85,7 +85,7 @@ def captured(model: nn.Module) -> Iterator[None]:
             model.forward = own
 
 
-class _Recorded:
+class _StepGraph:
     """The forward pass of a model, and the graph of its last kind of step."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:

@@ -60,7 +60,7 @@ class Ranks:
 
         The gradient is the sum of what all ranks' losses say: all of them have to run backward.
         """
-        joined: Tensor = _Joined.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch annotates it in part
+        joined: Tensor = _Join.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch annotates it in part
         return joined
 
     def summed(self, parts: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _answering() -> Iterator[None]:
         ) from error
 
 
-class _Joined(torch.autograd.Function):
+class _Join(torch.autograd.Function):
     """``Ranks.joined``."""
 
     @staticmethod
@@ -131,7 +131,7 @@ class _Joined(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldLandmarks:
     """Landmarks of some blocks of one layer of a document."""
 
     index: VectorIndex
@@ -157,7 +157,7 @@ class Share:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._held: dict[tuple[str, int, int], _Held] = {}
+        self._held: dict[tuple[str, int, int], _HeldLandmarks] = {}
         """Memory, document, layer -> landmarks."""
 
     @property
@@ -179,7 +179,7 @@ class Share:
         name, edits = (document.memory.url, document.id or 0, layer), document.state.edits
         held = self._held.get(name)
         if held is None or held.edits != edits:
-            held = self._held[name] = _Held(document._shared.new_index(), edits)
+            held = self._held[name] = _HeldLandmarks(document._shared.new_index(), edits)
         held.add(document, layer, ids)
         return held.index
 

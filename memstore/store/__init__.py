@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memstore.store.contract import Batch, BlockStore, Capabilities, Key, Layout, Record, Scanned, Table
+from memstore.store.contract import Batch, BlockStore, Capabilities, Key, Layout, Record, ScannedValue, Table
 
 if TYPE_CHECKING:
     from memstore.store.lmdb.store import LmdbStore
@@ -24,7 +24,7 @@ __all__ = [
     "LmdbStore",
     "RamStore",
     "Record",
-    "Scanned",
+    "ScannedValue",
     "Table",
     "ZarrStore",
 ]

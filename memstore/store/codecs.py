@@ -63,7 +63,7 @@ class Plain(Codec):
         return stored[0]
 
 
-class _Scaled(Codec):
+class _ScaledCodec(Codec):
     """Codes ``[n, *lead, rows, channels]``, and bfloat16 scales ``[n, count, *lead, groups, channels]``, steps first.
 
     ``groups`` runs of as many rows have scales of their own; the last rows of the last one may be missing.
@@ -122,7 +122,7 @@ class _Scaled(Codec):
         """Fill ``out [.., groups, length, channels]``; scales are ``[.., groups, 1, channels]``."""
 
 
-class Int8(_Scaled):
+class Int8(_ScaledCodec):
     """A byte a number, from -127 to 127, and a step."""
 
     stored = "int8"
@@ -140,7 +140,7 @@ class Int8(_Scaled):
             out.copy_(work)
 
 
-class Fp8(_Scaled):
+class Fp8(_ScaledCodec):
     """A byte a number, with the bits of e4m3fn (three of precision), and a step."""
 
     stored = "uint8"
@@ -157,7 +157,7 @@ class Fp8(_Scaled):
         out.copy_(bits.view(torch.float16).float().mul_(scales[0].float() * _TO_FLOAT16))
 
 
-class Int4(_Scaled):
+class Int4(_ScaledCodec):
     """Half a byte a number, from 0 to 15, a step and the low end: row ``i`` beside row ``i + half of the rows``."""
 
     stored = "uint8"

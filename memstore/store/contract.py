@@ -173,7 +173,7 @@ class Capabilities:
     """Reads that are best under way at once: more than one where each waits for a network."""
 
 
-class Scanned(NamedTuple):
+class ScannedValue(NamedTuple):
     """One value met by ``scan``: its records, or what is wrong with it."""
 
     key: Key
@@ -185,7 +185,7 @@ Progress = Callable[[int, int], None]
 """Is told how many bytes of how many are done."""
 
 
-class Compacted(NamedTuple):
+class Compaction(NamedTuple):
     """What ``compact`` did: bytes taken before and after."""
 
     before: int
@@ -255,7 +255,7 @@ class BlockStore(ABC):
                 yield key, records
 
     @abstractmethod
-    def scan(self) -> Iterator[Scanned]:
+    def scan(self) -> Iterator[ScannedValue]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
 
     def delete(self, document: int) -> None:
@@ -298,14 +298,14 @@ class BlockStore(ABC):
         self.write(batch)
         return evicted
 
-    def compact(self, progress: Progress | None = None) -> Compacted:  # noqa: ARG002 - for stores that need it
+    def compact(self, progress: Progress | None = None) -> Compaction:  # noqa: ARG002 - for stores that need it
         """Erase what deleted values have left, and give its space back. Readers may go on; writers wait.
 
         Raises ``ReadOnlyMemory``, ``MemoryInUse`` where somebody still reads what is to be erased, and ``DamagedError``
         where that cannot be told for certain. This one is for stores that keep nothing of what they delete.
         """
         size = self.size_bytes()
-        return Compacted(size, size)
+        return Compaction(size, size)
 
     @abstractmethod
     def version(self) -> int:

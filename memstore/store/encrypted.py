@@ -30,12 +30,12 @@ from memstore.store.contract import (
     BlockKeys,
     BlockStore,
     Bytes,
-    Compacted,
+    Compaction,
     Key,
     Layout,
     Progress,
     Record,
-    Scanned,
+    ScannedValue,
     Table,
     check_batch,
     check_out,
@@ -115,16 +115,16 @@ class EncryptedStore(BlockStore):
         """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
         return ((key, self._opened(key, records)) for key, records in self._inner.walk(first, last))
 
-    def scan(self) -> Iterator[Scanned]:
+    def scan(self) -> Iterator[ScannedValue]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         for scanned in self._inner.scan():
             if scanned.damage:
                 yield scanned
                 continue
             try:
-                yield Scanned(scanned.key, self._opened(scanned.key, scanned.records), None)
+                yield ScannedValue(scanned.key, self._opened(scanned.key, scanned.records), None)
             except DamagedError as error:
-                yield Scanned(scanned.key, (), error)
+                yield ScannedValue(scanned.key, (), error)
 
     def sync(self) -> None:
         """Return when everything committed so far is on disk."""
@@ -138,7 +138,7 @@ class EncryptedStore(BlockStore):
         """Bytes that the values take, ciphertext and all."""
         return self._inner.used_bytes()
 
-    def compact(self, progress: Progress | None = None) -> Compacted:
+    def compact(self, progress: Progress | None = None) -> Compaction:
         """See ``BlockStore``."""
         return self._inner.compact(progress)
 

@@ -15,7 +15,7 @@ from memstore.store.contract import (
     Key,
     Layout,
     Record,
-    Scanned,
+    ScannedValue,
     beyond_limit,
     check_batch,
     check_out,
@@ -92,11 +92,11 @@ class RamStore(BlockStore):
         with self._locked():
             return self._sorted[bisect_left(self._sorted, first) : bisect_right(self._sorted, last)]
 
-    def scan(self) -> Iterator[Scanned]:
+    def scan(self) -> Iterator[ScannedValue]:
         """Every value in order, as it was when the scan began."""
         with self._locked():
             snapshot = [(key, self._values[key]) for key in self._sorted]
-        return (Scanned(key, tuple(_copy(record) for record in records), None) for key, records in snapshot)
+        return (ScannedValue(key, tuple(_copy(record) for record in records), None) for key, records in snapshot)
 
     def delete(self, document: int) -> None:
         """Delete everything of one document; META stays."""

@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, ForeignMemory, NotFound
-from memstore.store.contract import MAX_DIMENSIONS, Bytes, Key, Layout, Record, Scanned, Table, describe
+from memstore.store.contract import MAX_DIMENSIONS, Bytes, Key, Layout, Record, ScannedValue, Table, describe
 
 MAGIC = b"MSTR"
 VERSION = 1
@@ -219,13 +219,13 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
     return tuple(records), start
 
 
-def scan_value(view: memoryview, key: Key) -> Scanned:
+def scan_value(view: memoryview, key: Key) -> ScannedValue:
     """What a store's ``scan`` says about the value of ``key`` that ``view`` is."""
     try:
         records, _ = decode_value(view, 0, key)
     except (DamagedError, ForeignMemory) as error:
-        return Scanned(key, (), as_damage(error))
-    return Scanned(key, records, None)
+        return ScannedValue(key, (), as_damage(error))
+    return ScannedValue(key, records, None)
 
 
 def as_damage(error: DamagedError | ForeignMemory) -> DamagedError:

@@ -33,7 +33,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedDocument:
     """What a document should be."""
 
     tokens: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Expected:
         """One more than the last block."""
         return -(-len(self.tokens) // BLOCK)
 
-    def cut(self, blocks: int) -> Expected:
+    def cut(self, blocks: int) -> ExpectedDocument:
         """With blocks below ``blocks`` alone."""
         return replace(self, tokens=self.tokens[: blocks * BLOCK], first=min(self.first, blocks))
 
@@ -62,7 +62,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.url = self.new_url()
-        self.expected: dict[str, Expected] = {}
+        self.expected: dict[str, ExpectedDocument] = {}
         self.kept = Rules[str]()
         self.now = 1.8e9
         self._clock = patch.object(rules, "utc", lambda: self.now)
@@ -82,7 +82,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._append(name, tokens)
 
     def _append(self, name: str, tokens: list[int]) -> None:
-        document, old = self.memory.document(name), self.expected.get(name, Expected())
+        document, old = self.memory.document(name), self.expected.get(name, ExpectedDocument())
         overdue, victims = self._overdue(but=name), self._victims(but=name)
         try:
             with document.append(tokens) as batch:
@@ -97,7 +97,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert overdue <= gone <= overdue | set(victims)
         self._check_room(gone - overdue, victims)
         self._forget(gone)
-        new = Expected((*old.tokens, *tokens), old.first)
+        new = ExpectedDocument((*old.tokens, *tokens), old.first)
         if self.capacity is not None:
             new = replace(new, first=max(new.first, new.blocks - self.capacity))
         self.expected[name] = new
@@ -202,7 +202,7 @@ class MemoryMachine(RuleBasedStateMachine):
         begun = [each.tokens for each in self.expected.values() if not each.first]
         assert known == max((_alike(tokens, each) for each in begun), default=0)
         if known:
-            self.expected[name] = Expected(tuple(tokens[:known]))
+            self.expected[name] = ExpectedDocument(tuple(tokens[:known]))
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -274,7 +274,7 @@ def _spec(capacity: int | None) -> MemorySpec:
     )
 
 
-def _check(document: Document, expected: Expected) -> None:
+def _check(document: Document, expected: ExpectedDocument) -> None:
     live = range(expected.first, expected.blocks)
     assert (len(document), document.blocks) == (len(expected.tokens), live)
     assert document.tokens().tolist() == list(expected.tokens[live.start * BLOCK :])

@@ -113,7 +113,7 @@ class History:
 
 
 @dataclass
-class Seen:
+class Observation:
     """What a new process read: of each block its number, -1 for one that nobody wrote, or the error."""
 
     blocks: list[int | str] = field(default_factory=list)
@@ -177,7 +177,7 @@ class FaultTally:
     """One of each verdict: where, and what was said."""
     seconds: float = 0.0
 
-    def add(self, verdict: str, seen: Seen, expected: int, where: str) -> None:
+    def add(self, verdict: str, seen: Observation, expected: int, where: str) -> None:
         """Count a round."""
         self.rounds += 1
         self.verdicts[verdict] += 1
@@ -196,7 +196,7 @@ class FaultTally:
 Make = type[Subject]
 
 
-def look(make: Make, history: History, folder: Path) -> Seen:
+def look(make: Make, history: History, folder: Path) -> Observation:
     """Open the store in a new process, and read every block."""
 
     def reading(say: Say) -> None:
@@ -215,9 +215,9 @@ def look(make: Make, history: History, folder: Path) -> Seen:
 
     ending = run(reading)
     if not ending.lines or ending.code:
-        return Seen(ended=f"it ended with {ending.code} {ending.last}")
+        return Observation(ended=f"it ended with {ending.code} {ending.last}")
     found = json.loads(ending.last)
-    return Seen(error=found) if isinstance(found, str) else Seen(blocks=found)
+    return Observation(error=found) if isinstance(found, str) else Observation(blocks=found)
 
 
 def write(make: Make, history: History, folder: Path, start: int, stop: int, say: Say) -> None:
@@ -290,7 +290,7 @@ def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             found, verdict = _interrupted(history, seen, told)
             if verdict == "right":
                 going_on = run(lambda tell: write(make, history, place / "m", found, STEPS, tell))
-                seen = look(make, history, place / "m") if going_on.code == 0 else Seen(error=going_on.last)
+                seen = look(make, history, place / "m") if going_on.code == 0 else Observation(error=going_on.last)
                 verdict = _unharmed(seen.verdict(states))
             say(json.dumps([verdict, vars(seen), len(states[-1])]))
 
@@ -298,7 +298,9 @@ def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
         verdict, seen, expected = (
             json.loads(ending.last) if ending.code == 0 else ("crashed", {"ended": ending.last}, 0)
         )
-        outcome.add(verdict, Seen(**seen), expected, f"seed {history.seed}, {room:,} bytes of room, round {number}")
+        outcome.add(
+            verdict, Observation(**seen), expected, f"seed {history.seed}, {room:,} bytes of room, round {number}"
+        )
     return outcome
 
 
@@ -402,7 +404,7 @@ def _whole(make: Make, history: History, folder: Path, steps: int, start: int = 
         raise RuntimeError(f"the store does not work at all: {ending.last or ending.code}")
 
 
-def _interrupted(history: History, seen: Seen, told: int) -> tuple[int, str]:
+def _interrupted(history: History, seen: Observation, told: int) -> tuple[int, str]:
     """The commit that a store holds whose writer was ended after it told of ``told`` commits, and the verdict."""
     states = history.states()
     under_way = states[told + 1] if told < STEPS else None

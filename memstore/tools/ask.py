@@ -12,7 +12,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools.filters import Filter
-from memstore.tools.models import Loaded, load_recorded
+from memstore.tools.models import LoadedModel, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Json, Page, Report, cell, index_bar, printable, waiting
 
@@ -141,7 +141,7 @@ def ask(
     return Report(data=data, text=lambda page: _show(page, data, passages, memory, whole=sources == "all"))
 
 
-def several(loaded: Loaded, memory: Memory, documents: list[str] | None, **options: Any) -> Reader:
+def several(loaded: LoadedModel, memory: Memory, documents: list[str] | None, **options: Any) -> Reader:
     """``attached`` to all of ``documents``, which are all that there are but chats where none is named."""
     return attached(loaded, memory, document=chosen_documents(loaded.model, memory, documents), **options)
 
@@ -189,7 +189,7 @@ def _say(piece: str) -> None:
 
 
 def attached(
-    loaded: Loaded,
+    loaded: LoadedModel,
     memory: Memory | str,
     *,
     document: str | list[str] | None,

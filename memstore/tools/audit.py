@@ -11,7 +11,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.tools.ask import Dtype, attached, document_name
-from memstore.tools.models import Loaded, chosen_name, load_recorded
+from memstore.tools.models import LoadedModel, chosen_name, load_recorded
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Page, Report
 
@@ -42,7 +42,7 @@ TopK = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AuditQuestion:
     """A question to a memory, and how it is to be asked."""
 
     question: str
@@ -83,7 +83,7 @@ def audit(
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
     use_threads(threads)
-    asked = Asked(
+    asked = AuditQuestion(
         question=question,
         document=document,
         top_k=top_k,
@@ -100,7 +100,7 @@ def audit(
     return Report(data=data, text=lambda page: _show(page, data, audited))
 
 
-def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[Audit, Loaded]:
+def run_audit(opened: Memory, asked: AuditQuestion, *, progress: bool = False) -> tuple[Audit, LoadedModel]:
     """Load the model of a memory and audit it, whichever kind it is. Raises what loading it does."""
     if not asked.question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
@@ -112,7 +112,7 @@ def run_audit(opened: Memory, asked: Asked, *, progress: bool = False) -> tuple[
     return audited, loaded
 
 
-def _text(opened: Memory, loaded: Loaded, name: str, block: int) -> str | None:
+def _text(opened: Memory, loaded: LoadedModel, name: str, block: int) -> str | None:
     """The text of a block; None for one that came after the document, such as the question's own."""
     document = opened.document(name)
     return str(loaded.tokenizer.decode(document.tokens(block).tolist())) if block in document.blocks else None

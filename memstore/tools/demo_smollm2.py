@@ -23,7 +23,7 @@ from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import PeakMemory, disk_bytes
 from memstore.tools.demo_drt import what_to_type
-from memstore.tools.models import Loaded, load_model, record_model
+from memstore.tools.models import LoadedModel, load_model, record_model
 
 if TYPE_CHECKING:
     from memstore.readers.reading import ReadResult
@@ -92,7 +92,7 @@ def _own_pid() -> int:
     return os.getpid()
 
 
-def build_texts(loaded: Loaded, seed: int, tokens: int = TOKENS) -> list[Text]:
+def build_texts(loaded: LoadedModel, seed: int, tokens: int = TOKENS) -> list[Text]:
     """The filler with five pass keys, and the prose with five needles of other kinds."""
     rng = random.Random(seed)
     tokenizer = loaded.tokenizer
@@ -104,7 +104,7 @@ def build_texts(loaded: Loaded, seed: int, tokens: int = TOKENS) -> list[Text]:
     ]
 
 
-def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, scored: int, say: bool) -> dict[str, Any]:
+def _read(loaded: LoadedModel, texts: list[Text], folder: Path, name: str, *, scored: int, say: bool) -> dict[str, Any]:
     results: dict[str, ReadResult] = {}
     retrieval = memstore.Retrieval(top_k=TOP_K)
     with memstore.attach(loaded.model, folder, tokenizer=loaded.tokenizer, retrieval=retrieval) as attached:
@@ -121,7 +121,7 @@ def _read(loaded: Loaded, texts: list[Text], folder: Path, name: str, *, scored:
     }
 
 
-def window_perplexity(loaded: Loaded, tokens: list[int], scored: int = SCORED) -> float:
+def window_perplexity(loaded: LoadedModel, tokens: list[int], scored: int = SCORED) -> float:
     """Perplexity of the last ``scored`` tokens with sink and window alone; what is further back is not even read."""
     near = tokens[-(scored + 1024) :]
     with memstore.attach(loaded.model, "ram:", tokenizer=loaded.tokenizer) as attached:
@@ -168,7 +168,7 @@ def answer_questions(folder: str, questions: list[list[str]], threads: int | Non
 
 
 def _answer(
-    loaded: Loaded, memory: memstore.Memory, document: str, kind: str, prompt: str, expected: str
+    loaded: LoadedModel, memory: memstore.Memory, document: str, kind: str, prompt: str, expected: str
 ) -> dict[str, Any]:
     retrieval = memstore.Retrieval(top_k=TOP_K)
     with memstore.attach(
@@ -190,7 +190,7 @@ def _answer(
     }
 
 
-def decode_milliseconds(loaded: Loaded, memory: memstore.Memory | None, document: str) -> float:
+def decode_milliseconds(loaded: LoadedModel, memory: memstore.Memory | None, document: str) -> float:
     """Median time per generated token, with ``memory`` attached or without one."""
     if memory is None:
         return _decode(loaded)
@@ -199,7 +199,7 @@ def decode_milliseconds(loaded: Loaded, memory: memstore.Memory | None, document
         return _decode(loaded)
 
 
-def _decode(loaded: Loaded) -> float:
+def _decode(loaded: LoadedModel) -> float:
     import torch
 
     token = torch.tensor([[loaded.tokenizer.encode(" the", add_special_tokens=False)[0]]])

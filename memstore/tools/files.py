@@ -33,7 +33,7 @@ DEEPEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SourceFile:
     """A file that is to be read."""
 
     path: Path | None
@@ -88,19 +88,19 @@ class Found:
             raise InvalidArgument(f"{self.path} has more than {most >> 20} MiB: to read it, name it by itself.")
 
 
-def find(sources: list[str]) -> Iterator[Found]:
+def find(sources: list[str]) -> Iterator[SourceFile]:
     """The files that ``sources`` are, and those in the folders among them, in order."""
     for source in sources:
         path = Path(source)
         if source == STDIN:
-            yield Found(path=None, name="stdin")
+            yield SourceFile(path=None, name="stdin")
         elif path.is_dir():
             root = path.resolve()
             for file, closed in _walk(root, PurePosixPath(), []):
                 name = str(PurePosixPath(root.name, *file.relative_to(root).parts))
-                yield Found(path=file, name=name, in_folder=True, is_folder=closed)
+                yield SourceFile(path=file, name=name, in_folder=True, is_folder=closed)
         else:
-            yield Found(path=path.absolute(), name=path.stem)
+            yield SourceFile(path=path.absolute(), name=path.stem)
 
 
 def _walk(

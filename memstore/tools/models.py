@@ -40,7 +40,7 @@ DRT = "drt"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model, ready to read, and its tokenizer."""
 
     model: PreTrainedModel
@@ -95,7 +95,7 @@ def kind_named(name: str) -> Kind:
     return kind_in(source) if Path(source).is_dir() else STOCK
 
 
-def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded:
+def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> LoadedModel:
     """Load the model called ``name``, of whatever kind, in evaluation mode, with its tokenizer."""
     with _uncollected():
         return _load(name, dtype, device)
@@ -114,7 +114,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _load(name: str, dtype: str, device: str) -> Loaded:
+def _load(name: str, dtype: str, device: str) -> LoadedModel:
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = require_transformers()
@@ -123,13 +123,13 @@ def _load(name: str, dtype: str, device: str) -> Loaded:
         if dtype not in ("auto", "float32"):
             raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
         with quiet_transformers():
-            return _named(Loaded(*kinds.load_model(Path(source), device)), name)
+            return _named(LoadedModel(*kinds.load_model(Path(source), device)), name)
     with _loading(name), quiet_transformers():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision, trust_remote_code=False)
-    return _named(Loaded(model.eval().to(device), load_tokenizer(name)), name)
+    return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)
 
 
-def _named(loaded: Loaded, name: str) -> Loaded:
+def _named(loaded: LoadedModel, name: str) -> LoadedModel:
     """``loaded``, known by the name that finds it again, which ``attach`` writes into the memories that it makes."""
     for each in loaded:
         each.name_or_path = lasting_name(name)
@@ -189,7 +189,7 @@ def remember(model: str) -> str:
     return name
 
 
-def record_model(memory: Memory, name: str, loaded: Loaded) -> None:
+def record_model(memory: Memory, name: str, loaded: LoadedModel) -> None:
     """Keep in ``memory`` which model reads it, so that other verbs need not be told; it is trusted from now on."""
     memory.put_info("model", {"name": remember(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")})
 
@@ -223,7 +223,7 @@ def _trusted_file() -> Path:
     return user_folder("config") / "trusted-models"
 
 
-def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> Loaded:
+def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> LoadedModel:
     """The model that read the memory, in the precision it read with, unless others are named."""
     info = memory.model_info()
     return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)

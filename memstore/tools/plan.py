@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
-from memstore.tools.files import Found, digest
+from memstore.tools.files import SourceFile, digest
 from memstore.tools.filters import FACT
 from memstore.tools.models import chosen_name, lasting_name, recorded_name
 from memstore.tools.output import counted
@@ -76,7 +76,7 @@ class Contents:
 class FileText(NamedTuple):
     """A file that is to be read."""
 
-    file: Found
+    file: SourceFile
     document: str
     content: str
 
@@ -96,7 +96,7 @@ class ReadPlan:
 
 
 def plan_of(
-    found: list[Found], known: Contents | None, document: str | None, *, encoding: str, alone: bool
+    found: list[SourceFile], known: Contents | None, document: str | None, *, encoding: str, alone: bool
 ) -> ReadPlan:
     """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised."""
     plan, files = ReadPlan(), {} if known is None else known.files
@@ -128,13 +128,13 @@ def plan_of(
     return plan
 
 
-def _free(found: Found, taken: set[str]) -> str:
+def _free(found: SourceFile, taken: set[str]) -> str:
     """A name for the document that no other file has."""
     names = [found.name, *([] if found.path is None else [found.path.name, str(found.path)])]
     return next((name for name in names if name not in taken), names[-1])
 
 
-def _same(found: Found, fact: Mapping[str, Any]) -> bool:
+def _same(found: SourceFile, fact: Mapping[str, Any]) -> bool:
     """Whether a file is as it was when it was read, by its size and time."""
     if found.path is None or not fact.get("whole"):
         return False
@@ -145,7 +145,7 @@ def _same(found: Found, fact: Mapping[str, Any]) -> bool:
     return [stat.st_size, stat.st_mtime_ns] == [fact.get("bytes"), fact.get("modified")]
 
 
-def gone(known: Contents | None, found: list[Found], folders: list[Path]) -> list[str]:
+def gone(known: Contents | None, found: list[SourceFile], folders: list[Path]) -> list[str]:
     """Documents of files that were below ``folders``, and are not found any more."""
     paths = {str(each.path) for each in found}
     closed = [each.path for each in found if each.path is not None and each.is_folder]  # nobody knows what is in them

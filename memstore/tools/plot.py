@@ -12,7 +12,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.tools.ask import Dtype, document_name
-from memstore.tools.audit import Asked, DocumentName, MaxTokens, Model, TopK, run_audit
+from memstore.tools.audit import AuditQuestion, DocumentName, MaxTokens, Model, TopK, run_audit
 from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
 from memstore.tools.output import Report
 
@@ -89,7 +89,7 @@ def plot(
             case PictureKind.AUDIT:
                 if question is None:
                     raise InvalidArgument("an audit needs a question: name it with --question")
-                asked = Asked(
+                asked = AuditQuestion(
                     question=question,
                     document=document,
                     top_k=top_k,
@@ -111,7 +111,7 @@ def plot(
     return Report(data=data, text=lambda page: page.line(f"{kind.value} of {what}: {out}, {data['bytes']:,} bytes"))
 
 
-def _audit(opened: Memory, asked: Asked) -> tuple[Any, dict[str, Any]]:
+def _audit(opened: Memory, asked: AuditQuestion) -> tuple[Any, dict[str, Any]]:
     from memstore.eval.pictures import audit_picture
 
     audited, _ = run_audit(opened, asked, progress=sys.stderr.isatty())

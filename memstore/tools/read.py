@@ -19,7 +19,7 @@ from memstore.tools.ask import attached
 from memstore.tools.failures import FAILED, Interrupted
 from memstore.tools.files import digest, find
 from memstore.tools.filters import FACT, parse_meta
-from memstore.tools.models import SMOLLM2, Loaded, load_model, record_model
+from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model
 from memstore.tools.options import (
     BlockSize,
     Codec,
@@ -133,7 +133,7 @@ def read(options: Options) -> Report:
     noted = parse_meta(options.meta)
 
     @cache
-    def load(name: str, dtype: str) -> Loaded:
+    def load(name: str, dtype: str) -> LoadedModel:
         with waiting(f"loading {name}", show=not options.json):
             use_threads(options.threads)
             return load_model(name, dtype, device=options.device)
@@ -147,7 +147,7 @@ def read(options: Options) -> Report:
     return _report(plan, done, options)
 
 
-def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str], Loaded]) -> tuple[ReadPlan, Done]:
+def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str], LoadedModel]) -> tuple[ReadPlan, Done]:
     """Read what is new or changed now."""
     found = list(find(options.text))
     known = Contents.at(options.memory, options.model)
@@ -228,7 +228,7 @@ def _read_all(
     known: Contents | None,
     options: Options,
     noted: Mapping[str, str],
-    load: Callable[[str, str], Loaded],
+    load: Callable[[str, str], LoadedModel],
 ) -> Done:
     """Read what ``plan`` says; what cannot be read is added to ``plan.bad``."""
     model = options.model or (None if known is None else known.model) or SMOLLM2

@@ -31,7 +31,7 @@ NEAR = ("code", "number", "address", "count", "key", "password", "value", "versi
 KINDS = (*NEAR, "passport", "pass", "port", "time", "date")
 
 
-class Varied(Phrases):
+class VariedPhrases(Phrases):
     """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task asks for."""
 
     distinct = False
@@ -60,7 +60,7 @@ class Distractions:
     """What makes a text harder to search."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._phrases = Varied(tokenizer, 3, 12)
+        self._phrases = VariedPhrases(tokenizer, 3, 12)
         self._vocabulary = len(tokenizer)
 
     def nonsense(self, rng: Generator, count: int) -> Tokens:
@@ -172,7 +172,7 @@ class NeedleRows(Dataset[Any]):
     ) -> None:
         """``texts``: what surrounds the needles. ``count``: batches."""
         self._recipe = recipe
-        self._phrases = Varied(tokenizer, 0, 0)
+        self._phrases = VariedPhrases(tokenizer, 0, 0)
         self._distractions = Distractions(tokenizer)
         self._texts = texts
         self._tokens_per_block = tokens_per_block

@@ -57,7 +57,7 @@ def held_out(rows: NeedleRows, fraction: float) -> tuple[NeedleRows, NeedleRows]
     return rows[~held], rows[held]
 
 
-class Shuffled(Dataset[Any]):
+class ShuffledItems(Dataset[Any]):
     """``count`` items drawn from ``items``: each pass in a new order, which depends on the seed and the pass alone."""
 
     def __init__(self, items: Any, count: int, seed: int) -> None:

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
-from memstore.train.segments import Shuffled
+from memstore.train.segments import ShuffledItems
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, quiet
 from memstore.train.trainer import MemoryTrainer, arguments
@@ -32,12 +32,12 @@ class Session:
     optimisation: Optimisation
     runtime: Runtime
 
-    def drawn(self, items: Any) -> Shuffled:
+    def drawn(self, items: Any) -> ShuffledItems:
         """As many of ``items`` as training will see, shuffled; those of all processes."""
         wanted = self.optimisation
         batch = wanted.batch * wanted.accumulate * self.state.num_processes
         steps = wanted.steps or math.ceil(wanted.epochs * len(items) / batch)
-        return Shuffled(items, steps * batch, wanted.seed)
+        return ShuffledItems(items, steps * batch, wanted.seed)
 
     def arguments(self, config: Any, items: int, batch: int) -> TrainingArguments:
         """What the Trainer is told for ``items`` to be seen in batches of ``batch``."""

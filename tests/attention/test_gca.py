@@ -20,7 +20,7 @@ from memstore.attention.gca import (
     choose,
     weighed,
 )
-from memstore.kernels.grouped_cross_attention import Folded, Ready
+from memstore.kernels.grouped_cross_attention import FoldedList, Ready
 
 HIDDEN, HEADS, GROUPS, DIM, S = 12, 2, 1, 6, 5
 TOLERANCE = 1e-12  # float64; sums of some dozens of terms in another order
@@ -269,6 +269,6 @@ def test_a_layer_that_an_adapter_has_changed_is_not_folded_into_its_list() -> No
     with torch.no_grad():
         prepared = layer.prepare(retrieved)
         assert prepared is not None
-        assert isinstance(layer.own(prepared), Folded)
+        assert isinstance(layer.own(prepared), FoldedList)
         layer.query = nn.utils.parametrizations.weight_norm(layer.query)
         assert layer.own(prepared) is prepared

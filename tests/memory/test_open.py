@@ -12,7 +12,7 @@ from memstore.errors import ForeignMemory, InvalidArgument, MemoryInUse, NotAMem
 from memstore.memory import urls
 from memstore.memory.entry import HEADER
 from memstore.memory.spec import read_header
-from memstore.memory.urls import Blank, Mode, Opened
+from memstore.memory.urls import Blank, Mode, OpenStore
 from memstore.store import Batch, Record
 from memstore.store.ram import RamStore
 from tests.memory.helpers import append, check_content, make_fingerprint, make_spec, random_tokens
@@ -132,12 +132,12 @@ def test_an_unknown_scheme_lists_what_is_supported() -> None:
 
 
 def test_other_packages_bring_stores_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_mine(url: str, mode: Mode, blank: Blank | None) -> Opened:
+    def open_mine(url: str, mode: Mode, blank: Blank | None) -> OpenStore:
         assert (url, mode) == ("mine:here", "a")
         assert blank is not None
         store = RamStore()
         store.write(blank.batch)
-        return Opened(store)
+        return OpenStore(store)
 
     class Entry(EntryPoint):
         def load(self) -> Any:
@@ -156,8 +156,8 @@ def test_other_packages_bring_stores_by_entry_point(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("brought", "says"),
     [
-        (lambda *_: RamStore(), "gave a RamStore, and not an Opened"),
-        (lambda *_: None, "gave a NoneType, and not an Opened"),
+        (lambda *_: RamStore(), "gave a RamStore, and not an OpenStore"),
+        (lambda *_: None, "gave a NoneType, and not an OpenStore"),
         (
             ImportError("no module named 'kept'"),
             r"x:y, which another package .* cannot be loaded \(no module named 'kept",

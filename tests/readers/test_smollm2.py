@@ -8,7 +8,7 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.eval import needles
-from memstore.tools.models import Loaded, load_model
+from memstore.tools.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.slow  # the real model; a tiny one keeps the same promises quickly
 
@@ -16,18 +16,18 @@ READ, ASKED = 1_280, 100
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Loaded:
+def smollm2() -> LoadedModel:
     return load_model("smollm2", "float32")
 
 
 @pytest.fixture(scope="module")
-def text(smollm2: Loaded) -> torch.Tensor:
+def text(smollm2: LoadedModel) -> torch.Tensor:
     ids = smollm2.tokenizer(needles.prose_text()[:8_000], add_special_tokens=False)["input_ids"]
     return torch.tensor(ids[: READ + ASKED])
 
 
 def test_with_all_blocks_at_true_positions_the_logits_are_those_of_full_attention(
-    smollm2: Loaded, text: torch.Tensor
+    smollm2: LoadedModel, text: torch.Tensor
 ) -> None:
     assert len(text) == READ + ASKED
     with torch.no_grad():
@@ -39,7 +39,7 @@ def test_with_all_blocks_at_true_positions_the_logits_are_those_of_full_attentio
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
-def test_the_bare_model_is_back_afterwards(smollm2: Loaded, text: torch.Tensor) -> None:
+def test_the_bare_model_is_back_afterwards(smollm2: LoadedModel, text: torch.Tensor) -> None:
     with torch.no_grad():
         before = smollm2.model(text[None, :50]).logits
         with memstore.attach(smollm2.model, "ram:", document="text") as attached:

@@ -251,7 +251,7 @@ def test_held_out_rows_are_spread_and_not_trained_on() -> None:
 
 
 def test_every_pass_sees_everything_once_in_another_order() -> None:
-    data = segments.Shuffled(list(range(10)), 20, seed=0)
+    data = segments.ShuffledItems(list(range(10)), 20, seed=0)
     first, second = [data[i] for i in range(10)], [data[i] for i in range(10, 20)]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second

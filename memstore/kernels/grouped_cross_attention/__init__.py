@@ -2,8 +2,8 @@
 
 from memstore.kernels.grouped_cross_attention.api import grouped_cross_attention
 from memstore.kernels.grouped_cross_attention.prepared import (
-    Folded,
-    Prepared,
+    FoldedList,
+    PreparedList,
     Ready,
     attend,
     attend_folded,
@@ -11,4 +11,13 @@ from memstore.kernels.grouped_cross_attention.prepared import (
     prepare,
 )
 
-__all__ = ["Folded", "Prepared", "Ready", "attend", "attend_folded", "fold", "grouped_cross_attention", "prepare"]
+__all__ = [
+    "FoldedList",
+    "PreparedList",
+    "Ready",
+    "attend",
+    "attend_folded",
+    "fold",
+    "grouped_cross_attention",
+    "prepare",
+]

@@ -21,7 +21,7 @@ FOLDED = 1 << 18
 """Numbers in the keys of a row up to which projections are folded into a list: more would take longer to read."""
 
 
-class Prepared(NamedTuple):
+class PreparedList(NamedTuple):
     """One list of blocks for each row, ready for ``attend``. ``S'`` is ``S``, or ``S + 1`` with softmax-off-by-one."""
 
     keys: Tensor
@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor, *, scale: float | None = None, off_by_one: bool = True
-) -> Prepared:
+) -> PreparedList:
     """``k, v [B, K, G, S, D]`` of the chosen ``blocks [B, K]`` (-1: none), their ``weights [B, K]``."""
     there = (blocks >= 0)[:, :, None, None, None]
     # What lies in the place of a block that is not there may be NaN.
@@ -45,7 +45,7 @@ def prepare(
     if off_by_one:
         keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
     batch, chosen, groups, size, _ = keys.shape
-    return Prepared(
+    return PreparedList(
         keys.permute(0, 2, 4, 1, 3).reshape(batch * groups, -1, chosen * size),
         values.transpose(1, 2).reshape(batch * groups, chosen * size, -1),
         size,
@@ -53,7 +53,7 @@ def prepare(
     )
 
 
-def attend(q: Tensor, prepared: Prepared) -> Tensor:
+def attend(q: Tensor, prepared: PreparedList) -> Tensor:
     """Queries ``[B, T, H * D]``, as a projection gives them, over the list of their row -> ``[B, T, H * Dv]``."""
     keys, values, size, _ = prepared
     batch, tokens, inner = q.shape
@@ -69,7 +69,7 @@ def attend(q: Tensor, prepared: Prepared) -> Tensor:
     return out.view(batch, inner // dim, tokens, values.shape[2]).transpose(1, 2).flatten(2)
 
 
-class Folded(NamedTuple):
+class FoldedList(NamedTuple):
     """A prepared list with the projections of one layer in it: the heads' keys and values side by side."""
 
     keys: Tensor
@@ -80,11 +80,11 @@ class Folded(NamedTuple):
     """S'"""
 
 
-Ready = Prepared | Folded
+Ready = PreparedList | FoldedList
 """A list of each row, ready for the tokens of one layer."""
 
 
-def fold(prepared: Prepared, query: Tensor, out: Tensor) -> Folded | None:
+def fold(prepared: PreparedList, query: Tensor, out: Tensor) -> FoldedList | None:
     """``prepared`` with the weights of a layer, ``query [H * D, hidden]`` and ``out [hidden, H * Dv]``, in it.
 
     None where that is so large that two small products before and after are faster.
@@ -97,10 +97,10 @@ def fold(prepared: Prepared, query: Tensor, out: Tensor) -> Folded | None:
     folded_keys = torch.einsum("bgdj,grdn->bngrj", *by_head).flatten(2)
     by_head = values.view(many // groups, groups, joined, -1), out.view(len(out), groups, -1, values.shape[2])
     folded_values = torch.einsum("bgjv,ngrv->bgrjn", *by_head).flatten(1, 3)
-    return Folded(folded_keys, folded_values, size)
+    return FoldedList(folded_keys, folded_values, size)
 
 
-def attend_folded(x: Tensor, lengths: Tensor, folded: Folded) -> Tensor:
+def attend_folded(x: Tensor, lengths: Tensor, folded: FoldedList) -> Tensor:
     """``x [B, T, hidden]`` plus what it finds, divided by ``lengths [B, T, 1]``, in the list of its row."""
     keys, values, size = folded
     scores = torch.bmm(x, keys).div_(lengths)

@@ -57,7 +57,7 @@ class _Frame(NamedTuple):
     """``[B, G, F * S, D]``"""
 
 
-class _Kept(NamedTuple):
+class _KeptList(NamedTuple):
     """A list that further tokens use."""
 
     blocks: Tensor
@@ -68,14 +68,14 @@ class _Kept(NamedTuple):
     made: Tensor
     """``[B, X, 1]``: whether it was asked for."""
 
-    def reordered(self, rows: Tensor, there: Tensor) -> _Kept:
+    def reordered(self, rows: Tensor, there: Tensor) -> _KeptList:
         """Row ``b`` is what row ``rows[b]`` was; ``there``: the same on the device."""
         keys, values, bias = self.shown
         shown = ListLayout(keys[there], values[there], None if bias is None else bias[there])
-        return _Kept(self.blocks[rows], shown, self.run[rows], self.made[rows])
+        return _KeptList(self.blocks[rows], shown, self.run[rows], self.made[rows])
 
 
-class _Found(NamedTuple):
+class _Retrieval(NamedTuple):
     """What a segment's queries found in memory."""
 
     out: Tensor
@@ -164,7 +164,7 @@ class LandmarkCache(Past):
         """Blocks from here on are needed by a reader that has yet to store them, also where they are out of reach."""
         self.asked = SearchCounts.of(config)
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
-        self._kept: list[_Kept | None] = [None] * config.num_hidden_layers
+        self._kept: list[_KeptList | None] = [None] * config.num_hidden_layers
         self._recent: dict[int, Tensor] = {}
         self._segment = torch.zeros(rows, dtype=torch.int64)
         self._run = torch.zeros(rows, dtype=torch.int64)
@@ -246,7 +246,7 @@ class LandmarkCache(Past):
         return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
 
     def _tell(
-        self, layer: int, q: Tensor, turned: Tensor, local: Tensor, found: _Found | None, opened: Tensor | None
+        self, layer: int, q: Tensor, turned: Tensor, local: Tensor, found: _Retrieval | None, opened: Tensor | None
     ) -> None:
         """Tell the observers, if there are any, what a layer attends to; local layers retrieve nothing."""
         if found is None or self._last is None or not self._watched(layer):
@@ -425,7 +425,7 @@ class LandmarkCache(Past):
         blocks: Tensor = x.unflatten(2, (-1, self.config.block_size))
         return blocks.transpose(1, 2)
 
-    def _retrieved(self, layer: int, q: Tensor, turned: Tensor, called: Tensor | None) -> _Found | None:
+    def _retrieved(self, layer: int, q: Tensor, turned: Tensor, called: Tensor | None) -> _Retrieval | None:
         """Attention to blocks in memory; None where nobody asks."""
         view = self._view
         assert view is not None
@@ -441,18 +441,18 @@ class LandmarkCache(Past):
         if not latest and self.retrieval.every == 1 and not self.retrieval.share_tokens:
             wanted = asks.unflatten(1, (self._lists, -1)).any(2)
             blocks = self._chosen(layer, self._questions(layer, q, turned), wanted)
-            return _Found(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
+            return _Retrieval(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
         before = self._kept[layer]
         kept = self._latest(layer) if latest else self._one_list(layer, q, turned, asks)
         out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
-        return _Found(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
+        return _Retrieval(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
 
     @property
     def _top_k(self) -> int:
         top_k = self.retrieval.top_k
         return FOREVER if top_k == "all" else top_k
 
-    def _latest(self, layer: int) -> _Kept:
+    def _latest(self, layer: int) -> _KeptList:
         """The list of the latest blocks, which nobody has to search for; it serves the whole segment."""
         kept = self._kept[layer]
         if kept is None or not torch.equal(kept.run, self._segment):
@@ -462,7 +462,7 @@ class LandmarkCache(Past):
             kept = self._keep(layer, first.clamp(min=-1)[:, None, None], self._segment, made)
         return kept
 
-    def _one_list(self, layer: int, q: Tensor, turned: Tensor, asks: Tensor) -> _Kept:
+    def _one_list(self, layer: int, q: Tensor, turned: Tensor, asks: Tensor) -> _KeptList:
         """One list for all tokens of the segment, chosen now or before."""
         wanted = asks.unflatten(1, (self._lists, -1)).any(2).any(-1, keepdim=True)  # [B, X, 1]
         kept, made = self._kept[layer], torch.zeros_like(wanted)
@@ -479,9 +479,9 @@ class LandmarkCache(Past):
             blocks = _mixed(needed, blocks, kept.blocks)
         return self._keep(layer, blocks, self._run, made | needed)
 
-    def _keep(self, layer: int, blocks: Tensor, run: Tensor, made: Tensor) -> _Kept:
+    def _keep(self, layer: int, blocks: Tensor, run: Tensor, made: Tensor) -> _KeptList:
         shown = show(self._fetched(layer, blocks), slice(None))
-        kept = self._kept[layer] = _Kept(blocks, shown, run.clone(), made)
+        kept = self._kept[layer] = _KeptList(blocks, shown, run.clone(), made)
         return kept
 
     def _fetched(self, layer: int, blocks: Tensor) -> Lists:

@@ -34,7 +34,7 @@ class Tokens(Protocol):
         """The place of each in the text, -1 for nothing."""
 
 
-class Weighing(Protocol):
+class LookupLayer(Protocol):
     """A layer that looks tokens up: ``KNNAttention``, or the one of a stock model."""
 
     def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class KNNChoice(Choice):
     rows: Sequence[int]
     last: Sequence[int]
     """Where the last token of each row stands in the segment."""
-    attention: Weighing
+    attention: LookupLayer
     queries: Tensor
     """``[B, H, T, D]``, of length 1."""
     keys: Tensor

@@ -109,7 +109,7 @@ class Architecture:
 
 
 @dataclass
-class _Seen:
+class _ProbedModule:
     """What the probe saw of one attention module."""
 
     module: nn.Module
@@ -183,13 +183,13 @@ def _examine(model: PreTrainedModel) -> Architecture:
     )
 
 
-def _run_probe(model: PreTrainedModel, config: Any) -> list[_Seen]:
-    seen: dict[nn.Module, _Seen] = {}
+def _run_probe(model: PreTrainedModel, config: Any) -> list[_ProbedModule]:
+    seen: dict[nn.Module, _ProbedModule] = {}
 
     def probe(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any = None, *_: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        entry = seen.setdefault(module, _Seen(module))
+        entry = seen.setdefault(module, _ProbedModule(module))
         entry.calls += 1
         entry.queries, entry.keys, entry.values = q, k, v
         entry.sliding = kwargs.get("sliding_window")
@@ -224,7 +224,7 @@ def _forward_probe(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _recording(model: nn.Module, seen: dict[nn.Module, _Seen]) -> Iterator[None]:
+def _recording(model: nn.Module, seen: dict[nn.Module, _ProbedModule]) -> Iterator[None]:
     """Note the inputs of every module that turns out to be an attention layer."""
     inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     handles = [
@@ -320,7 +320,7 @@ def _plan(
     model: PreTrainedModel,
     names: dict[nn.Module, str],
     index: int,
-    seen: _Seen,
+    seen: _ProbedModule,
     mixed: bool,
     tables: list[Table],
     again: dict[nn.Module, Tensor],
@@ -340,7 +340,7 @@ def _plan(
 
 
 def _rotary(
-    model: PreTrainedModel, index: int, seen: _Seen, tables: list[Table], again: dict[nn.Module, Tensor]
+    model: PreTrainedModel, index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, Tensor]
 ) -> LayerRotary:
     """Run the layer again without positions, and find what turns the one result into the other."""
     kwargs = seen.inputs[1]
@@ -358,7 +358,7 @@ def _rotary(
     return found
 
 
-def _keys_again(again: dict[nn.Module, Tensor], seen: _Seen, **other: Any) -> Tensor:
+def _keys_again(again: dict[nn.Module, Tensor], seen: _ProbedModule, **other: Any) -> Tensor:
     """The keys of a layer that gets what it got in the probe, but for what is ``other``; ``again`` is told them."""
     args, kwargs = seen.inputs
     with torch.no_grad():

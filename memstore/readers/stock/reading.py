@@ -26,7 +26,7 @@ from memstore.readers.stock.visible import AttachedDocument, DocumentStates, Sta
 from memstore.transfer import along, to_device, to_host
 
 
-class Made(NamedTuple):
+class SegmentStates(NamedTuple):
     """What a segment adds to the document."""
 
     tokens: Tensor
@@ -76,7 +76,7 @@ class SegmentReading:
             kept = stored[:, 0].flatten(0, 1)[: self.tokens - first]
             codes.extend(to_device([kept], self.hooks.model.device)[0], at=first)
 
-    def compute(self, tokens: Tensor) -> Made:
+    def compute(self, tokens: Tensor) -> SegmentStates:
         """Read the next ``tokens [T]``, which lie within one segment."""
         tokens = tokens.long()
         begin = self.tokens // self.segment * self.segment
@@ -118,7 +118,7 @@ class SegmentReading:
         for layer, recent in self.codes.items():
             recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
-    def _made(self, tokens: Tensor) -> Made:
+    def _made(self, tokens: Tensor) -> SegmentStates:
         """States of all layers as blocks, and landmarks, from the incomplete last block on."""
         size, layers = self.spec.block_size, self.spec.index_layers
         stretch = range(self.tokens // size * size, self.tokens + len(tokens))
@@ -132,7 +132,7 @@ class SegmentReading:
         count = 2 * len(blocks)
         of_layers = list(zip(copies[:count:2], copies[1:count:2], strict=True))
         self._settle(blocks, len(tokens))
-        return Made(tokens, of_layers, dict(zip(layers, copies[count:], strict=True)), arrived)
+        return SegmentStates(tokens, of_layers, dict(zip(layers, copies[count:], strict=True)), arrived)
 
     # With a codec reading goes on with what the memory gives back of complete blocks, so a text that was interrupted
     # between segments ends in the same states, bit for bit. One that is read in pieces that end within a segment has
@@ -148,7 +148,7 @@ class SegmentReading:
             at = first * self.spec.block_size
             self.states.replace(layer, as_tokens(stored["k"]), as_tokens(stored["v"]), at=at)
 
-    def commit(self, made: Made) -> None:
+    def commit(self, made: SegmentStates) -> None:
         """Store it, in one transaction."""
         options, self.job.options = self.job.options, None
         made.arrived()

@@ -38,7 +38,7 @@ class OwnPart:
     """``[B or 1, lists, n]``: True where a list was filled up; None where none was."""
 
 
-class _Scored(NamedTuple):
+class _Scores(NamedTuple):
     scores: Tensor
     """``[H, T, n]`` float32"""
     numbers: Tensor
@@ -117,7 +117,7 @@ class ShardedSelection(Selection):
             found.append(self.ranks.best(blocks, numbers[own], self.slots(candidates)))
         return self._chosen(found, 0.0)
 
-    def _scored(self, candidates: Candidates, layer: int, queries: Sequence[Tensor]) -> _Scored:
+    def _scored(self, candidates: Candidates, layer: int, queries: Sequence[Tensor]) -> _Scores:
         """Scores of this rank's candidates, and of the one before each run of them."""
         parts, stop = [], 0
         for source, blocks in candidates.parts:
@@ -132,8 +132,8 @@ class ShardedSelection(Selection):
             part = Short(source.document, source.state.edits, blocks, tokens)
             short = len(blocks) <= SHORT and len(candidates.parts) > 1
             scores = self._scores_of(source, layer, ids, part, queries[source.memory].cpu(), short=short)
-            parts.append(_Scored(scores, ids - blocks.stop + stop, own))
-        return _Scored(*(torch.cat(each, -1) for each in zip(*parts, strict=True)))
+            parts.append(_Scores(scores, ids - blocks.stop + stop, own))
+        return _Scores(*(torch.cat(each, -1) for each in zip(*parts, strict=True)))
 
     def _scores_of(
         self, source: AttachedDocument, layer: int, ids: Tensor, part: Short, queries: Tensor, *, short: bool

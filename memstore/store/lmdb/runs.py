@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from memstore.errors import DamagedError, ForeignMemory
-from memstore.store.contract import MAX_DOCUMENT, Key, Scanned, Table
+from memstore.store.contract import MAX_DOCUMENT, Key, ScannedValue, Table
 from memstore.store.records import (
     ALIGNMENT,
     HEADER_BYTES,
@@ -210,7 +210,7 @@ def _around_damage(view: memoryview, run: Key, length: int, first: Key, last: Ke
     return {found.key.item: encode_value(found.key, found.records) for found in kept}
 
 
-def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:
+def scan(view: memoryview, run: Key, length: int) -> Iterator[ScannedValue]:
     """Every value of a run, verified. What is damaged is reported under its key, and the rest is still found."""
     start, following = 0, run.item
     while start < len(view) or following == run.item:
@@ -218,11 +218,11 @@ def scan(view: memoryview, run: Key, length: int) -> Iterator[Scanned]:
         try:
             entry = next(entries(view[start:], run._replace(item=expected.item), run.item + length - expected.item))
         except (DamagedError, ForeignMemory) as error:
-            yield Scanned(expected, (), as_damage(error))
+            yield ScannedValue(expected, (), as_damage(error))
             start, following = _resume(view, start + ALIGNMENT, run), expected.item + 1
             continue
         except StopIteration:
-            yield Scanned(run, (), damaged(run, "it is empty"))
+            yield ScannedValue(run, (), damaged(run, "it is empty"))
             return
         yield scan_value(view[start + entry.start : start + entry.end], entry.key)
         start, following = start + entry.end, entry.key.item + 1

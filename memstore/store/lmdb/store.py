@@ -33,12 +33,12 @@ from memstore.store.contract import (
     BlockStore,
     Bytes,
     Capabilities,
-    Compacted,
+    Compaction,
     Key,
     Layout,
     Progress,
     Record,
-    Scanned,
+    ScannedValue,
     Table,
     beyond_limit,
     check_batch,
@@ -386,11 +386,11 @@ class LmdbStore(BlockStore):
         except lmdb.Error as error:
             raise self._failure(error) from error
 
-    def scan(self) -> Iterator[Scanned]:
+    def scan(self) -> Iterator[ScannedValue]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
         if what := self._tree_problem(large=True):
-            yield Scanned(STORE_KEY, (), _tree_damaged(self.path, self._url(self.path), what))
+            yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self._url(self.path), what))
         try:
             with self._env.begin(buffers=True) as txn:
                 yield from self.values.scan(txn)
@@ -414,7 +414,7 @@ class LmdbStore(BlockStore):
         with self._env.begin() as txn:
             return used_bytes(txn)
 
-    def compact(self, progress: Progress | None = None) -> Compacted:
+    def compact(self, progress: Progress | None = None) -> Compaction:
         """Erase what deleted values have left in the file, in place, and give the space back: see ``erasing.py``.
 
         Readers go on; those that began two commits ago or earlier are waited for. Raises ``MemoryInUse`` where they do
@@ -435,7 +435,7 @@ class LmdbStore(BlockStore):
             raise self._failure(error) from error
         if self._reserve:
             self._reserve.keep(self.used_bytes())
-        return Compacted(before, self.size_bytes())
+        return Compaction(before, self.size_bytes())
 
     def version(self) -> int:
         """Number of the last committed transaction, of whichever process."""

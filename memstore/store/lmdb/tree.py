@@ -49,7 +49,7 @@ class _Tree:
 
 
 @dataclass
-class _Met:
+class _Pages:
     """What a walk over a tree has met: pages that it takes, and counts."""
 
     starts: list[_Array] = field(default_factory=list)
@@ -118,7 +118,7 @@ class _Check:
             and (self._values.pad, self._values.flags) == (0, 0),
             "the kinds of its trees are not those of a memory",
         )
-        met = _Met()
+        met = _Pages()
         met.take(np.array([0]), np.array([2]))
         for _ in self._walk(self._values, self._key_bytes, met):
             pass
@@ -129,12 +129,12 @@ class _Check:
         # Every commit but the first replaces pages and lists them as free, under its own number.
         _require(newest == self._transaction or self._transaction == 1, "it is not the last commit")
         if self._before and self._before[1] > 1:
-            older = max((freed for freed, _ in self._free_pages(self._before[0], _Met())), default=0)
+            older = max((freed for freed, _ in self._free_pages(self._before[0], _Pages())), default=0)
             _require(older == self._before[1], "a later commit is hidden")
         self._tile(met)
         return met.ends
 
-    def _tile(self, met: _Met) -> None:
+    def _tile(self, met: _Pages) -> None:
         """Every page belongs to one thing: what seems lost is behind a value that became shorter, which says so."""
         starts, lengths = np.concatenate(met.starts), np.concatenate(met.lengths)
         order = np.argsort(starts)
@@ -152,7 +152,7 @@ class _Check:
             self._check_large(starts, taken, met)
 
     # LMDB frees as many pages as the first of a large value says, from the number on that it says.
-    def _check_large(self, starts: _Array, taken: _Array, met: _Met) -> None:
+    def _check_large(self, starts: _Array, taken: _Array, met: _Pages) -> None:
         own = np.sort(np.concatenate([*met.big, np.empty(0, np.int64)]))
         pages = taken[np.searchsorted(starts, own)]
         for place in range(0, len(own), _CHUNK):
@@ -168,7 +168,7 @@ class _Check:
         own, _, flags, pages = struct.unpack_from("<QHHI", self._pages[number])
         return pages if (own, flags) == (number, layout.OVERFLOW) else 0
 
-    def _free_pages(self, tree: _Tree, met: _Met) -> Iterator[tuple[int, _Array]]:
+    def _free_pages(self, tree: _Tree, met: _Pages) -> Iterator[tuple[int, _Array]]:
         """Number of a commit, and the pages that it freed."""
         for key, place, length in self._walk(tree, 8, met):
             numbers = np.frombuffer(self._pages.reshape(-1)[place : place + length - length % 8].tobytes(), "<u8")
@@ -177,9 +177,9 @@ class _Check:
             )
             yield int(key), numbers[1:].astype(np.int64)
 
-    def _walk(self, tree: _Tree, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
+    def _walk(self, tree: _Tree, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
         """Check a tree level by level; yields key, place in the file and length of each value of the list of pages."""
-        found = _Met()
+        found = _Pages()
         if tree.root != layout.NO_PAGE:
             numbers, bounds = np.array([min(tree.root, 2**62)]), np.zeros(1, _keys(key_bytes))
             for _ in range(tree.depth - 1):
@@ -193,7 +193,7 @@ class _Check:
         met.spare += spare
         met.ends += found.ends
 
-    def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> tuple[_Array, _Array]:
+    def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Pages) -> tuple[_Array, _Array]:
         """The pages one level below, in order, and the smallest key that a search looks for in each."""
         below, keys = [], []
         for nodes, chunk_bounds in self._nodes(numbers, bounds, layout.BRANCH, key_bytes, met):
@@ -202,7 +202,7 @@ class _Check:
         met.branches += len(numbers)
         return np.concatenate(below), np.concatenate(keys)
 
-    def _leaves(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Met) -> Iterator[tuple[Any, int, int]]:
+    def _leaves(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
         before = None
         for nodes, chunk_bounds in self._nodes(numbers, bounds, layout.LEAF, key_bytes, met):
             keys, starts = nodes.keys, nodes.first.nonzero()[0]
@@ -229,7 +229,7 @@ class _Check:
         met.leaves += len(numbers)
 
     def _nodes(
-        self, numbers: _Array, bounds: _Array, kind: int, key_bytes: int, met: _Met
+        self, numbers: _Array, bounds: _Array, kind: int, key_bytes: int, met: _Pages
     ) -> Iterator[tuple[_Nodes, _Array]]:
         _require(bool(((numbers > 1) & (numbers < self._end)).all()), "it leads outside of the file")
         met.take(numbers, np.ones(len(numbers)))

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, NotFound
-from memstore.store.contract import BlockKeys, Bytes, Key, Record, Scanned, Table, describe
+from memstore.store.contract import BlockKeys, Bytes, Key, Record, ScannedValue, Table, describe
 from memstore.store.lmdb import format as layout
 from memstore.store.lmdb import paging, runs
 from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
@@ -211,7 +211,7 @@ class Values:
                 valid = cursor.next()
         return [key for key in found if first <= key <= last]
 
-    def scan(self, txn: Transaction) -> Iterator[Scanned]:
+    def scan(self, txn: Transaction) -> Iterator[ScannedValue]:
         """Every value, in order, verified, but for the store's own facts; damaged ones are reported, not raised.
 
         The walk goes from leaf to leaf, a read goes down from the root: a value that a read would not find is damaged
@@ -229,14 +229,14 @@ class Values:
                     before, met = raw, met + 1
                     for scanned in runs.scan(value, run, self._naming.lengths[run.table]):
                         if lost:
-                            yield Scanned(scanned.key, (), scanned.damage or damaged(scanned.key, lost))
+                            yield ScannedValue(scanned.key, (), scanned.damage or damaged(scanned.key, lost))
                         elif scanned.key != STORE_KEY or scanned.damage:
                             yield scanned
                 if met != (entries := txn.stat()["entries"]):
                     what = f"the tree of memory {self._path} is damaged: {met} of its {entries} values can be reached"
-                    yield Scanned(STORE_KEY, (), DamagedError(what))
+                    yield ScannedValue(STORE_KEY, (), DamagedError(what))
         except (lmdb.Error, struct.error, ValueError) as error:
-            yield Scanned(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
+            yield ScannedValue(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
 
     def _entries(self, view: memoryview, run: Key) -> Iterator[runs.Entry]:
         return runs.entries(view, run, self._naming.lengths[run.table])

@@ -58,7 +58,7 @@ class Lost(OSError):
     """Another writer was first."""
 
 
-class Stored(NamedTuple):
+class StoredObject(NamedTuple):
     """An object and its version."""
 
     content: bytes
@@ -118,18 +118,18 @@ class BucketObjects(Objects):
                     raise
         raise AssertionError("the last try returns or raises")
 
-    def get(self, path: str) -> Stored | None:
+    def get(self, path: str) -> StoredObject | None:
         """An object, whole; None where there is none. Raises ``OSError``, also where there is no such bucket."""
         try:
             with told(path):
                 found = self._store.get(path)
-                return Stored(bytes(found.bytes()), _tag(found.meta))
+                return StoredObject(bytes(found.bytes()), _tag(found.meta))
         except OSError as error:
             if isinstance(error.__cause__, FileNotFoundError) and "NoSuchBucket" not in str(error):
                 return None
             raise
 
-    def get_all(self, paths: Sequence[str]) -> Iterator[Stored | None]:
+    def get_all(self, paths: Sequence[str]) -> Iterator[StoredObject | None]:
         """Several objects, in order, some at a time. Raises ``OSError``."""
         return self._workers.map(self.get, paths)
 

@@ -9,7 +9,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, MemstoreError
-from memstore.store.contract import Key, Layout, Record, Scanned, Table
+from memstore.store.contract import Key, Layout, Record, ScannedValue, Table
 from memstore.store.records import damaged
 from memstore.store.zarr.extents import Extent, Place, Series, find_place, shard_index
 from memstore.store.zarr.objects import Objects, RangeRead
@@ -88,7 +88,7 @@ class SealedBlocks:
                     return Failure(one, damaged(one.key, what))
         return None
 
-    def scan(self, snapshot: Snapshot) -> Iterator[Scanned]:
+    def scan(self, snapshot: Snapshot) -> Iterator[ScannedValue]:
         """Every sealed block, in order, verified; damaged ones are reported, not raised."""
         for series in snapshot.all_series():
             try:
@@ -100,22 +100,22 @@ class SealedBlocks:
                 if place and (scanned := self._scan_block(snapshot, series.block(item), place)):
                     yield scanned
 
-    def _scan_block(self, snapshot: Snapshot, key: Key, place: Place) -> Scanned | None:
+    def _scan_block(self, snapshot: Snapshot, key: Key, place: Place) -> ScannedValue | None:
         """One sealed block, and with the first of a shard the shard's index; None for one that has been deleted."""
         layouts = place.extent.layouts
         rows = [np.empty(layout.nbytes, np.uint8) for layout in layouts]
         try:
             sums = snapshot.sums(place.extent, place.shard, self.cache)[place.slot].tolist()
         except MemstoreError as error:
-            return Scanned(key, (), damaged(key, f"its checksums are lost ({error})"))
+            return ScannedValue(key, (), damaged(key, f"its checksums are lost ({error})"))
         failure = self.fill([BlockRead(key, place, sums, [row.data for row in rows])])
         if failure is None and (place.slot == 0 or key.item in {start for start, _ in place.extent.live}):
             failure = self._check_index(BlockRead(key, place, sums, []))
         if failure is None:
-            return Scanned(key, tuple(Record(*pair) for pair in zip(layouts, rows, strict=True)), None)
+            return ScannedValue(key, tuple(Record(*pair) for pair in zip(layouts, rows, strict=True)), None)
         with self._tail.snapshot() as newer:
             gone = self.place(newer, key, {}) != place
-        return None if gone else Scanned(key, (), failure.error)
+        return None if gone else ScannedValue(key, (), failure.error)
 
     def _check_index(self, read: BlockRead) -> Failure | None:
         """What Zarr tools find blocks by; nothing here depends on it."""

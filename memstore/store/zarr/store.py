@@ -32,12 +32,12 @@ from memstore.store.contract import (
     BlockStore,
     Bytes,
     Capabilities,
-    Compacted,
+    Compaction,
     Key,
     Layout,
     Progress,
     Record,
-    Scanned,
+    ScannedValue,
     Table,
     beyond_limit,
     check_batch,
@@ -256,7 +256,7 @@ class ZarrStore(BlockStore):
         """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
         return super().walk(first, last) if first.table == Table.BLOCKS else self._tail.walk(first, last)
 
-    def scan(self) -> Iterator[Scanned]:
+    def scan(self) -> Iterator[ScannedValue]:
         """Every value of every table, in order, verified; damaged ones are reported, not raised."""
         self._garbage.scans += 1
         try:
@@ -312,7 +312,7 @@ class ZarrStore(BlockStore):
         """Bytes that the values of the tail take, and those of all shards that the manifest names."""
         return self._tail.used_bytes() + self._sealed_bytes()
 
-    def compact(self, progress: Progress | None = None) -> Compacted:
+    def compact(self, progress: Progress | None = None) -> Compaction:
         """Erase what deleted values have left in the tail, and in shards that they share with living ones.
 
         Shards of which nothing is alive are deleted at once anyway. Living blocks beside dead ones are written to the
@@ -326,7 +326,7 @@ class ZarrStore(BlockStore):
                     self._leave(extent, shard)
             _, after = self._tail.compact(progress)
             self._publish(prune=True)
-        return Compacted(before, after + self._sealed_bytes())
+        return Compaction(before, after + self._sealed_bytes())
 
     def _extents(self) -> list[Extent]:
         with self._tail.snapshot() as snapshot:

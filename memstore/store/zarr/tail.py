@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import DamagedError, ReadOnlyMemory
-from memstore.store.contract import MAX_LAYER, Key, Layout, Record, Scanned
+from memstore.store.contract import MAX_LAYER, Key, Layout, Record, ScannedValue
 from memstore.store.lmdb.store import TAIL_FORMATS, LmdbStore
 from memstore.store.lmdb.values import used_bytes
 from memstore.store.records import damaged, decode_value, value_reader
@@ -132,7 +132,7 @@ class Snapshot:
         """Keys in the tail, in order. Raises ``DamagedError``."""
         return self._tail.values.keys(self._txn, first, last)
 
-    def scan(self) -> Iterator[Scanned]:
+    def scan(self) -> Iterator[ScannedValue]:
         """Every value of the tail; of the manifest's own only damaged ones."""
         return (entry for entry in self._tail.values.scan(self._txn) if entry.key.document != STORE or entry.damage)
 

@@ -27,7 +27,7 @@ from memstore.readers.reader import Reader
 from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refused
-from memstore.tools.endpoint.worker import QueuedJob, Served, Worker
+from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
 from memstore.tools.filters import FACT
 
 SCHEME = "memstore://"
@@ -42,7 +42,7 @@ Documents = Annotated[
 
 
 @dataclass(frozen=True)
-class Remembered:
+class Receipt:
     """What was stored."""
 
     document: str
@@ -51,7 +51,7 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnswerWithPassages:
     """An answer, and the passages that it was written with."""
 
     answer: str
@@ -59,7 +59,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Listed:
+class DocumentFacts:
     """A document."""
 
     document: str
@@ -70,7 +70,7 @@ class Listed:
 class Agents(MCPServer[Any]):
     """A memory for agents; ``close`` it before the memory."""
 
-    def __init__(self, served: Served, *, write: bool) -> None:
+    def __init__(self, served: ServedMemory, *, write: bool) -> None:
         """``write``: whether there are tools that change the memory."""
         super().__init__(
             "memstore",
@@ -128,19 +128,19 @@ class Agents(MCPServer[Any]):
         question: Text,
         documents: Documents = None,
         max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS, description="Length of the answer at most.")] = 256,
-    ) -> Answered:
+    ) -> AnswerWithPassages:
         """Let the model that read the memory answer a question from it, and tell the passages that it used."""
 
-        def work(reader: Reader, job: QueuedJob) -> Answered:
+        def work(reader: Reader, job: QueuedJob) -> AnswerWithPassages:
             self._look_into(reader, documents)
             if not reader.names:
                 raise NotFound("the memory holds no documents yet: there is nothing to answer from")
             answer = reader.ask(question, max_tokens=max_tokens, stopping_criteria=job.stopping)
-            return Answered(answer.text, answer.sources())
+            return AnswerWithPassages(answer.text, answer.sources())
 
         return await self._done(work)
 
-    async def list_documents(self) -> list[Listed]:
+    async def list_documents(self) -> list[DocumentFacts]:
         """List the documents of the memory."""
         return await self._done(lambda _, __: [self._listed(each) for each in self._documents().values()])
 
@@ -150,13 +150,13 @@ class Agents(MCPServer[Any]):
         document: Annotated[
             Text, Field(description="The document at whose end it is written; a new name begins one.")
         ] = NOTES,
-    ) -> Remembered:
+    ) -> Receipt:
         """Store a text in the memory, where it can be found from now on, by other conversations too."""
 
-        def work(reader: Reader, _: QueuedJob) -> Remembered:
+        def work(reader: Reader, _: QueuedJob) -> Receipt:
             _check_place(reader, document)
             result = reader.append(text.strip() + "\n", document)
-            return Remembered(document, result.new_tokens, result.tokens)
+            return Receipt(document, result.new_tokens, result.tokens)
 
         return await self._done(work, writes=True)
 
@@ -186,8 +186,8 @@ class Agents(MCPServer[Any]):
 
         return [ReadResourceContents(content=await self._done(work), mime_type="text/plain")]
 
-    def _listed(self, document: Document) -> Listed:
-        return Listed(document.name, len(document), f"{SCHEME}{quote(self._served.name)}/{quote(document.name)}")
+    def _listed(self, document: Document) -> DocumentFacts:
+        return DocumentFacts(document.name, len(document), f"{SCHEME}{quote(self._served.name)}/{quote(document.name)}")
 
     def _documents(self) -> dict[str, Document]:
         return {each.name: each for each in self._served.memory.documents()}

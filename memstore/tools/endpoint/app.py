@@ -20,7 +20,7 @@ from starlette.routing import Route
 from memstore.tools.endpoint.metrics import Metrics
 from memstore.tools.endpoint.request import Ask, Refused
 from memstore.tools.endpoint.shelf import Shelf
-from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, answer, converse
+from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Worker, answer, converse
 from memstore.tools.web import body_of, is_known, names_of, same, status_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Endpoint:
             raise Refused(f"no memory called {name!r} is open so far", status=404, code="model_not_found")
         return JSONResponse(self._described(self._shelf.served[name]))
 
-    def _described(self, served: Served) -> dict[str, Any]:
+    def _described(self, served: ServedMemory) -> dict[str, Any]:
         also = f"{served.model}@{served.name}"
         return {"id": served.name, "object": "model", "created": self._begun, "owned_by": "memstore", "also": also}
 

@@ -11,8 +11,8 @@ import memstore
 from memstore.errors import NotFound
 from memstore.tools.ask import OnError, attached, several
 from memstore.tools.endpoint.request import Refused
-from memstore.tools.endpoint.worker import Served
-from memstore.tools.models import SMOLLM2, Loaded, chosen_name, load_model, record_model
+from memstore.tools.endpoint.worker import ServedMemory
+from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.IGNORECASE)
 """Of a memory that a request may ask for; no path can be told by it."""
@@ -33,13 +33,13 @@ class Shelf:
     """Where memories are opened and made that requests ask for by their names."""
     most: int = 0
     """Memories that may be there at most."""
-    served: dict[str, Served] = field(default_factory=dict)
+    served: dict[str, ServedMemory] = field(default_factory=dict)
     """The memories by their names."""
     later: dict[str, str] = field(default_factory=dict)
     """Paths of memories, by their names, that are opened when they are first asked."""
-    _loaded: dict[tuple[str, str], Loaded] = field(default_factory=dict)
+    _loaded: dict[tuple[str, str], LoadedModel] = field(default_factory=dict)
 
-    def open(self, url: str, *, create: bool = False) -> Served:
+    def open(self, url: str, *, create: bool = False) -> ServedMemory:
         """The memory at ``url``; with ``create`` it is made where it is not there."""
         try:
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
@@ -57,7 +57,7 @@ class Shelf:
             pass
         writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
         model = Path(name).name.removesuffix(".gguf")
-        self.served[name_of(url)] = served = Served(name_of(url), model, loaded, memory, reader, writer)
+        self.served[name_of(url)] = served = ServedMemory(name_of(url), model, loaded, memory, reader, writer)
         return served
 
     def check(self, name: str) -> str:
@@ -77,7 +77,7 @@ class Shelf:
             code="model_not_found",
         )
 
-    def find(self, name: str) -> Served:
+    def find(self, name: str) -> ServedMemory:
         """The memory that was checked as ``name``, opened or made if need be. Raises ``Refused``."""
         if name in self.served:
             return self.served[name]
@@ -94,7 +94,7 @@ class Shelf:
             )
         return self.open(str(place), create=True)
 
-    def _load(self, name: str, dtype: str) -> tuple[str, Loaded]:
+    def _load(self, name: str, dtype: str) -> tuple[str, LoadedModel]:
         if (name, dtype) not in self._loaded:
             self._loaded[name, dtype] = load_model(name, dtype, device=self.device)
         return name, self._loaded[name, dtype]

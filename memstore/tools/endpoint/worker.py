@@ -28,20 +28,20 @@ from memstore.tools.failures import Mistake
 if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.readers.reader import Reader
-    from memstore.tools.models import Loaded
+    from memstore.tools.models import LoadedModel
 
 SOURCES = 8
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedMemory:
     """A memory that is asked by its name."""
 
     name: str
     model: str
     """What its model is called."""
-    loaded: Loaded
+    loaded: LoadedModel
     memory: Memory
     reader: Reader
     writer: Reader
@@ -72,7 +72,7 @@ Work = Callable[["Reader", "QueuedJob"], object]
 class QueuedJob:
     """A request that waits, or is being done."""
 
-    served: Callable[[], Served]
+    served: Callable[[], ServedMemory]
     """The memory; asked for in the worker's thread, which may have to open it."""
     work: Work
     tell: Callable[[Any], object]
@@ -121,7 +121,7 @@ class Worker:
             self._changed.notify()
 
     async def done(
-        self, served: Callable[[], Served], work: Callable[[Reader, QueuedJob], T], *, writes: bool = False
+        self, served: Callable[[], ServedMemory], work: Callable[[Reader, QueuedJob], T], *, writes: bool = False
     ) -> T:
         """What ``work`` returns, once its turn has come. Raises ``Refused``, and what ``work`` raises."""
         loop = asyncio.get_running_loop()
