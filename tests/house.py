@@ -42,13 +42,14 @@ def main() -> int:
     twice = {name: homes for name, homes in public_classes(sources).items() if len(homes) > 1}
     lines = sum(text.count("\n") for text in sources.values())
     comments = sum(line.lstrip().startswith("#") for text in sources.values() for line in text.splitlines())
+    routes = passed()
     figures: dict[str, float] = {
         "files": len(sources),
         "lines": lines,
         "public classes with the name of another": len(twice),
         "import circles": len(circles),
         "places that ask for a model's kind": len(places),
-        **passed(),
+        **{f"files passed by {name}": len(files) for name, files in routes.items()},
         "per cent of lines that are comments": round(100 * comments / lines, 2),
         "lines of README.md": (ROOT / "README.md").read_text().count("\n"),
     }
@@ -58,6 +59,7 @@ def main() -> int:
         ("circles", [" <-> ".join(circle) for circle in circles]),
         ("same name", [f"{name}: {', '.join(homes)}" for name, homes in sorted(twice.items())]),
         ("kind asked", places),
+        *((f"passed by {name}", rooms(files)) for name, files in routes.items()),
     ):
         print(f"\n{title}:", *found, sep="\n  ")
     above = [name for name, limit in LIMITS.items() if figures[name] > limit]
@@ -145,7 +147,15 @@ def files_of(call: Callable[[], object]) -> set[str]:
     return found
 
 
-def passed() -> dict[str, float]:
+def rooms(files: set[str]) -> list[str]:
+    """Names of files, a line for each folder of the package."""
+    found = defaultdict[str, list[str]](list)
+    for path in sorted(Path(each).relative_to(PACKAGE) for each in files):
+        found[str(path.parent)].append(path.stem)
+    return [f"{folder}: {' '.join(names)}" for folder, names in found.items()]
+
+
+def passed() -> dict[str, set[str]]:
     """Files that common calls pass, each done once before, so that nothing is imported or made for the first time."""
     import torch
 
@@ -165,9 +175,9 @@ def passed() -> dict[str, float]:
             view.gather([1, 3, 5])
             gather = files_of(lambda: view.gather([1, 3, 5]))
         return {
-            "files passed by one resumed segment of reading": len(read),
-            "files passed by a warm gather of three blocks": len(gather),
-            "files passed by `memstore ask`": len(asking(Path(temporary))),
+            "one resumed segment of reading": read,
+            "a warm gather of three blocks": gather,
+            "`memstore ask`": asking(Path(temporary)),
         }
 
 
