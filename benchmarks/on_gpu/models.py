@@ -23,7 +23,7 @@ def models(here: Piece) -> None:
     match here.piece:
         case "cases" | "more":
             faiss = cases.FAISS if find_spec("faiss") else {}
-            known = cases.CASES if here.piece == "cases" else {**cases.MORE, **faiss}
+            known = cases.CASES if here.piece == "cases" else {**cases.MORE, **cases.LISTS, **faiss}
             judge(here, {name: case for name, case in known.items() if not name.startswith("attach")})
         case "shipped":
             for task, model, length in (

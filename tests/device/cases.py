@@ -24,6 +24,7 @@ import memstore
 from memstore.attention.retrieval import Retrieval
 from memstore.index import open_index
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
+from memstore.models.landmark.lists import Lists, attend_each, attend_in_place
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM, add_knn_memory
 from memstore.readers.graphs import captured
 from tests.models import drt
@@ -257,6 +258,30 @@ def faiss_index(factory: str) -> Callable[[Run], None]:
     return case
 
 
+def lists_in_place(shared: int, *, whole: bool) -> Callable[[Run], None]:
+    """Tokens attend to lists of their own, by a kernel that reads states where they lie; on the CPU they are laid out.
+
+    ``shared``: lists of a token, for its four heads of two groups. ``whole``: no list lacks a block.
+    """
+
+    def case(run: Run) -> None:
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(2, 4, 5, 16, generator=generator).to(run.device)
+        keys, values = (torch.randn(9, 2, size, 16, generator=generator).to(run.device) for size in (8, 7))
+        at = torch.randint(0, 9, (2, shared, 5, 3), generator=generator)
+        there = torch.rand(at.shape, generator=generator) < (2 if whole else 0.6)
+        there[0, 0, 0] = whole
+        missing = None if whole else (~there).to(run.device)
+        given = Lists(at, there, missing, at.to(run.device), keys, values, 9, 2)
+        if run.device == "cuda":
+            out, lse = run.count("step", lambda: attend_in_place(q, given, 0.25, backend="triton"))
+        else:
+            out, lse = attend_each(q, given, 0.25)
+        run.results = {"out": out, "lse": lse.nan_to_num(neginf=-1.0)}
+
+    return case
+
+
 def memory(run: Run) -> None:
     """A memory whose index and pool are on the device: indexes built from the store, searched, and gone on with."""
     generator = torch.Generator().manual_seed(0)
@@ -350,6 +375,12 @@ MORE: dict[str, Callable[[Run], None]] = {
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),
 }
 """Other ways through the same code."""
+LISTS: dict[str, Callable[[Run], None]] = {
+    f"lists in place, {shared} for a token{more}": lists_in_place(shared, whole=not more)
+    for shared in (1, 2, 4)
+    for more in ("", ", some without blocks")
+}
+"""What landmark models do on a GPU with lists of single tokens."""
 FAISS: dict[str, Callable[[Run], None]] = {
     "index by FAISS, flat": faiss_index("Flat"),
     "index by FAISS, lists": faiss_index("IVF4,SQ8;nprobe=4"),
@@ -398,7 +429,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or CASES:
         try:
-            found = outcome({**CASES, **MORE, **FAISS, **GRAPHS}[name])
+            found = outcome({**CASES, **MORE, **LISTS, **FAISS, **GRAPHS}[name])
         except Exception as error:  # noqa: BLE001 - the others shall run
             import traceback
 

@@ -12,10 +12,10 @@ import torch
 from tests.kernels.child import program
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from tests.device.cases import CASES, FAISS, GRAPHS, LAYERS, MORE, NEW_TOKENS
+from tests.device.cases import CASES, FAISS, GRAPHS, LAYERS, LISTS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
-QUICK = ("attach", "graphs, stock", "index", "index of signs", "memory")
+QUICK = ("attach", "graphs, stock", "index", "index of signs", "memory", "lists in place, 4 for a token")
 MOST: dict[str, dict[str, float]] = {
     "attach": {
         "kernels per layer and token beside the model's": 3,
@@ -84,7 +84,7 @@ def quick() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
     faiss = FAISS if find_spec("faiss") else {}
-    return outcomes(*(name for name in (*CASES, *MORE, *faiss, *GRAPHS) if name not in QUICK))
+    return outcomes(*(name for name in (*CASES, *MORE, *LISTS, *faiss, *GRAPHS) if name not in QUICK))
 
 
 def outcomes(*names: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from memstore.attention.landmark import attend
 from memstore.attention.positions import Rotary
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
+from memstore.kernels import grouped_cross_attention
+from memstore.kernels._backends import Backend, triton_problem
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.tables import LayerBlocks
 from memstore.readers import options
@@ -134,6 +136,8 @@ def show(lists: Lists, which: slice) -> ListLayout:
 
 def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of ``q [B, H, M, D]``, each token to a list of its own: ``[B, H, M, D]`` and log-sum-exps."""
+    if q.device.type == "cuda" and q.dtype != torch.float32 and triton_problem(q, largest=q.shape[-1]) is None:
+        return attend_in_place(q, lists, scale)
     numbers = q.shape[0] * lists.heads * lists.blocks.shape[3] * lists.keys.shape[2] * q.shape[3]
     step = max(1, GATHERED // max(1, numbers))
     outs = []
@@ -142,6 +146,41 @@ def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
         outs.append(attend_shown(q[:, :, which].unsqueeze(3), show(lists, which), scale))
     out, lse = (torch.cat(parts, 2) for parts in zip(*outs, strict=True))
     return out.squeeze(3), lse.squeeze(3)
+
+
+def attend_in_place(q: Tensor, lists: Lists, scale: float, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+    """As ``attend_each``, by a kernel that reads the states of lists where they lie: grouped cross attention.
+
+    A block's weight is what its landmark has of the softmax over the list; its ordinary tokens share that weight.
+    """
+    batch, heads, tokens, dim = q.shape
+    groups = lists.keys.shape[1]
+    at = lists.at.repeat_interleave(heads // lists.at.shape[1], 1)  # [B, H, M, K]
+
+    def by_group(x: Tensor) -> Tensor:
+        """``[B, H, M, n]`` as ``[G, B * H / G * M, n]``: lists of a key-value head."""
+        grouped: Tensor = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 3)
+        return grouped
+
+    asked, entries = by_group(q), by_group(at)
+    marks = lists.keys[:, :, -1].transpose(0, 1)  # [G, n, D]
+    chosen = marks.gather(1, entries.flatten(1).unsqueeze(-1).expand(-1, -1, dim)).unflatten(1, entries.shape[1:])
+    scores = (chosen @ asked.unsqueeze(-1)).squeeze(-1).float() * scale  # [G, lists, K]
+    if lists.missing is not None:
+        missing = by_group(lists.missing.repeat_interleave(heads // lists.missing.shape[1], 1))
+        scores, entries = scores.masked_fill(missing, -math.inf), entries.masked_fill(missing, -1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+    keys, values = (x.transpose(0, 1).unsqueeze(2) for x in (lists.keys[:, :, :-1], lists.values))
+    given: dict[str, Any] = {"scale": scale, "off_by_one": False, "backend": backend}
+    out = grouped_cross_attention(asked[:, :, None, None], keys, values, weights.to(q.dtype), entries, **given)
+
+    def by_head(x: Tensor) -> Tensor:
+        """``[G, B * H / G * M, ...]`` as ``[B, H, M, ...]``."""
+        alone: Tensor = x.unflatten(1, (batch, heads // groups, tokens)).transpose(0, 1).flatten(1, 2)
+        return alone
+
+    return by_head(out[:, :, 0, 0]).float(), by_head(lse)
 
 
 def attend_shown(q: Tensor, shown: ListLayout, scale: float) -> tuple[Tensor, Tensor]:
