@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,8 +30,8 @@ Weights = Sequence[tuple[str, Tensor]]
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """xxh3-128 over the names, dtypes, shapes and bytes of all weights."""
-    weights = sorted(model.state_dict().items())
+    """xxh3-128 over the names, dtypes, shapes and bytes of all weights, as they lie there: quantised ones are."""
+    weights = sorted(_weights(model))
     if not any(tensor.device.type == "cuda" for _, tensor in weights):
         return _digest(weights)
     kept = cache_folder() / "weights" / _checksum(weights)
@@ -46,6 +47,23 @@ def digest_of_weights(model: nn.Module) -> str:
             file.write(digest)
         Path(name).replace(kept)  # at once, for other processes read it
     return digest
+
+
+# Not by state_dict(): bitsandbytes lays weights of 4 bits in another order for it, and computes with that from then on.
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What ``state_dict`` has, by name. Tensors of torchao are those that they consist of."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield from _plain(f"{path}.{name}" if path else name, tensor)
+
+
+def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor.detach()
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _plain(f"{name}.{part}", getattr(tensor, part))
 
 
 def _digest(weights: Weights) -> str:
