@@ -329,9 +329,9 @@ def gathered(
     if not views:
         return []
     device, ids, shared = _as_device(device), _as_ids(blocks), views[0]._shared
-    state = views[0]._handle.current()
-    plain = shared.spec.codec == "none" or max(ids, default=0) < views[0]._stop(state)
-    if device.type != "cuda" or not plain or shared.blocks.holds_on(device):
+    if device.type != "cuda" or shared.blocks.holds_on(device):
+        return [view.gather(ids, device=device) for view in views]
+    if shared.spec.codec != "none" and max(ids, default=0) >= views[0]._stop(views[0]._handle.current()):
         return [view.gather(ids, device=device) for view in views]
     rows = [row for view in views for row in view.stored(ids)]
     for view in views:

@@ -354,6 +354,9 @@ def answered(
     if teller.frame is not None:
         if reader.kind in OPTIONS["query"] and reader.retrieval.share == "model":
             options["query"] = wanted_in(question)  # not the template around it, which is the same for all questions
+            opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
+            if prompt[0, : len(opening)].tolist() == opening:  # not where a conversation goes on
+                options["opening"] = len(opening)
         options["eos_token_id"] = teller.ends or None
         if teller.frame.stop is not None:
             options |= {"stop_strings": [teller.frame.stop], "tokenizer": reader.tokenizer}

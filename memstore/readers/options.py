@@ -26,9 +26,11 @@ OPTIONS: dict[str, tuple[Kind, ...]] = {
     "score": (STOCK,),
     "retrieve": (STOCK,),
     "query": (STOCK,),
+    "opening": (STOCK,),
     "tail": (STOCK,),
 }
-"""Options of ``attach``, two of ``Reader.read``, ``query`` of ``Reader.generate``, ``tail`` of ``Reader.ask``.
+"""Options of ``attach``, two of ``Reader.read``, ``query`` and ``opening`` of ``Reader.generate``, ``tail`` of
+``Reader.ask``.
 
 What all kinds take, such as ``process_group``, is left out.
 """

@@ -281,18 +281,30 @@ class Reader(Attachment):
         return torch.tensor([self._encoded(text)], dtype=torch.int64, device=self.model.device)
 
     def generate(
-        self, text: str | Tensor, *, query: str | Tokens | None = None, trace: bool = False, **options: Any
+        self,
+        text: str | Tensor,
+        *,
+        query: str | Tokens | None = None,
+        opening: int = 0,
+        trace: bool = False,
+        **options: Any,
     ) -> Any:
         """``model.generate`` after the document; ``text`` is what comes next: tokens ``[rows, T]``, or a string.
 
         ``query``, tokens ``[n]`` or a string, chooses the blocks in place of the last tokens of ``text``: what somebody
         asks, without the template around it and what was said before. Its choice is that of ``search``, for all rows;
-        only stock models take one. ``options`` and the result are those of ``model.generate``. With ``trace`` what is
-        retrieved is written to the memory's traces. Raises ``InvalidArgument`` where nothing comes next, and for a
-        trace of beams.
+        only stock models take one. ``opening``, beside a query: so many tokens of ``text`` come before every question.
+        Where the document's end is not seen (``seeing``) and not all is retrieved, they do not attend to what is, and
+        their states are kept for the next call. ``options`` and the result are those of ``model.generate``. With
+        ``trace`` what is retrieved is written to the memory's traces. Raises ``InvalidArgument`` where nothing comes
+        next, and for a trace of beams.
         """
-        check_options(self.kind, {"query": query})
+        check_options(self.kind, {"query": query, "opening": opening or None})
+        if isinstance(text, str):
+            text = self.prompt(text)
         with self._choosing(None if query is None else self._query(query)):
+            if query is not None and opening:
+                options |= self._with_opening(text, opening)
             return self._generate(text, trace=trace, **options)
 
     def _query(self, text: str | Tokens) -> Tensor:
@@ -307,9 +319,11 @@ class Reader(Attachment):
         """Inside, the tokens ``query [n]`` choose blocks for prompts; None: their own do."""
         yield
 
-    def _generate(self, text: str | Tensor, *, trace: bool, **options: Any) -> Any:
-        if isinstance(text, str):
-            text = self.prompt(text)
+    def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for those that can
+        """Options of ``model.generate`` for a prompt ``[rows, T]`` of which so many tokens come before any question."""
+        return {}
+
+    def _generate(self, text: Tensor, *, trace: bool, **options: Any) -> Any:
         if text.dim() != 2 or not text.numel():
             raise InvalidArgument(
                 f"expected the tokens that come next, [rows, T], got {list(text.shape)}; to go on right after the "

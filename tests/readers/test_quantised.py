@@ -1,4 +1,4 @@
-"""Models that compute with quantised weights: a memory leaves their logits as they are, as far as they are their own."""
+"""Models that compute with quantised weights: with a memory their logits are what they are without one."""
 
 from __future__ import annotations
 

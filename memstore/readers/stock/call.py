@@ -64,7 +64,9 @@ class Call(LocalTokens):
         """Start again without local tokens."""
         self.start_again()
         self.prompt = 0
-        """Tokens of the first forward pass."""
+        """Tokens of the prompt."""
+        self.opening: Tensor | None = None
+        """Those of the prompt ``[n]`` whose states were there before its pass; see ``Opening``."""
         self.chosen_at: int | None = None
         self.last_chosen: CandidateLists | None = None
         self.query: Tensor | None = None
@@ -80,10 +82,15 @@ class Call(LocalTokens):
 
     def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
         """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
-        self.prompt = self.prompt if self.length else tokens
+        self.prompt = self.length + tokens if self.fresh else self.prompt
         self._ahead.clear()
         self.selection.search_seconds = 0.0
         self.stand(tokens, padding, device)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether its first forward pass has not been."""
+        return self.length == (0 if self.opening is None else len(self.opening))
 
     @property
     def turned(self) -> bool:
@@ -382,7 +389,7 @@ class LayerStates(CacheLayerMixin):
 
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:
         """Fill the beginning of the buffers from the memory, keeping the local tokens after it."""
-        local = self._local()
+        local = self.local() if self.is_initialized and self.call.length else None
         parts, self.prefix_positions, self.fetched = self.call.prefix(self.plan, self.chosen, self.tiers)
         heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
         self.prefix = self.prefix_positions.shape[-1]
@@ -410,9 +417,8 @@ class LayerStates(CacheLayerMixin):
             rotated = rotary.rotate(keys.flatten(0, 1).unsqueeze(1), cos_sin)
             keys.copy_(rotated.view_as(keys))
 
-    def _local(self) -> States | None:
-        if not self.is_initialized or not self.call.length:
-            return None
+    def local(self) -> States:
+        """A copy of the states of the local tokens, at their positions."""
         local = slice(self.prefix, self.prefix + self.call.length)
         return self.keys[:, :, local].clone(), self.values[:, :, local].clone()
 

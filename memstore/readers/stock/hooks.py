@@ -140,8 +140,11 @@ class Hooks:
         if self._next is None:
             call.observers = self._observers
             ids = given.get("input_ids")
+            begun = None if ids is None else _real(call, ids)
+            if begun is not None and call.fresh and call.opening is not None:
+                begun = torch.cat((call.opening, begun))
             for observer in self._observers:
-                observer.begin(None if ids is None else _real(call, ids), fresh=not call.length)
+                observer.begin(begun, fresh=call.fresh)
         if self._next is None and call.due():
             if self.query is not None:
                 self._choose_by_query(call, self.query)
@@ -183,13 +186,11 @@ class Hooks:
                 raise InvalidArgument("this cache belongs to another attached memory; start with a new one")
             return call
         call = self._new_call()
-        if cache is None and _wants_cache(self.model, given):
-            from transformers import DynamicCache
-
-            cache = given["past_key_values"] = DynamicCache()
         if cache is not None:
             _take_over(cache, call)
             finalize(cache, call.release)
+        elif _wants_cache(self.model, given):
+            given["past_key_values"] = cache_of(call)
         else:
             self._loose = call
         return call
@@ -313,6 +314,16 @@ def _padding(mask: Tensor | None, total: int) -> Tensor | None:
 def _wants_cache(model: PreTrainedModel, given: dict[str, Any]) -> bool:
     use_cache = given.get("use_cache")
     return bool(model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache)
+
+
+def cache_of(call: Call) -> Cache:
+    """A cache of transformers that goes on with ``call``."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    _take_over(cache, call)
+    finalize(cache, call.release)
+    return cache
 
 
 def _take_over(cache: Cache, call: Call) -> None:

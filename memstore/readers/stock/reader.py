@@ -27,7 +27,8 @@ from memstore.readers.reader import Reader
 from memstore.readers.reading import Job
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
-from memstore.readers.stock.hooks import Hooks, check_free
+from memstore.readers.stock.hooks import Hooks, cache_of, check_free
+from memstore.readers.stock.opening import Opening
 from memstore.readers.stock.reading import SegmentReading
 from memstore.readers.stock.routers import load_router
 from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
@@ -249,6 +250,22 @@ class StockReader(Reader):
             yield
         finally:
             self.hooks.query = before
+
+    def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:
+        """See ``Reader``."""
+        if text.dim() != 2 or not 0 < opening < text.shape[1]:
+            raise InvalidArgument(f"expected an opening of less than the prompt {list(text.shape)}, got {opening}")
+        if len(text) > 1 or self._tail or self.share is not None:
+            return {}
+        call = self._new_call()
+        if not call.routed:  # a list of all there is would be the same for every question: the whole prompt sees it
+            return {}
+        held: dict[str, Opening] = self._kept("opening", dict)  # the last one
+        tokens = text[0, :opening]
+        if not held or not torch.equal(held["last"].tokens, tokens):
+            held["last"] = Opening.computed(self.hooks, self._new_call(), tokens)
+        held["last"].begin(call)
+        return {"past_key_values": cache_of(call)}
 
     # Reading
 
