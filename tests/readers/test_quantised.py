@@ -21,7 +21,7 @@ TORCHAO, BITSANDBYTES = "torchao", "bitsandbytes"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "`Int8WeightOnlyConfig`": (TORCHAO, {}),
     "`Float8WeightOnlyConfig`": (TORCHAO, {}),
-    "`IntxWeightOnlyConfig` of 4 bits": (TORCHAO, {"weight_dtype": torch.int4}),
+    "`IntxWeightOnlyConfig` of 4 bits": (TORCHAO, {"weight_dtype": torch.int4}),  # type: ignore[attr-defined]  # mypy does not know it
     "`Int8DynamicActivationInt8WeightConfig`": (TORCHAO, {}),
     "`load_in_8bit`": (BITSANDBYTES, {"load_in_8bit": True}),
     "`load_in_4bit`": (BITSANDBYTES, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
@@ -43,8 +43,8 @@ def configured(name: str) -> Any:
 def saved(folder: Path, name: str) -> Path:
     """A folder with a quantised tiny model, as its makers publish them."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256, max_position_embeddings=2048))
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=256))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
