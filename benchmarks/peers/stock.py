@@ -189,3 +189,31 @@ class Embedded(Searched):
             ranker._vectors = kept
             ranker._embed = embed
         return ranker
+
+
+class Reread(Stock):
+    """InfiniRetri: for each question it reads the whole text again, and keeps the sentences that attention looks at."""
+
+    def __init__(self, model: str, folder: Path, options: dict[str, Any]) -> None:
+        from infini_retri import InfiniRetri
+
+        super().__init__(model, folder, options)
+        self.model.set_attn_implementation("eager")
+        self.retriever = InfiniRetri(self.model, self.tokenizer)
+
+    def version(self) -> str:
+        """Of infini-retri."""
+        return f"infini-retri {version('infini-retri')}"
+
+    def read(self, text: str) -> None:
+        """Keep the text."""
+        (self.folder / "text.txt").write_text(text, "utf-8")
+
+    def restore(self) -> None:
+        """Load it."""
+        self.text = (self.folder / "text.txt").read_text("utf-8")
+
+    def answer(self, prompt: str, tokens: int) -> str:
+        """Read and answer."""
+        question = prompt.partition("Question: ")[2].partition("\n")[0]  # its own prompt is around it
+        return str(self.retriever.generate(self.text, question, max_new_tokens=tokens))
