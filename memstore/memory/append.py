@@ -184,11 +184,11 @@ class Append:
             self._check_whole()
             self._commit(self)
 
-    def compose(self, document: int, last_tokens: Tensor) -> Batch:
-        """All changes. ``last_tokens [t] int32`` are those of the incomplete last block. Raises ``DamagedError``."""
+    def compose(self, document: int, last_tokens: Tensor | None) -> Batch:
+        """All changes. ``last_tokens [t] int32`` are those of an incomplete last block. Raises ``DamagedError``."""
         batch = Batch()
         places = self._shared.places(document, self.before)
-        tokens = torch.cat([last_tokens, self.tokens])
+        tokens = self.tokens if last_tokens is None else torch.cat([last_tokens, self.tokens])
         self._leave(batch, document, places)
         size = self._shared.spec.block_size
         full = len(tokens) // size
@@ -320,8 +320,7 @@ def as_tokens(tokens: Tokens) -> Tensor:
         raise InvalidArgument(f"tokens must be signed integers such as torch.int64, not {ids.dtype}.")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InvalidArgument(f"tokens must be integers of shape [t], not {ids.dtype} of {list(ids.shape)}.")
-    if int(ids.min()) < 0 or int(ids.max()) > _LARGEST_TOKEN:
-        raise InvalidArgument(
-            f"token ids must be from 0 to {_LARGEST_TOKEN}; these are {int(ids.min())} to {int(ids.max())}."
-        )
+    low, high = map(int, ids.aminmax())
+    if low < 0 or high > _LARGEST_TOKEN:
+        raise InvalidArgument(f"token ids must be from 0 to {_LARGEST_TOKEN}; these are {low} to {high}.")
     return ids.detach().to("cpu", torch.int32)

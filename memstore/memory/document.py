@@ -358,9 +358,10 @@ class Document:
                     f"document {self.name!r} changed while this append was open ({append.before.tokens} tokens then, "
                     f"{now.tokens} now); nothing was written. Append again."
                 )
-            last = range(append.blocks.start, now.blocks)  # the incomplete last block, or nothing
+            incomplete = range(append.blocks.start, now.blocks)
+            last = self._read_tokens(now, incomplete) if incomplete else None
             number = self._shared.next_document() if self._handle.id is None else self._handle.id
-            batch = append.compose(number, self._read_tokens(now, last))
+            batch = append.compose(number, last)
             if self._handle.id is None:
                 batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             with self._shared.catalog.committing() as changed:

@@ -120,12 +120,12 @@ class Runs:
 
     def _head(self, key: Key, begin: int, rows: int, first: int) -> Tensor:
         """The first ``rows`` of a run, block ``begin`` on; zeros for those before ``first`` that are not there."""
+        if begin + rows > first:
+            return self._stored(key, rows)
         import torch
 
         from memstore.memory.tensors import TORCH_DTYPES
 
-        if begin + rows > first:
-            return self._stored(key, rows)
         records = self._store.get(key)
         there = 0 if records is None else min(rows, records[0].layout.shape[0])
         layout = self._layout(rows - there)

@@ -127,7 +127,7 @@ class SharedStore:
 
         return LandmarkRuns(self.store, self.spec, layer, self.run_length)
 
-    @property
+    @cached_property
     def history(self) -> HistoryRuns:
         """The stored hashes of the histories of documents."""
         from memstore.memory.runs import HistoryRuns

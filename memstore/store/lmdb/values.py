@@ -387,34 +387,33 @@ class Changes:
 
     def _put_run(self, cursor: Cursor, run: Key, changes: dict[int, tuple[Key, tuple[Record, ...]]]) -> None:
         """Write values of one run, keeping its other items. Raises ``DamagedError`` where one of these is damaged."""
-        values: dict[int, bytes | memoryview] = {}
-        name, total, items = run.to_bytes(), 0, sorted(changes)
-        if found := self._naming.find(cursor, name):
-            values, total = self._kept(cursor, name, found, run, changes)
-        for item in items:
-            values[item], sums = encode_with_sums(*changes[item])
+        name = run.to_bytes()
+        found = self._naming.find(cursor, name)
+        values, total, last = self._kept(cursor, name, found, run, changes) if found else ({}, 0, -1)
+        for item, change in changes.items():
+            values[item], sums = encode_with_sums(*change)
             total += sum(sums)
-        value = b"".join(values[item] for item in sorted(values))
+        value = b"".join([values[item] for item in sorted(values)])
         self._put(cursor, run, value, [total])
         if len(self._written) >= _MOST_WRITTEN:
             self._written.clear()
-        self._written[name] = _Run(checksum(value), total, max(values))
+        self._written[name] = _Run(checksum(value), total, max(last, *changes))
 
     def _kept(
-        self, cursor: Cursor, name: bytes, found: bytes, run: Key, changes: Collection[int]
-    ) -> tuple[dict[int, bytes | memoryview], int]:
-        """What stays of the run ``cursor`` is on, and the sum of its header checksums.
+        self, cursor: Cursor, name: bytes, found: bytes, run: Key, without: Collection[int]
+    ) -> tuple[dict[int, bytes | memoryview], int, int]:
+        """What stays of the run ``cursor`` is on, the sum of its header checksums, and its last item.
 
         Values by their first items: most runs are appended to by who wrote them, and are as they were left then.
         """
         known = self._written.get(name)
-        if known and known.last < min(changes):
+        if known and known.last < min(without):
             copy = bytes(cursor.value())
             if checksum(copy) == known.all_bytes and self._naming.holds(found, [known.header_sums]):
-                return {run.item: copy}, known.header_sums
+                return {run.item: copy}, known.header_sums, known.last
         old = self._last(cursor, found, run)
-        kept = runs.split(old, run, self._naming.lengths[run.table], without=changes)
-        return dict(kept), sum(sum(header_sums(value)) for value in kept.values())
+        kept = runs.split(old, run, self._naming.lengths[run.table], without=without)
+        return dict(kept), sum(sum(header_sums(value)) for value in kept.values()), max(kept, default=-1)
 
     def _replace(self, cursor: Cursor, run: Key, values: Mapping[int, bytes | memoryview]) -> None:
         if values:
