@@ -220,6 +220,11 @@ class Document:
 
         return gathered([self.layer(layer) for layer in layers], blocks, device)
 
+    @property
+    def reads_ahead(self) -> int:
+        """Reads that are best under way at once: 1, or more where each waits for a network."""
+        return self._shared.store.capabilities.reads_ahead
+
     def views(self) -> list[LayerView]:
         """The layers that were asked for so far."""
         with self._lock:

@@ -81,6 +81,34 @@ def test_what_one_computer_read_another_answers_from_bit_for_bit(
     assert torch.equal(a["tokens"], b["tokens"])
 
 
+def test_the_window_of_all_layers_is_under_way_together(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks.run(child.read_sealed, HERE, 600)
+    on(monkeypatch, tmp_path / "b")
+    layers, everyone, late = set[str](), threading.Event(), list[str]()
+
+    def wait(method: str, path: str) -> int | None:
+        """Answer nobody before somebody has asked for a block of each layer."""
+        _, here, place = path.partition("/blocks/")
+        if here:
+            layers.add(place.split(".")[1])
+            if len(layers) == 4:
+                everyone.set()
+            if not everyone.wait(timeout=20):
+                late.append(path)
+        return None
+
+    with memstore.open(HERE, mode="r") as memory:
+        assert memory.spec.layers == 4
+        way.fault = wait
+        found = child.answer(memory)
+        assert late == []
+        way.fault = lambda method, path: None
+    with memstore.open(HERE, mode="r") as memory:
+        assert torch.equal(found["logits"], child.answer(memory)["logits"])
+
+
 def test_32_cold_blocks_take_at_most_32_requests_and_neighbours_fewer(way: Way) -> None:
     written()
     with memstore.open(HERE, mode="r", host_bytes=0) as memory:
@@ -368,6 +396,26 @@ def test_what_is_wrong_with_a_place_is_said_in_one_line(
         memstore.open(THERE, spec=make_spec())
     with pytest.raises(NotFound):
         memstore.open(f"zarr+s3://{BUCKET}/other", mode="r")
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "gone"])
+def test_what_is_damaged_in_the_bucket_is_named(way: Way, damage: str) -> None:
+    written()
+    objects = from_url(f"s3://{BUCKET}/notes")
+    name = min(each for each in objects.names("blocks") if "/c." in each)  # the first blocks of layer 0
+    stored = objects.get(name)
+    assert stored is not None
+    content = bytearray(stored.content)
+    content[BLOCK_BYTES // 2] ^= 1
+    objects.delete(name)
+    if damage != "gone":
+        objects.put(name, [bytes(content) if "bit" in damage else stored.content[: 2 * BLOCK_BYTES]])
+    with memstore.open(HERE, mode="r", host_bytes=0) as memory:
+        first = 2 if damage == "cut short" else 0
+        with pytest.raises(DamagedError, match=f"document 'whale', layer 0, block {first} is damaged or lost"):
+            memory.document("whale").layer(0).gather(range(4))
+        assert memory.verify() != []
+        assert len(memory.document("whale").layer(1).gather(range(4))["k"]) == 4, "the others can be read"
 
 
 def test_forgotten_blocks_leave_the_bucket(way: Way, tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ class StockReader(Reader):
         if self.share is not None:
             self.share.ranks.agree(len(seen.candidates), own.state.tokens)
         states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
+        states.prefetch(self.selection.architecture.layers, seen)
         return Call(self.selection, seen, states.read, observers=self.observers)
 
     def _visible(self) -> tuple[AttachedDocument, Visible] | None:

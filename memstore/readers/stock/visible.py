@@ -18,6 +18,7 @@ from memstore.transfer import to_device
 if TYPE_CHECKING:
     from memstore.memory import Document
     from memstore.memory.entry import DocumentState
+    from memstore.readers.stock.architecture import LayerPlan
 
 States = tuple[Tensor, Tensor]
 """Position-free keys and values."""
@@ -257,6 +258,18 @@ class DocumentStates:
         self.document, self.block_size, self.layers, self.device = document, block_size, layers, device
         self._there: dict[range, list[States]] = {}
 
+    def prefetch(self, layers: Sequence[LayerPlan], seen: Visible) -> None:
+        """Bring ahead what ``layers`` will ask for of sink and window, where each read waits for a network."""
+        if self.document.reads_ahead == 1:
+            return
+        for plan in layers:
+            direct = seen.direct_for(plan.sliding if plan.local else None)
+            for tokens in (direct,) if plan.local else (seen.sink, direct):
+                self.document.layer(plan.index).prefetch(self._blocks(tokens))
+
+    def _blocks(self, tokens: range) -> range:
+        return range(tokens.start // self.block_size, -(-tokens.stop // self.block_size))
+
     def read(self, layer: int, tokens: range) -> States:
         """Keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
         if self.device.type == "cpu":
@@ -266,9 +279,8 @@ class DocumentStates:
         return self._there[tokens][layer]
 
     def _read(self, layers: Sequence[int], tokens: range) -> list[States]:
-        size = self.block_size
-        blocks = range(tokens.start // size, -(-tokens.stop // size))
-        skip = tokens.start - blocks.start * size
+        blocks = self._blocks(tokens)
+        skip = tokens.start - blocks.start * self.block_size
         kept = slice(skip, skip + len(tokens))
         gathered = self.document.gather(layers, blocks, device=self.device)
         return [(as_tokens(states["k"])[:, kept], as_tokens(states["v"])[:, kept]) for states in gathered]
