@@ -59,7 +59,7 @@ def open_memory(
     ``index`` is the vector index that finds blocks: "exact", "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
     ``host_bytes`` of host memory keep the blocks that are asked for often (256 MiB for a memory on disk unless said;
     0 for none), ``device_bytes`` those on the accelerator ``device``. Indexes lie there too where they can ("exact",
-    "auto"); without ``device`` they are searched on the CPU.
+    "auto", "faiss" where it was built for GPUs); without ``device`` they are searched on the CPU.
     ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.
     ``key`` is that of an encrypted memory, and encrypts a new one: a file, or a function that gives 32 bytes. Without
     it the file that the environment names (``MEMSTORE_KEY_FILE``), for what is encrypted, or new and not ``ram:``.
