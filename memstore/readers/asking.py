@@ -35,6 +35,7 @@ LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
 _SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
 """Where a sentence ends: not behind "Dr." and the like."""
+_ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
 
@@ -341,8 +342,11 @@ def wanted_in(words: str) -> str:
     """
     if len(words.split()) <= LONG:
         return words
-    asked = [each for each in _SENTENCES.split(words) if each.rstrip().endswith(("?", "\uff1f"))]
-    return max(reversed(asked), key=lambda each: len(each.split()), default=words)
+    *said, last = _SENTENCES.split(words.strip())
+    asked = [each for each in (*said, last) if each.rstrip().endswith(("?", "\uff1f"))]
+    if last[-1:].isalnum() and _ASKING.search(last):  # the mark is often left out where a message ends
+        asked.append(last)
+    return max(reversed(asked), key=len, default=words)
 
 
 def answered(

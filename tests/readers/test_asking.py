@@ -154,7 +154,10 @@ def test_the_longest_question_in_a_long_message_chooses_and_not_the_message(read
     letter = "We stayed at home. " * 20
     assert wanted_in(f"How are you? {letter}What is new in line 7? {letter}\nAnd who?") == "What is new in line 7?"
     assert wanted_in(f"{letter}What did Dr. Ito say of the U.S. in May?") == "What did Dr. Ito say of the U.S. in May?"
+    assert wanted_in(f"How was your week? {letter}what is new in line 7") == "what is new in line 7"
+    assert wanted_in(f"How was your week? Where was Dyrrachium? {letter}") == "Where was Dyrrachium?"
     assert wanted_in(letter) == letter
+    assert wanted_in(f"{letter}So long, Ada") == f"{letter}So long, Ada"
     assert wanted_in("It rained. Why?") == "It rained. Why?"
 
     def chosen(words: str) -> set[int]:

@@ -67,11 +67,12 @@ def answers(
         "answered": len(questions),
         "em": round(fmean(exact(*pair) for pair in pairs), 4),
         "f1": round(fmean(f1(*pair) for pair in pairs), 4),
-        "has": round(fmean(_has(*pair) for pair in pairs), 4),
+        "has": round(fmean(has(*pair) for pair in pairs), 4),
         "ms_to_answer": round(1e3 * spent / len(questions)),
     }
 
 
-def _has(text: str, accepted: Sequence[str]) -> float:
+def has(text: str, accepted: Sequence[str]) -> float:
+    """1 if an accepted answer is in ``text``, word by word, else 0."""
     said = f" {' '.join(normalised(text))} "
     return float(any(f" {' '.join(normalised(each))} " in said for each in accepted))
