@@ -74,8 +74,10 @@ def status_of(error: Exception) -> int:
             return 404
         case InvalidArgument():
             return 400
-        case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | StoreFull() | UnsupportedModel():
+        case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | UnsupportedModel():
             return 409
+        case StoreFull():
+            return 507
     return 500
 
 

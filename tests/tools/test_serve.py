@@ -30,6 +30,7 @@ from memstore.tools.endpoint.worker import QueuedJob, Result, Worker
 from memstore.tools.web import listen, server_of
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
+from tests.tools.test_faults_seen import at_most
 
 TEXTS = {"cottage": "The key of the cottage hangs in the woodshed. ", "ferry": "The last ferry leaves at 19:40. "}
 TOKEN = "a-token-that-is-long-enough"  # noqa: S105 - guards nothing
@@ -363,6 +364,30 @@ def test_a_killed_server_comes_back_with_every_turn_that_it_answered(shelf: Path
         assert ask(port, "/v1/chat/completions", said("x" * 101, "Hello"))[0] == 400
     with serving(memory) as port:
         assert ask(port, "/v1/chat/completions", said("ada", "Hello"))[0] == 403
+
+
+def test_a_full_disk_fails_a_turn_and_with_room_the_session_goes_on(shelf: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    with serving(memory, sessions=1) as port:
+
+        def say(text: str) -> tuple[int, Any]:
+            return ask(port, "/v1/chat/completions", said("ada", text))[:2]
+
+        kept = []
+        with at_most((memory / "data.mdb").stat().st_size):
+            for number in range(200):
+                status, answer = say(f"Turn {number}")
+                if status != 200:
+                    break
+                kept.append(f"Turn {number}")
+            assert (status, answer["error"]["type"]) == (507, "server_error")
+            assert "no room" in answer["error"]["message"]
+            assert ask(port, "/v1/chat/completions", chat("ferry"))[0] == 200  # who only reads does not notice
+        assert say("With room")[0] == 200
+    with memstore.open(memory, mode="r") as store:
+        assert not store.verify()
+    assert {*kept, "With room"} <= {*turns(memory, "ada")}
 
 
 def test_a_memory_is_made_when_it_is_asked_for_within_limits(
