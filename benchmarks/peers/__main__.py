@@ -89,11 +89,19 @@ def _options() -> argparse.Namespace:
 
 def table(results: dict[str, Any]) -> str:
     """Rows as a table in Markdown."""
-    names = ["tokens", "", "read, tokens/s", "on disk, MB", "read and kept in, MB", "new process: first answer, s"]
+    names = [
+        "tokens",
+        "",
+        "version",
+        "read, tokens/s",
+        "on disk, MB",
+        "read and kept in, MB",
+        "new process: first answer, s",
+    ]
     names += ["each answer, s", "right", "one bit flipped"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in results["rows"]:
-        start = f"| {row['tokens']:,} | {row.get('version', row['peer'])} | "
+        start = f"| {row['tokens']:,} | {row['peer']} | {row.get('version', '')} | "
         if "failed" in row:
             lines.append(f"{start}{row['failed']} | | | | | | |")
             continue

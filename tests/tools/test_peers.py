@@ -33,3 +33,8 @@ def test_peers_do_the_same_work_and_memstore_alone_refuses_a_flipped_bit(tmp_pat
     assert full["disk_bytes"] > 1536 * 3 * 2 * 16 * 4
     assert ours["flips_other_answers"] == full["flips_refused"] == 0
     assert table(results).count("\n") == 3
+
+
+def test_the_page_about_peers_has_the_measured_rows() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text("utf-8"))
+    assert table(results) in (ROOT / "docs" / "peers.md").read_text("utf-8")
