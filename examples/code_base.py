@@ -23,10 +23,7 @@ def main(folder: str, question: str, model_name: str = "smollm2", pattern: str =
                 reader.update(
                     text, document=str(file.relative_to(root))
                 )  # of a changed file, what comes after the change
-        matches = [
-            (reader.memory.document(each.document), each.block, each.score) for each in reader.search(question, 5)
-        ]
-        for found in passages(reader, matches):
+        for found in passages(reader, reader.search(question, 5)):
             print(f"{folder}/{found.document}:{found.line}  {' '.join(found.text.split())[:90]}")
 
 

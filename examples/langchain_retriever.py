@@ -29,11 +29,8 @@ class MemstoreRetriever(BaseRetriever):
         *,
         run_manager: CallbackManagerForRetrieverRun,  # noqa: ARG002 - of LangChain
     ) -> list[Document]:
-        matches = self.reader.search(query, self.k)
-        memory, found = self.reader.memory, []
-        for place in passages(
-            self.reader, [(memory.document(each.document), each.block, each.score) for each in matches]
-        ):
+        found = []
+        for place in passages(self.reader, self.reader.search(query, self.k)):
             told = {"source": place.document, "line": place.line, "block": place.block, "score": place.score}
             found.append(Document(page_content=place.text, metadata=told, id=f"{place.document}:{place.block}"))
         return found

@@ -24,11 +24,8 @@ class MemstoreRetriever(BaseRetriever):
         self.reader, self.k = reader, k
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        matches = self.reader.search(query_bundle.query_str, self.k)
-        memory, found = self.reader.memory, []
-        for place in passages(
-            self.reader, [(memory.document(each.document), each.block, each.score) for each in matches]
-        ):
+        found = []
+        for place in passages(self.reader, self.reader.search(query_bundle.query_str, self.k)):
             told = {"source": place.document, "line": place.line, "block": place.block}
             node = TextNode(text=place.text, metadata=told, id_=f"{place.document}:{place.block}")
             found.append(NodeWithScore(node=node, score=place.score))

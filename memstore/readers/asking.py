@@ -18,6 +18,7 @@ import torch
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Traces
+from memstore.memory.search import Match
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
 from memstore.readers.options import OPTIONS
@@ -116,8 +117,7 @@ class Answer:
 
     def sources(self, most: int = 8) -> list[Passage]:
         """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
-        found = [(stored(self.reader.memories, name), block, weight) for name, block, weight in self.used[:most]]
-        return passages(self.reader, [(each, block, weight) for each, block, weight in found if each is not None])
+        return passages(self.reader, [Match(*each) for each in self.used[:most]])
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
@@ -130,8 +130,10 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def passages(reader: Asker, found: Sequence[tuple[Document, int, float]]) -> list[Passage]:
-    """Blocks of documents with their texts, where they stand, and the scores given with them."""
+def passages(reader: Asker, matches: Sequence[Match]) -> list[Passage]:
+    """What was found, with its text and where it stands; without what is not in the memories any more."""
+    documents = {name: stored(reader.memories, name) for name in {match.document for match in matches}}
+    found = [(there, match.block, match.score) for match in matches if (there := documents[match.document])]
     lines = _lines(reader.tokenizer, [(document, block) for document, block, _ in found])
     size = reader.memory.spec.block_size
     return [

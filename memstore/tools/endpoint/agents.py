@@ -117,9 +117,7 @@ class Agents(MCPServer[Any]):
             self._look_into(reader, documents)
             if not reader.names:
                 return []
-            by_name = self._documents()
-            found = reader.search(query, most)
-            return passages(reader, [(by_name[each.document], each.block, each.score) for each in found])
+            return passages(reader, reader.search(query, most))
 
         return await self._done(work)
 
