@@ -47,7 +47,6 @@ def from_url(url: str) -> BucketObjects:
         return BucketObjects(found(url, retry_config=RETRIES, client_options=client))
 
 
-LATE = "no answer in time"
 _LATE = re.compile(r"kind: Timeout")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d+ [\w ]+)")
@@ -56,6 +55,10 @@ _AROUND = re.compile(r"Error performing \w+ \S+ in \S+ - |,? ?(Debug )?source:.*
 
 class Lost(OSError):
     """Another writer was first."""
+
+
+class Late(OSError):
+    """There was no answer in time: what was asked for may have been done."""
 
 
 class StoredObject(NamedTuple):
@@ -110,12 +113,13 @@ class BucketObjects(Objects):
                 with told(path):
                     mode = "create" if instead is None else dict(instead)
                     return _tag(self._store.put(path, content, mode=mode, use_multipart=False))  # type: ignore[arg-type]
+            except Late:  # obstore does not try a conditional put again that may have been done
+                if not tries or time.monotonic() > until:
+                    raise
             except OSError as error:
                 if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
                     raise Lost(f"{path} was put by another writer") from None
-                # obstore does not try a conditional put again that was not answered in time: it may have been done.
-                if not tries or LATE not in str(error) or time.monotonic() > until:
-                    raise
+                raise
         raise AssertionError("the last try returns or raises")
 
     def get(self, path: str) -> StoredObject | None:
@@ -200,14 +204,15 @@ def told(path: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
-        raise OSError(f"{path}: {reason(error)}") from error
+        kind = Late if _LATE.search(str(error)) else OSError
+        raise kind(f"{path}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
     """What a storage said, in a few words and without the address of anything."""
     said = str(error)
     words = [found[1] for pattern in (_CODE, _STATUS) if (found := pattern.search(said))]
-    words += [LATE] if _LATE.search(said) else []
+    words += ["no answer in time"] if _LATE.search(said) else []
     return ", ".join(words) or " ".join(_AROUND.sub("", said).split())[:160]
 
 
