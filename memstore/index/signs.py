@@ -178,14 +178,13 @@ class SignIndex(VectorIndex):
     def _search_head(self, queries: Tensor, head: int, rows: slice | Tensor, k: int) -> SearchResult:
         near, ids = self._scores(queries, head, rows), self._ids[rows]
         count, found = min(k, len(ids)), []
-        off = 2 * allowance(queries)
+        off, places = 2 * allowance(queries), torch.arange(len(self._ids))[rows]
         for row, query in enumerate(queries):
             if not count:
                 break
             least = near[row].topk(count).values[-1] - off[row]
             some = (near[row] >= least).nonzero().squeeze(1)
-            places = torch.arange(len(self._ids))[rows][some]
-            scores, offsets = (self._keys(head, places).unpacked() @ query).max(1)
+            scores, offsets = (self._keys(head, places[some]).unpacked() @ query).max(1)
             best = scores.argsort(descending=True, stable=True)[:count]
             found.append((scores[best], ids[some[best]], offsets[best]))
         pad = (len(queries), k - count)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.best_signs import reference
 from memstore.kernels.best_signs.reference import WORD_BITS
 
 Backend = Literal["auto", "reference", "native"]
@@ -65,6 +64,8 @@ def pack(keys: Tensor) -> PackedSigns:
 
         good = native.pack(keys.float(), words)
     else:
+        from memstore.kernels.best_signs import reference
+
         good = reference.pack(keys, words)
     if not good:
         raise InvalidArgument("keys of signs must be +1 or -1 in every number; use an index that is 'exact' for others")
@@ -95,6 +96,8 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
         from memstore.kernels.best_signs import native
 
         return native.best_signs(signs.words, queries.float(), signs.dim)
+    from memstore.kernels.best_signs import reference
+
     return reference.best_signs(signs.unpacked(), queries)
 
 
