@@ -67,18 +67,18 @@ class Choice(ABC):
         """For a trace: what the last tokens of ``rows`` attend to."""
 
 
-class Observer:
+class Observer(ABC):
     """What is told of the retrievals of a model. It must change nothing."""
 
-    def begin(self, ids: Tensor | None, *, fresh: bool) -> None:
+    def begin(self, ids: Tensor | None, *, fresh: bool) -> None:  # noqa: B027 - most have nothing to do
         """A forward pass begins, over ``ids [T]`` in the first row; None where they are not known.
 
         ``fresh``: it is the first one of its cache.
         """
 
+    @abstractmethod
     def choice(self, choice: Choice) -> None:
         """A layer attends to what it has retrieved."""
-        raise NotImplementedError
 
 
 class Choices(list[T], Observer):
