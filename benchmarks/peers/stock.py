@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Full(Stock):
         """Load the cache."""
         from transformers import DynamicCache
 
-        kept = torch.load(self.folder / "cache.pt")
+        kept = torch.load(self.folder / "cache.pt", weights_only=True)
         self.cache, self.tokens = DynamicCache(), kept["tokens"]
         for number, (keys, values) in enumerate(kept["layers"]):
             self.cache.update(keys, values, number)
@@ -92,8 +93,8 @@ class Full(Stock):
         return written
 
 
-class Window(Stock):
-    """The end of the text alone, as much of it as the model was trained with in one piece."""
+class Window(Full):
+    """The end of the text alone."""
 
     def read(self, text: str) -> None:
         """Keep the end's tokens."""
@@ -103,16 +104,10 @@ class Window(Stock):
         """Compute the end's states."""
         from transformers import DynamicCache
 
-        ids = torch.load(self.folder / "end.pt")
+        ids = torch.load(self.folder / "end.pt", weights_only=True)
         self.cache = DynamicCache()
         self.forward(ids, self.cache, 0)
-        self.length = ids.shape[1]
-
-    def answer(self, prompt: str, tokens: int) -> str:
-        """Continue, and take the prompt off again."""
-        written = self.continued(prompt, self.cache, self.length, tokens)
-        self.cache.crop(self.length - self.cache.get_seq_length())
-        return written
+        self.length = self.tokens = ids.shape[1]
 
 
 class Compressed(Full):
@@ -177,18 +172,17 @@ class Embedded(Searched):
 
     def index(self, blocks: list[str]) -> Any:
         """Embeddings are kept beside the blocks."""
-        from memstore.eval.questions.rankers import SentenceRanker, minilm
+        from memstore.eval.questions.rankers import AT_ONCE, SentenceRanker, minilm
 
-        file = self.folder / "vectors.pt"
-        embed = minilm()
-        kept = torch.load(file) if file.exists() else None
-        ranker = SentenceRanker(blocks, (lambda texts: kept[: len(texts)]) if kept is not None else embed)
-        if kept is None:
-            torch.save(ranker._vectors, file)
-        else:
-            ranker._vectors = kept
-            ranker._embed = embed
-        return ranker
+        file, embed = self.folder / "vectors.pt", minilm()
+        if not file.exists():
+            torch.save(torch.cat([embed(blocks[at : at + AT_ONCE]) for at in range(0, len(blocks), AT_ONCE)]), file)
+        known = dict(zip(blocks, torch.load(file, weights_only=True), strict=True))
+
+        def vectors(texts: Sequence[str]) -> torch.Tensor:
+            return torch.stack([known[text] if text in known else embed([text])[0] for text in texts])
+
+        return SentenceRanker(blocks, vectors)
 
 
 class Reread(Stock):
