@@ -191,6 +191,10 @@ def test_flash_attention_says_what_it_cannot() -> None:
             block_attention(q, k, v, backend="torch", **options)
     with pytest.raises(InvalidArgument, match="no gradient"):
         block_attention(q.requires_grad_(), k, v, backend="torch")
+    learned = torch.zeros(5, 8, dtype=q.dtype, requires_grad=True)
+    with pytest.raises(InvalidArgument, match="no gradient"):
+        block_attention(q.detach(), k, v, mask=learned, backend="torch")
+    assert block_attention(q.detach(), k, v, mask=learned)[1].requires_grad, "'auto' takes what has a gradient"
 
 
 def test_wrong_shapes_and_back_ends_are_named() -> None:

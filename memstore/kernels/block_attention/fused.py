@@ -68,7 +68,7 @@ def lse_problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: f
         return f"takes a mask that is boolean or {q.dtype}, got {mask.dtype}"
     if q.shape[-1] != v.shape[-1] or not (q.numel() and k.numel()):
         return f"takes some queries and keys, and values of their size, got {tuple(q.shape)} and {tuple(v.shape)}"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v) if x is not None):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask)):
         return "has no gradient of the log-sum-exp"
     return None
 
