@@ -20,6 +20,7 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
     UnsupportedModel,
+    WrongKey,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def status_of(error: Exception) -> int:
             return 404
         case InvalidArgument():
             return 400
-        case ForeignMemory() | MemoryInUse() | ReadOnlyMemory() | UnsupportedModel():
+        case ForeignMemory() | WrongKey() | MemoryInUse() | ReadOnlyMemory() | UnsupportedModel():
             return 409
         case StoreFull():
             return 507

@@ -23,9 +23,11 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
     UnsupportedModel,
+    WrongKey,
 )
 from memstore.progress import progress_bar
 from memstore.tools.failures import Interrupted, exit_code
+from memstore.tools.web import status_of
 from tests.tools.conftest import Cli
 
 VERBS = [
@@ -47,23 +49,24 @@ VERBS = [
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "status"),
     [
-        (InvalidArgument, 2),
-        (NotFound, 3),
-        (NotAMemory, 3),
-        (DamagedError, 4),
-        (ForeignMemory, 5),
-        (UnsupportedModel, 5),
-        (MemoryInUse, 5),
-        (ReadOnlyMemory, 5),
-        (StoreFull, 5),
-        (Interrupted, 130),
-        (MemstoreError, 1),
+        (InvalidArgument, 2, 400),
+        (NotFound, 3, 404),
+        (NotAMemory, 3, 404),
+        (DamagedError, 4, 500),
+        (ForeignMemory, 5, 409),
+        (WrongKey, 5, 409),
+        (UnsupportedModel, 5, 409),
+        (MemoryInUse, 5, 409),
+        (ReadOnlyMemory, 5, 409),
+        (StoreFull, 5, 507),
+        (Interrupted, 130, 500),
+        (MemstoreError, 1, 500),
     ],
 )
-def test_every_error_has_its_exit_code(error: type[MemstoreError], code: int) -> None:
-    assert exit_code(error("why")) == code
+def test_every_error_has_its_exit_code_and_its_status(error: type[MemstoreError], code: int, status: int) -> None:
+    assert (exit_code(error("why")), status_of(error("why"))) == (code, status)
 
 
 @pytest.mark.parametrize(
