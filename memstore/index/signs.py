@@ -28,9 +28,9 @@ LEAST_ROOM = 64
 class SignIndex(VectorIndex):
     """Keys of +1 and -1. ``search`` finds the true top k, with scores in float32.
 
-    ``score`` rounds what five numbers of a query make to 16 bits: it is off by less than 1/1200 of the sum of the
-    query's absolute numbers, usually a tenth of that, and exact for signs as queries. Blocks with equal scores are
-    ordered by id, the smaller first.
+    ``score`` rounds what five numbers of a query make to 16 bits: for keys of 256 numbers it is off by less than 1/1200
+    of the sum of the query's absolute numbers (for n times as many by n times that), usually a tenth of that, and exact
+    for signs as queries. Blocks with equal scores are ordered by id, the smaller first.
 
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
@@ -177,23 +177,14 @@ class SignIndex(VectorIndex):
     # What cannot be among the best is ruled out for certain, by how much scores may be off; the rest is scored again.
     def _search_head(self, queries: Tensor, head: int, rows: slice | Tensor, k: int) -> SearchResult:
         near, ids = self._scores(queries, head, rows), self._ids[rows]
-        count, found = min(k, len(ids)), []
-        off, places = 2 * allowance(queries), torch.arange(len(self._ids))[rows]
-        for row, query in enumerate(queries):
-            if not count:
-                break
-            least = near[row].topk(count).values[-1] - off[row]
-            some = (near[row] >= least).nonzero().squeeze(1)
+        count, off, places = min(k, len(ids)), 2 * allowance(queries), torch.arange(len(self._ids))[rows]
+        shape = (len(queries), k)
+        found = SearchResult(torch.full(shape, -torch.inf), torch.full(shape, -1), torch.full(shape, -1))
+        for number, query in enumerate(queries if count else ()):
+            least = near[number].topk(count).values[-1] - off[number]
+            some = (near[number] >= least).nonzero().squeeze(1)
             scores, offsets = (self._keys(head, places[some]).unpacked() @ query).max(1)
             best = scores.argsort(descending=True, stable=True)[:count]
-            found.append((scores[best], ids[some[best]], offsets[best]))
-        pad = (len(queries), k - count)
-        none = torch.full(pad, -1)
-        if not found:
-            return SearchResult(torch.full((len(queries), k), -torch.inf), *(2 * [torch.full((len(queries), k), -1)]))
-        scores, blocks, offsets = (torch.stack(parts) for parts in zip(*found, strict=True))
-        return SearchResult(
-            torch.cat((scores, torch.full(pad, -torch.inf)), 1),
-            torch.cat((blocks, none), 1),
-            torch.cat((offsets, none), 1),
-        )
+            for whole, values in zip(found, (scores[best], ids[some[best]], offsets[best]), strict=True):
+                whole[number, :count] = values
+        return found
