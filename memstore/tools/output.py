@@ -175,7 +175,7 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
     if not wants_json:
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
     parameters.append(inspect.Parameter("csv", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Csv))
-    if any(_names_memory(each.annotation) for each in parameters):
+    if any(each.name == "memory" or _names_memory(each.annotation) for each in parameters):
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("key_file", kind, default=None, annotation=KeyFile))
 
