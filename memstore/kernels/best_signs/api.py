@@ -36,12 +36,6 @@ class PackedSigns:
     dim: int
     """``D``"""
 
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, rows: slice | Tensor) -> PackedSigns:
-        return PackedSigns(self.words[rows].contiguous(), self.keys, self.dim)
-
     def unpacked(self) -> Tensor:
         """The keys, ``[n, P, D]`` float32."""
         bits = self.words.unsqueeze(-1) >> torch.arange(WORD_BITS, dtype=torch.int16) & 1  # [n, tiles, words, 32, 15]
