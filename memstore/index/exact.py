@@ -21,7 +21,7 @@ from memstore.index.best import BestBlocks, choose, merge, nothing, order
 from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows
-from memstore.kernels._largest import largest
+from memstore.kernels._largest import filled, largest
 from memstore.kernels.best_codes import best_codes
 from memstore.kernels.best_products.api import fastest as fastest_products
 from memstore.kernels.search_blocks.api import KeyChunk, fastest, search_blocks, search_chunks
@@ -418,11 +418,9 @@ def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | No
     scores = torch.stack([best_codes(held, rows) for held, rows in zip(codes, queries, strict=True)])
     if wanted is not None:
         scores = scores.masked_fill(~wanted, -torch.inf)
-    blocks = largest(scores, min(k, scores.shape[2]))
-    scores = scores.gather(2, blocks)
-    missing = (0, k - scores.shape[2])
-    scores = torch.nn.functional.pad(scores, missing, value=-torch.inf)
-    return scores, torch.nn.functional.pad(blocks, missing).masked_fill(scores == -torch.inf, -1)
+    at = largest(scores, min(k, scores.shape[2]))
+    found = filled(scores.gather(2, at), k, -torch.inf)
+    return found, filled(at, k, -1).masked_fill(found == -torch.inf, -1)
 
 
 def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:

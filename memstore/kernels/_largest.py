@@ -17,3 +17,9 @@ def largest(x: Tensor, k: int) -> Tensor:
     places = torch.arange(x.shape[-1], device=x.device)
     keys = (ordered << 32) + (0xFFFFFFFF - places)
     return 0xFFFFFFFF - (keys.topk(k, -1).values & 0xFFFFFFFF)
+
+
+def filled(x: Tensor, k: int, value: float) -> Tensor:
+    """The first ``k`` columns of ``x [..., n]``, with ``value`` where there are fewer."""
+    missing = k - x.shape[-1]
+    return x[..., :k] if missing <= 0 else torch.nn.functional.pad(x, (0, missing), value=value)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memstore.kernels._largest import largest
+from memstore.kernels._largest import filled, largest
 from memstore.kernels._tiles import padded
 
 RUN = 64
@@ -131,7 +131,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     blocks = (chosen.unsqueeze(-1) * RUN + torch.arange(RUN, device=chosen.device)).flatten(2)
     scores = scores.flatten(2)
     at = largest(scores, min(k, scores.shape[2]))
-    found, blocks = _filled(scores.gather(2, at), k, -torch.inf), _filled(blocks.gather(2, at), k, -1)
+    found, blocks = filled(scores.gather(2, at), k, -torch.inf), filled(blocks.gather(2, at), k, -1)
     blocks = blocks.masked_fill(found == -torch.inf, -1)
     return found.view(heads, tokens, k), blocks.view(heads, tokens, k)
 
@@ -143,9 +143,3 @@ def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
         parts.append(x.to(dtype))
         x = x - parts[-1].float()
     return torch.stack(parts)
-
-
-def _filled(x: Tensor, k: int, value: float) -> Tensor:
-    """The first ``k`` columns of ``x [G, R, n]``, with ``value`` where there are fewer."""
-    missing = k - x.shape[-1]
-    return x[..., :k] if missing <= 0 else torch.nn.functional.pad(x, (0, missing), value=value)
