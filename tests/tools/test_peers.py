@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures memory by Linux's /proc")
-def test_peers_do_the_same_work_and_memstore_alone_refuses_a_flipped_bit(tmp_path: Path) -> None:
+def test_peers_do_the_same_work_and_a_flipped_bit_changes_no_answer_of_memstore(tmp_path: Path) -> None:
     for part in (instruct_model(), instruct_tokenizer()):
         part.save_pretrained(tmp_path / "model")
     out = tmp_path / "rows.json"
