@@ -32,7 +32,7 @@ from memstore.eval.questions.sets import Half, Question, QuestionSet
 from memstore.kernels import best_products
 from memstore.readers.kinds import encode
 from memstore.readers.stock.reader import StockReader
-from memstore.readers.stock.routers import save_router
+from memstore.readers.stock.selection import save_router
 
 SEGMENT = 512
 """Tokens whose states are computed together, seeing nothing before them."""

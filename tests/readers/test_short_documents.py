@@ -11,8 +11,7 @@ import torch
 import memstore
 from memstore.memory.shared import Handle
 from memstore.memory.view import LayerView
-from memstore.readers.stock.short import ShortDocuments, incomplete_landmarks
-from memstore.readers.stock.visible import AttachedDocument, everything
+from memstore.readers.stock.visible import AttachedDocument, ShortDocuments, everything, incomplete_landmarks
 from tests.instruct import instruct_model, instruct_tokenizer
 
 NOTES = {f"note {i}": f"The key of house {i} hangs behind beam {i * i}. " * (1 + i % 3) for i in range(6)}

@@ -14,8 +14,8 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
 from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.selection import DocumentWords
 from memstore.readers.stock.visible import everything
-from memstore.readers.stock.words import DocumentWords
 from tests.eval.drts import byte_tokenizer
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, tiny, tokens

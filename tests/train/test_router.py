@@ -13,7 +13,7 @@ from memstore.attention import Router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 from memstore.eval.questions import own
 from memstore.eval.questions.sets import QuestionSet
-from memstore.readers.stock.routers import save_router
+from memstore.readers.stock.selection import save_router
 from memstore.train import RouterOptions, train_router
 from tests.eval.drts import byte_tokenizer, small_drt
 from tests.readers.models import attach, tiny

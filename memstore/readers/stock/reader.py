@@ -28,10 +28,8 @@ from memstore.readers.reading import Job
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
-from memstore.readers.stock.opening import Opening
-from memstore.readers.stock.reading import SegmentReading
-from memstore.readers.stock.routers import load_router
-from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, router_samples
+from memstore.readers.stock.reading import Opening, SegmentReading
+from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, load_router, router_samples
 from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 

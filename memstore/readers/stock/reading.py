@@ -1,4 +1,4 @@
-"""Reading a text into a memory: segment by segment, each one transaction, resumable at any of them.
+"""Reading a text into a memory, segment by segment, each one transaction; and the opening of a prompt, read once.
 
 A segment is a fixed stretch of the document, ``[i * segment, (i + 1) * segment)``. Its tokens see the sink, the window
 before the segment, the segment up to themselves, and blocks chosen by the last tokens before the segment. All of that
@@ -9,6 +9,7 @@ closing the memory in between, computes the same states.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -267,3 +268,34 @@ class RecentCodes:
         assert self.codes is not None
         assert first >= self.start, "codes were asked for that are not kept"
         return self.codes[first - self.start : tokens.stop - self.start]
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """The first tokens of prompts, and their states: what a template and a system prompt say before every question.
+
+    That says nothing of what is wanted, so it attends to the sink and to itself, and not to what is retrieved. Its
+    states are then the same for every question, and are kept until something is committed: of the prompt of a short
+    question they are more than half.
+    """
+
+    tokens: Tensor
+    """``[n]``"""
+    states: list[States]
+    """Of each layer: keys, at the positions that they are attended at, and values ``[1, G, n, D]``."""
+
+    @classmethod
+    def computed(cls, hooks: Hooks, call: Call, tokens: Tensor) -> Opening:
+        """That of the prompts that begin with ``tokens [n]``, by ``call``, which is released."""
+        call.observers, call.routed = (), False
+        try:
+            hooks.forward(call, tokens, logits=True)
+            return cls(tokens, [layer.local() for layer in call.layers])
+        finally:
+            call.release()
+
+    def begin(self, call: Call) -> None:
+        """Let ``call`` go on after it."""
+        call.length, call.opening = len(self.tokens), self.tokens
+        for layer, (keys, values) in zip(call.layers, self.states, strict=True):
+            layer.keys, layer.values, layer.is_initialized = keys, values, True

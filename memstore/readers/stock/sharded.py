@@ -22,8 +22,15 @@ from memstore.kernels.block_attention.fused import whole_mask
 from memstore.readers.ranks import Ranks, Share
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.selection import CandidateLists, Selection
-from memstore.readers.stock.short import SHORT, Short, ShortDocuments, incomplete_landmarks
-from memstore.readers.stock.visible import AttachedDocument, Candidates, best_of
+from memstore.readers.stock.visible import (
+    SHORT,
+    AttachedDocument,
+    Candidates,
+    Short,
+    ShortDocuments,
+    best_of,
+    incomplete_landmarks,
+)
 
 
 @dataclass(eq=False)
