@@ -15,9 +15,8 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.checks import check_numbers, check_tensor
-from memstore.memory.entry import READING, DocumentState
+from memstore.memory.entry import READING, DocumentState, Home, Places, put_home, told
 from memstore.memory.history import beginning, chain, digest_at
-from memstore.memory.places import Home, Places, put_home, told
 from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record

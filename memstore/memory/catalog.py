@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
-from memstore.memory.entry import NAMED, Address, DocumentState, stored_state
+from memstore.memory.entry import NAMED, Address, DocumentState, Homes, Places, stored_state
 from memstore.memory.history import Histories
-from memstore.memory.places import Homes, Places
 from memstore.store.contract import MAX_DOCUMENT, BlockStore, Key, Record
 from memstore.stored import fit
 

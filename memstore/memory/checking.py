@@ -25,13 +25,17 @@ from memstore.memory.entry import (
     NEXT_DOCUMENT_VALUE,
     Address,
     DocumentState,
+    Home,
+    Homes,
+    Places,
+    common,
+    lacking,
+    merged,
 )
 from memstore.memory.history import beginning, broken
-from memstore.memory.places import Home, Homes, Places
-from memstore.memory.ranges import common, lacking, merged
 from memstore.memory.rules import STORED, Rules
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
-from memstore.memory.usage import Usage, clipped, present
+from memstore.memory.usage import Usage, clipped
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Key, Layout, Record, ScannedValue, Table
 from memstore.stored import fit
 
@@ -147,7 +151,7 @@ class Check:
         """What documents use. The entries come before everything else, so all of them are known."""
         usage = Usage()
         for number, state in self.documents.items():
-            usage.put(number, self._home(number), present(state))
+            usage.put(number, self._home(number), state.present())
         return usage
 
     @cached_property
@@ -156,7 +160,7 @@ class Check:
         usage, size = Usage(), self._header.spec.block_size
         for number, state in self.documents.items():
             whole = 0 if state.digest is None else state.tokens // size
-            usage.put(number, self._home(number), clipped(present(state), range(whole)))
+            usage.put(number, self._home(number), clipped(state.present(), range(whole)))
         return usage
 
     def _home(self, number: int) -> Home:

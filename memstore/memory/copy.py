@@ -22,8 +22,8 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory.append import Append
 from memstore.memory.document import Document
+from memstore.memory.entry import common
 from memstore.memory.memory import Memory, check_same, open_memory
-from memstore.memory.ranges import common
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar

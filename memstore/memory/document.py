@@ -10,9 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
-from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState
-from memstore.memory.places import Places, dropped, dropped_message
-from memstore.memory.ranges import common, lacking
+from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
@@ -142,11 +140,11 @@ class Document:
     @property
     def dropped(self) -> list[range]:
         """Blocks that were damaged and that a repair has dropped: they cannot be found or gathered any more."""
-        return dropped(self._handle.current())
+        return self._handle.current().gaps
 
     def present(self, blocks: range) -> list[range]:
         """``blocks`` without those that were dropped, in pieces."""
-        return lacking(blocks, self.dropped)
+        return self._handle.current().present(blocks)
 
     @property
     def digest(self) -> str | None:
@@ -192,8 +190,8 @@ class Document:
             if absent := lacking(wanted, [live]):
                 there = f"blocks {live.start} to {live.stop - 1}" if live else "no blocks"
                 raise NotFound(f"document {self.name!r} has no block {absent[0].start}; it has {there}.")
-            if block is not None and (lost := [part for gone in dropped(state) if (part := common(gone, wanted))]):
-                raise NotFound(dropped_message(self.name, lost[0].start))
+            if block is not None and (lost := [part for gone in state.gaps if (part := common(gone, wanted))]):
+                raise NotFound(state.gap_message(lost[0].start))
             try:
                 tokens = self._read_tokens(state, wanted).long()
                 # Several reads are several moments; whole blocks change by truncations only, and those are counted.
@@ -393,7 +391,7 @@ class Document:
         full = range(blocks.start, min(blocks.stop, state.tokens // size))
         layout = token_layout(size)
         places = self._shared.places(self._handle.id, state)
-        there = lacking(full, dropped(state))
+        there = state.present(full)
         keys = [key for part in there for key in places.all_tokens(part)]
         ids = read_rows(self._shared.store, keys, [layout])[0]
         if len(ids) < len(full):

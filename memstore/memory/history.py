@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 
 from memstore.errors import DamagedError
-from memstore.memory.entry import HASH_BYTES, DocumentState
-from memstore.memory.places import Places
+from memstore.memory.entry import HASH_BYTES, DocumentState, Places
 from memstore.memory.spec import Fingerprint, MemorySpec
 from memstore.store.contract import Bytes
 

@@ -21,9 +21,8 @@ import xxhash
 
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
-from memstore.memory.entry import LONGEST_NAME, DocumentState
+from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
 from memstore.memory.history import hash_before
-from memstore.memory.places import Places
 from memstore.memory.spec import MemorySpec
 from memstore.store import paths
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM

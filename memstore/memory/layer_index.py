@@ -14,10 +14,8 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import SearchResult, VectorIndex
-from memstore.memory.entry import DocumentState
+from memstore.memory.entry import DocumentState, lacking
 from memstore.memory.index_files import LayerLandmarks
-from memstore.memory.places import dropped
-from memstore.memory.ranges import lacking
 from memstore.memory.shared import Handle
 from memstore.memory.tensors import own_types
 from memstore.store.contract import Progress
@@ -207,7 +205,7 @@ class LayerIndex:
         with self._lock:
             if self._index is not None and self._edits == before.edits:
                 self._keep(range(min(self._held.start, after.blocks), min(self._held.stop, after.blocks)))
-                self._edits, self._dropped = after.edits, dropped(after)
+                self._edits, self._dropped = after.edits, after.gaps
 
     def _synced(self) -> VectorIndex:
         while True:
@@ -226,9 +224,9 @@ class LayerIndex:
         complete = state.complete(self._handle.shared.spec.block_size)
         if self._index is None or self._edits != state.edits:
             self._index, self._edits = self._renewed(), state.edits
-            self._held, self._dropped = range(complete.start, complete.start), dropped(state)
+            self._held, self._dropped = range(complete.start, complete.start), state.gaps
             self._load(complete)
-        self._dropped = dropped(state)  # a copy passes over the blocks that its source lacks, without an edit
+        self._dropped = state.gaps  # a copy passes over the blocks that its source lacks, without an edit
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index

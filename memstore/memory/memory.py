@@ -21,7 +21,7 @@ from memstore.memory.shared import NamedValues, SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
-from memstore.memory.usage import Deletion, Usage, present
+from memstore.memory.usage import Deletion, Usage
 from memstore.store.contract import BlockStore, Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
 from memstore.store.keys import KeySource, read_key
@@ -385,11 +385,11 @@ class Memory:
         Blocks that documents share count for each of them, and once in ``bytes``.
         """
         states = [(number, self._shared.state(number)) for number in self._shared.documents()]
-        live = [(state, present(state)) for _, state in states if state is not None]
+        live = [(state, state.present()) for _, state in states if state is not None]
         usage = Usage()
         for number, state in states:
             if state is not None:
-                usage.put(number, self._shared.homes.of(number, state), present(state))
+                usage.put(number, self._shared.homes.of(number, state), state.present())
         blocks = sum(len(part) for _, parts in live for part in parts)
         missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
         tokens = blocks * self.spec.block_size - missing

@@ -23,15 +23,23 @@ from memstore.errors import DamagedError
 from memstore.memory.append import moved
 from memstore.memory.checking import Check, Finding
 from memstore.memory.document import Document
-from memstore.memory.entry import HASHES_PER_RUN, KEEPING, NEXT_DOCUMENT, Address, DocumentState
+from memstore.memory.entry import (
+    HASHES_PER_RUN,
+    KEEPING,
+    NEXT_DOCUMENT,
+    Address,
+    DocumentState,
+    Home,
+    Places,
+    common,
+    merged,
+)
 from memstore.memory.history import digest_at
 from memstore.memory.index_files import damaged, folder_of, remove
-from memstore.memory.places import Home, Places, dropped
-from memstore.memory.ranges import common, merged
 from memstore.memory.rules import lost_keys
 from memstore.memory.shared import SharedStore, next_document_record
 from memstore.memory.urls import folder
-from memstore.memory.usage import Deletion, present
+from memstore.memory.usage import Deletion
 from memstore.store.contract import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
@@ -229,7 +237,7 @@ class Repair:
             shared.store.write(_dropping(shared, states, after))
             shared.catalog.clear()
         for number, left in after.items():
-            gone = sum(map(len, present(states[number]))) - sum(map(len, present(left)))
+            gone = sum(map(len, states[number].present())) - sum(map(len, left.present()))
             stay = _tokens(left, size)
             tokens = _tokens(states[number], size) - stay
             message = f"document {left.name!r} goes on without {gone} damaged blocks: {tokens} tokens are lost"
@@ -239,7 +247,7 @@ class Repair:
 def _tokens(state: DocumentState, block_size: int) -> int:
     """How many tokens there are in the blocks of a document."""
     missing = -state.tokens % block_size if state.live() else 0
-    return sum(map(len, present(state))) * block_size - missing
+    return sum(map(len, state.present())) * block_size - missing
 
 
 # All documents that use a run of hashes are told that it is damaged, so nobody needs what is left of it.
@@ -255,7 +263,7 @@ def _without_hashes(batch: Batch, places: Places, state: DocumentState, lost: li
 
 def _without_blocks(shared: SharedStore, places: Places, before: DocumentState, lost: list[range]) -> DocumentState:
     """A document once ``lost`` blocks are gone. Raises ``DamagedError``."""
-    parts = merged([*dropped(before), *(common(part, before.live()) for part in lost)])
+    parts = merged([*before.gaps, *(common(part, before.live()) for part in lost)])
     gone, end = tuple((part.start, part.stop) for part in parts), before.blocks
     if gone and gone[-1][1] == end:
         end, gone = max(gone[-1][0], before.first), gone[:-1]

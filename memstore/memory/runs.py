@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memstore.errors import DamagedError, NotFound
-from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN
-from memstore.memory.places import Places
+from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, Places
 from memstore.memory.spec import MemorySpec, run_layout
 from memstore.store.contract import Batch, BlockStore, Key, Layout, Table
 

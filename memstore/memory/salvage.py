@@ -27,9 +27,8 @@ from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
-from memstore.memory.entry import Address, DocumentState
+from memstore.memory.entry import Address, DocumentState, Places
 from memstore.memory.memory import Memory, open_memory
-from memstore.memory.places import Places
 from memstore.memory.repair import told_by_tokens
 from memstore.memory.shared import NamedValues, SharedStore
 from memstore.memory.spec import block_layouts, plain_layouts, token_layout

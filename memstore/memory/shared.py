@@ -25,10 +25,11 @@ from memstore.memory.entry import (
     NEXT_DOCUMENT,
     NEXT_DOCUMENT_VALUE,
     DocumentState,
+    Homes,
+    Places,
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
-from memstore.memory.places import Homes, Places
 from memstore.memory.rules import Retention
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.store.cache import BlockCache

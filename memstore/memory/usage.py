@@ -1,6 +1,6 @@
 """Which blocks documents use, and so what may be deleted when some of them change.
 
-Documents that share blocks have homes in one tree (``places.py``). What is used at a home follows from below: the
+Documents that share blocks have homes in one tree (``entry.py``). What is used at a home follows from below: the
 blocks of the document that writes there, and what the trees of its branches use of the blocks before them. So a change
 is followed from a home to the ones it is a branch of, only as far as it changes anything.
 """
@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memstore.memory.entry import Address, DocumentState
-from memstore.memory.places import Home, Piece, dropped
-from memstore.memory.ranges import common, lacking, merged
+from memstore.memory.entry import Address, DocumentState, Home, Piece, common, lacking, merged
 from memstore.store.contract import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
@@ -175,11 +173,6 @@ class Usage:
             at = self._parent(at)
 
 
-def present(state: DocumentState) -> list[range]:
-    """The live blocks of a document that were not dropped."""
-    return lacking(state.live(), dropped(state))
-
-
 def clipped(parts: Sequence[range], to: range) -> list[range]:
     """Those of ``parts`` that lie within ``to``."""
     return [part for each in parts if (part := common(each, to))]
@@ -219,7 +212,7 @@ class Deletion:
         self._usage.settle()
         for number, (after, home) in changes.items():
             before, self._homes[number] = self._homes[number], home
-            self._usage.put(number, home, present(after))
+            self._usage.put(number, home, after.present())
             if home.number != before.number:
                 self._usage.remove(number, before)
             batch.put(Address(number).entry, after.to_record())
@@ -228,7 +221,7 @@ class Deletion:
     def used_by_others(self, number: int) -> list[range]:
         """The blocks under the home of a document that others use."""
         self._read(number)
-        home, blocks = self._homes[number], present(self._shared.state(number) or DocumentState(name=""))
+        home, blocks = self._homes[number], (self._shared.state(number) or DocumentState(name="")).present()
         self._usage.put(number, home, [])
         others = self._usage.used(home.number)
         self._usage.put(number, home, blocks)
@@ -244,7 +237,7 @@ class Deletion:
             self._roots.add(home.root)
         if number not in self._homes:
             self._homes[number] = home
-            self._usage.put(number, home, present(state))
+            self._usage.put(number, home, state.present())
 
     def _related(self, root: int) -> Collection[int]:
         catalog = self._shared.catalog
@@ -258,7 +251,7 @@ class Deletion:
         state = self._changed.get(number) or self._shared.state(number)
         if state is not None and number not in self._homes:
             self._homes[number] = self._shared.homes.of(number, state)
-            self._usage.put(number, self._homes[number], present(state))
+            self._usage.put(number, self._homes[number], state.present())
 
     def _release(self, batch: Batch) -> None:
         for owner, gaps, used in self._usage.freed():

@@ -15,7 +15,6 @@ from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFou
 from memstore.index.checks import check_tensor
 from memstore.memory.entry import DocumentState
 from memstore.memory.layer_index import LayerIndex
-from memstore.memory.places import dropped, dropped_message
 from memstore.memory.shared import Handle
 from memstore.memory.tensors import decode_block_rows, read_last_block
 from memstore.store.cache import BlockRefs, StaleBlocks
@@ -149,7 +148,7 @@ class LayerView:
             return
         state = self._handle.current()
         complete = state.complete(self._shared.spec.block_size)
-        gone = dropped(state)
+        gone = state.gaps
         ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]
         if ids:
             self._shared.blocks.prefetch(self._refs(ids, state), self._unmoved(state, ids))
@@ -239,8 +238,8 @@ class LayerView:
 
     def _check_live(self, blocks: Sequence[int]) -> DocumentState:
         state = self._handle.current()
-        if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in dropped(state))]):
-            raise NotFound(dropped_message(self._name, lost[0]))
+        if state.dropped and (lost := [block for block in blocks if any(block in gone for gone in state.gaps)]):
+            raise NotFound(state.gap_message(lost[0]))
         if blocks and not state.first <= min(blocks) <= max(blocks) < state.blocks:
             live = state.live()
             wrong = next(block for block in blocks if block not in live)

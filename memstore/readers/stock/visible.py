@@ -12,8 +12,6 @@ from torch import Tensor
 
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack
 from memstore.kernels.best_signs.api import problem
-from memstore.memory.places import dropped
-from memstore.memory.ranges import lacking
 from memstore.memory.tensors import index_dtype
 from memstore.transfer import to_device
 
@@ -42,7 +40,7 @@ class AttachedDocument:
 
     def present(self, blocks: range) -> list[range]:
         """``blocks`` without those that were dropped, in pieces."""
-        return lacking(blocks, dropped(self.state)) if self.state.dropped else [blocks] if blocks else []
+        return self.state.present(blocks)
 
 
 @dataclass(frozen=True, eq=False)
