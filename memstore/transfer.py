@@ -1,9 +1,14 @@
-"""Copies between host memory and a GPU: many tensors at once, by way of pinned memory, while both go on working."""
+"""Work beside the model: copies between host memory and a GPU, and threads.
+
+Many tensors are copied at once, by way of pinned memory, while both sides go on working.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -133,3 +138,22 @@ def _parts(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
         length = math.prod(each.shape) * each.itemsize
         yield buffer[start : start + length].view(each.dtype).view(each.shape)
         start += -(-length // ALIGNED) * ALIGNED
+
+
+def background_workers(count: int) -> ThreadPoolExecutor:
+    """Threads that work beside the model, such as one that commits; each computes with one thread of torch.
+
+    Torch would give each of them as many OpenMP workers as the model has. With more workers than cores they sleep after
+    every operation instead of waiting for the next, and the model takes twice as long; so these get none.
+    """
+    threads = torch.get_num_threads()
+    workers = ThreadPoolExecutor(count, "memstore", initializer=_work_alone)
+    for started in [workers.submit(time.sleep, 0.001) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(threads)  # the workers have set the default of threads yet to come as well
+    return workers
+
+
+def _work_alone() -> None:
+    torch.get_num_threads()  # reads the default, which would else be read later and undo the next line
+    torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index.checks import check_numbers, check_tensor
 from memstore.memory.entry import READING, DocumentState, Home, Places, put_home, told
-from memstore.memory.history import beginning, chain, digest_at
+from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record
@@ -34,7 +34,7 @@ def truncation(
     state says so.
     """
     batch, places, deleting = Batch(), shared.places(number, before), Deletion(shared)
-    digest = digest_at(shared.history, places, before, blocks, shared.spec)
+    digest = shared.history.digest(places, before, blocks, shared.spec)
     after, home = replace(before.cut(blocks, shared.spec.block_size), digest=digest), places.node
     if blocks < places.start or any(used.stop > blocks for used in deleting.used_by_others(number)):
         after, home = moved(batch, number, places, after, fresh)
@@ -73,7 +73,7 @@ def forking(
         blocks=blocks,
         first=min(state.first, blocks),
         **told(home),
-        digest=digest_at(shared.history, parent, state, whole, shared.spec),
+        digest=shared.history.digest(parent, state, whole, shared.spec),
         reading=state.reading,
         dropped=state.dropped_below(whole),
     )

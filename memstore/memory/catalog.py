@@ -9,15 +9,19 @@ somebody without saying so, entries are read again as they are asked for, and ne
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError
-from memstore.memory.entry import NAMED, Address, DocumentState, Homes, Places, stored_state
-from memstore.memory.history import Histories
-from memstore.store.contract import MAX_DOCUMENT, BlockStore, Key, Record
+from memstore.memory.entry import HASH_BYTES, NAMED, Address, DocumentState, Homes, Places, stored_state
+from memstore.memory.runs import HistoryRuns
+from memstore.store.contract import MAX_DOCUMENT, BlockStore, Bytes, Key, Record
 from memstore.stored import fit
+
+MOST_HELD = 64 << 20
+"""Bytes of histories that are held, so that texts are compared with documents that were compared before."""
 
 _catalogs: WeakKeyDictionary[BlockStore, ref[Catalog]] = WeakKeyDictionary()  # which refer to their stores
 _guard = threading.Lock()
@@ -200,3 +204,106 @@ def catalog_of(store: BlockStore, url: str) -> Catalog:
             catalog = Catalog(store, url)
             _catalogs[store] = ref(catalog)
         return catalog
+
+
+class Histories:
+    """The documents of a store in the order of their histories: one that begins as a text does stands beside it.
+
+    So a text is compared with a few documents, however many there are: with none where no other has its first block,
+    else with those that a search by halves meets. Documents whose first blocks have left, or that have no digest, are
+    not among them.
+    """
+
+    def __init__(
+        self,
+        state: Callable[[int], DocumentState | None],
+        places: Callable[[int, DocumentState], Places],
+    ) -> None:
+        """``state`` and ``places`` are those of a document as it is now."""
+        self._state, self._places = state, places
+        self._changed: dict[int, None] = {}
+        self._first: dict[int, bytes] = {}
+        self._groups: dict[bytes, list[int]] = {}
+        """Hash of the first block -> documents that begin with it, in the order of their histories."""
+        self._held: dict[int, bytes] = {}
+        """Histories that were read, of documents that others begin like."""
+
+    def changed(self, documents: Iterable[int]) -> None:
+        """These documents are new, others than they were, or gone."""
+        self._changed.update(dict.fromkeys(documents))
+
+    def find(self, history: HistoryRuns, hashes: Bytes, size: int) -> tuple[int, int] | None:
+        """A document that has most first blocks of the history ``hashes [n, HASH_BYTES]``, and how many.
+
+        None where none has the first. ``size`` is the number of tokens in a block; damaged documents are left out.
+        """
+        for document in self._changed:
+            self._remove(document)
+        while self._changed:
+            self._add(self._changed.popitem()[0], history, size)
+        text = hashes.tobytes()
+        group = self._groups.get(text[:HASH_BYTES], [])
+        count, document = self._place(group, text, history, size)[1]
+        return (-document, count) if count else None
+
+    def _add(self, document: int, history: HistoryRuns, size: int) -> None:
+        try:
+            state = self._state(document)
+            if state is None or state.digest is None or state.first or state.tokens < size:
+                return
+            one = state.tokens < 2 * size
+            first = bytes.fromhex(state.digest) if one else history.hash(self._places(document, state), 0)
+            place = 0
+            if group := self._groups.get(first):
+                place = self._place(group, self._history(document, history, size), history, size)[0]
+            # Not into ``group``: where all in it were damaged, it is no more.
+            self._groups.setdefault(first, []).insert(place, document)
+        except DamagedError:
+            return  # verify names it; here it only means that nothing of this document is used
+        self._first[document] = first
+
+    def _remove(self, document: int) -> None:
+        self._held.pop(document, None)
+        first = self._first.pop(document, None)
+        if first is not None:
+            self._groups[first].remove(document)
+            if not self._groups[first]:
+                del self._groups[first]
+
+    def _place(self, group: list[int], text: bytes, history: HistoryRuns, size: int) -> tuple[int, tuple[int, int]]:
+        """Where the history ``text`` stands in ``group``; and the most blocks that any has, and minus that document."""
+        low, high, best = 0, len(group), (0, 0)
+        while low < high:
+            middle = (low + high) // 2
+            document = group[middle]
+            try:
+                other = self._history(document, history, size)
+            except DamagedError:
+                self._remove(document)
+                high -= 1
+                continue
+            count = _agreeing(text, other)
+            best = max(best, (count, -document))
+            stop = (count + 1) * HASH_BYTES
+            low, high = (middle + 1, high) if other[:stop] < text[:stop] else (low, middle)
+        return low, best
+
+    def _history(self, document: int, history: HistoryRuns, size: int) -> bytes:
+        """The hashes of all complete blocks of a document, one after the other. Raises ``DamagedError``."""
+        if document not in self._held:
+            if sum(map(len, self._held.values())) > MOST_HELD:
+                self._held.clear()
+            state = self._state(document) or DocumentState(name="")
+            parts = history.read(self._places(document, state), range(state.tokens // size))
+            self._held[document] = b"".join(rows.numpy().tobytes() for _, rows in parts)
+        return self._held[document]
+
+
+def _agreeing(one: bytes, other: bytes) -> int:
+    """How many first blocks two histories have in common: each hash says everything before it."""
+
+    def differs(block: int) -> bool:
+        part = slice(block * HASH_BYTES, (block + 1) * HASH_BYTES)
+        return one[part] != other[part]
+
+    return bisect_left(range(min(len(one), len(other)) // HASH_BYTES), True, key=differs)

@@ -22,7 +22,6 @@ import xxhash
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
-from memstore.memory.history import hash_before
 from memstore.memory.spec import MemorySpec
 from memstore.store import paths
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM
@@ -32,7 +31,7 @@ if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
     from torch import Tensor
 
     from memstore.index import VectorIndex
-    from memstore.memory.runs import Runs
+    from memstore.memory.runs import HistoryRuns, Runs
 
 FORMAT = 2
 SAMPLES = 16
@@ -73,7 +72,7 @@ class LayerLandmarks(NamedTuple):
     layer: int
     state: DocumentState
     landmarks: Runs
-    history: Runs
+    history: HistoryRuns
     places: Places
 
 
@@ -171,10 +170,8 @@ class IndexFiles:
 
     def _history(self, source: LayerLandmarks, stop: int) -> str | None:
         """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
-        state = source.state
-        if state.digest is None:
-            return None
-        return hash_before(source.history, source.places, state, stop, self._memory_spec.fingerprint).hex()
+        known = stop and source.state.digest is not None
+        return source.history.hash(source.places, stop - 1).hex() if known else None
 
     def _fits(self, about: Mapping[str, Any], source: LayerLandmarks, blocks: range) -> bool:
         """Whether the landmarks of a file are those of the store, of blocks that are complete now."""

@@ -15,8 +15,8 @@ from memstore.memory import verify
 from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.history import beginning, chain
 from memstore.memory.rules import Rules, WhenFull
+from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import NamedValues, SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of

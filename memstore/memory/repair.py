@@ -34,7 +34,6 @@ from memstore.memory.entry import (
     common,
     merged,
 )
-from memstore.memory.history import digest_at
 from memstore.memory.index_files import damaged, folder_of, remove
 from memstore.memory.rules import lost_keys
 from memstore.memory.shared import SharedStore, next_document_record
@@ -268,7 +267,7 @@ def _without_blocks(shared: SharedStore, places: Places, before: DocumentState, 
     if gone and gone[-1][1] == end:
         end, gone = max(gone[-1][0], before.first), gone[:-1]
     # The hash of a history is a chain over tokens that are not all there any more.
-    digest = None if gone else digest_at(shared.history, places, before, end, shared.spec)
+    digest = None if gone else shared.history.digest(places, before, end, shared.spec)
     return replace(before.cut(end, shared.spec.block_size), dropped=gone, digest=digest)
 
 

@@ -31,6 +31,7 @@ from memstore.memory.entry import (
 )
 from memstore.memory.index_files import IndexFiles, folder_of
 from memstore.memory.rules import Retention
+from memstore.memory.runs import HistoryRuns, LandmarkRuns
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.store.cache import BlockCache
 from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Key, Layout, Record, Table
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, whi
     from torch import Tensor
 
     from memstore.index import IndexCapabilities, VectorIndex
-    from memstore.memory.runs import HistoryRuns, LandmarkRuns
 
 INFO = table(value=anything)
 _LAST_NAMED = Key(Table.META, item=MAX_ITEM)
@@ -124,15 +124,11 @@ class SharedStore:
 
     def runs(self, layer: int) -> LandmarkRuns:
         """The stored landmarks of one layer."""
-        from memstore.memory.runs import LandmarkRuns
-
         return LandmarkRuns(self.store, self.spec, layer, self.run_length)
 
     @cached_property
     def history(self) -> HistoryRuns:
         """The stored hashes of the histories of documents."""
-        from memstore.memory.runs import HistoryRuns
-
         return HistoryRuns(self.store)
 
     @cached_property
@@ -434,7 +430,7 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
 
 def _readers(store: BlockStore) -> Executor:
     """Threads that bring blocks ahead."""
-    from memstore.memory.pipeline import background_workers
+    from memstore.transfer import background_workers
 
     return background_workers(store.capabilities.reads_ahead)
 

@@ -1,11 +1,13 @@
-"""A text on its way into a document: how it is compared with what is there, how it is cut, and what came of it."""
+"""A text on its way into a document: how it is compared with what is there, cut, computed, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,11 +17,14 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.memory.append import Tokens
 from memstore.memory.tensors import own_types
+from memstore.transfer import background_workers
 
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or pieces of them one after the other."""
+S = TypeVar("S")
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,62 @@ def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor
                 place, waiting, held = place + held, [], 0
     if held:
         yield torch.cat(waiting)
+
+
+def pipelined(
+    segments: Iterable[S],
+    compute: Callable[[S], M],
+    commit: Callable[[M], None],
+    *,
+    workers: int = 0,
+    ahead: bool = True,
+) -> Iterator[M]:
+    """Compute ``segments`` and commit what they made in order, each in a thread beside the next ones.
+
+    ``workers`` segments are computed side by side in threads; 0: one after the other, in this one. ``ahead=False``
+    waits until what was made before is committed, for segments that need to find it. Tells what was made, as it is
+    handed over. Where ``segments`` raises, what came before is committed first.
+    """
+    computing: deque[Future[M]] = deque()
+    pending: Future[None] | None = None
+    failure: BaseException | None = None
+    source = iter(segments)
+    with background_workers(1) as writer, background_workers(workers) if workers else nullcontext() as pool:
+        try:
+            while True:
+                try:
+                    segment = next(source)
+                except StopIteration:
+                    break
+                except BaseException as error:  # noqa: BLE001 - raised again once what came before it is kept
+                    failure = error
+                    break
+                if pool is None:
+                    if pending is not None and not ahead:
+                        pending.result()
+                    made = compute(segment)
+                else:
+                    computing.append(pool.submit(compute, segment))
+                    if len(computing) <= workers:
+                        continue
+                    made = computing.popleft().result()
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(commit, made)
+                yield made
+            while computing:
+                made = computing.popleft().result()
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(commit, made)
+                yield made
+            if pending is not None:
+                pending.result()
+        finally:
+            for each in computing:
+                each.cancel()
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

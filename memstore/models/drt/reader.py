@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
-from memstore.memory.history import digest_of_tokenizer
-from memstore.memory.pipeline import pipelined
+from memstore.memory import Document, MemorySpec, Recorder
 from memstore.memory.search import Match, search_vectors
-from memstore.memory.weights import digest_of_weights
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.choice import DRTChoice, group_layers
@@ -29,9 +26,10 @@ from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import MemoryTable
 from memstore.models.reading import CacheReader
 from memstore.readers.attachment import Place
+from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reading import Job, evaluating
+from memstore.readers.reading import Job, evaluating, pipelined
 from memstore.transfer import to_device, to_host
 
 SEGMENT_BLOCKS = 512
@@ -51,13 +49,12 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
     # What a block's states depend on beside the weights: none of it shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "window", "rms_norm_eps", "normalise_scores", "retrieval")
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
-    fingerprint = Fingerprint(
+    fingerprint = fingerprint_of(
+        model,
+        tokenizer,
         architecture=f"{config.model_type}/{config.lower_layers}+{config.upper_layers}x{config.hidden_size} {made}",
-        weights=digest_of_weights(model),
-        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=f"{config.positions} {config.rope_theta:g}",
         layout="c, landmark last",
-        dtype=str(model.dtype).removeprefix("torch."),
         block_size=config.tokens_per_block,
     )
     return MemorySpec(

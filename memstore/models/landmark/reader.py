@@ -20,10 +20,8 @@ from torch import Tensor
 
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
-from memstore.memory.history import digest_of_tokenizer
+from memstore.memory import Document, MemorySpec, Recorder
 from memstore.memory.search import Match, best, check_layer
-from memstore.memory.weights import digest_of_weights
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.configuration import LandmarkConfig
@@ -33,6 +31,7 @@ from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
 from memstore.readers.attachment import Place
+from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reading import Job, evaluating
@@ -61,13 +60,12 @@ def memory_spec(
     # What the states depend on beside the weights: none of it shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
-    fingerprint = Fingerprint(
+    fingerprint = fingerprint_of(
+        model,
+        tokenizer,
         architecture=f"{config.architecture} {config.num_hidden_layers}x{config.hidden_size} {made}",
-        weights=digest_of_weights(model),
-        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=f"rope {config.rope_theta:g}{' interleaved' if config.rope_interleaved else ''}",
         layout="k without positions, v, landmark last",
-        dtype=str(model.dtype).removeprefix("torch."),
         block_size=config.tokens_per_block,
     )
     return MemorySpec(

@@ -18,15 +18,14 @@ from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec, Recorder
-from memstore.memory.history import digest_of_tokenizer
+from memstore.memory import Document, MemorySpec, Recorder
 from memstore.memory.search import Match, search_vectors
-from memstore.memory.weights import digest_of_weights
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
 from memstore.readers.attachment import Place
+from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reading import Job, evaluating
@@ -55,10 +54,10 @@ def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size:
     )
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     dtype = str(model.dtype).removeprefix("torch.")
-    fingerprint = Fingerprint(
+    fingerprint = fingerprint_of(
+        model,
+        tokenizer,
         architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {made}",
-        weights=digest_of_weights(model),
-        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=f"window {config.window}, farthest {config.farthest}",
         layout="k of length 1, v, of single tokens",
         dtype=dtype,

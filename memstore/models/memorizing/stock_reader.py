@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, Fingerprint, MemorySpec
-from memstore.memory.history import digest_of_tokenizer
+from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
-from memstore.memory.weights import digest_of_weights
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of
+from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import KNN
 from memstore.readers.observer import Choices, Origin
 from memstore.readers.reader import Reader
@@ -54,10 +53,10 @@ class KNNReader(Reader):
         layer, number, size = self._layer, self._settings["layer"], BLOCK_SIZE if made is None else made.block_size
         size = size if self._block_size is None else self._block_size
         dtype = str(self.model.dtype).removeprefix("torch.")
-        fingerprint = Fingerprint(
+        fingerprint = fingerprint_of(
+            self.model,
+            self.tokenizer,
             architecture=f"{self.model.config.model_type} knn layer={number},groups={layer.groups},dim={layer.dim}",
-            weights=digest_of_weights(self.model),
-            tokenizer=None if self.tokenizer is None else digest_of_tokenizer(self.tokenizer),
             positions=f"segments of {self._segment_tokens}",
             layout="k before positions, v, of single tokens",
             dtype=dtype,

@@ -16,15 +16,13 @@ from memstore.attention import Router, pooled
 from memstore.attention.retrieval import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
-from memstore.memory.history import digest_of_tokenizer
 from memstore.memory.layer_index import cannot_score
-from memstore.memory.pipeline import pipelined
 from memstore.memory.search import Match, check_layer
-from memstore.memory.weights import digest_of_weights
 from memstore.readers.attachment import Place
+from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK
 from memstore.readers.reader import Reader
-from memstore.readers.reading import Job
+from memstore.readers.reading import Job, pipelined
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
@@ -414,13 +412,12 @@ def _stored_name(layer: int) -> str:
 def _fingerprint(model: PreTrainedModel, architecture: Architecture, tokenizer: Any, block_size: int) -> Fingerprint:
     """The fingerprint of states that ``model`` computes."""
     first = architecture.layers[0]
-    return Fingerprint(
+    return fingerprint_of(
+        model,
+        tokenizer,
         architecture=f"{architecture.name}/{len(architecture.layers)}x{first.key_heads}x{first.head_dim}",
-        weights=digest_of_weights(model),
-        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=architecture.positions,
         layout="k, v before positions",
-        dtype=str(model.dtype).removeprefix("torch."),
         block_size=block_size,
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("triton", reason="the pretended device needs Triton, an optional extra")
-from memstore.memory.weights import digest_of_weights
+from memstore.readers.fingerprint import digest_of_weights
 from tests.pretended import on_device, pretended
 
 

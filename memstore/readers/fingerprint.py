@@ -1,4 +1,4 @@
-"""The digest of a model's weights, which the fingerprint of a memory holds.
+"""What a model and its tokenizer are, as the fingerprint of a memory holds it.
 
 Weights on a GPU are not copied to the host each time: a checksum of all their bytes is computed where they lie, in one
 pass, and the digest that belongs to it is kept in the user's cache folder.
@@ -6,12 +6,14 @@ pass, and the digest that belongs to it is kept in the user's cache folder.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from memstore.folders import cache_folder
+from memstore.memory import Fingerprint
 from memstore.memory.tensors import byte_rows
 
 PIECE = 1 << 26
@@ -27,6 +30,36 @@ FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
 """Odd, as signed numbers of 64 bits: a product with them loses nothing."""
 
 Weights = Sequence[tuple[str, Tensor]]
+
+
+def fingerprint_of(
+    model: Any, tokenizer: Any, *, architecture: str, positions: str, layout: str, block_size: int, dtype: str = ""
+) -> Fingerprint:
+    """The fingerprint of what ``model`` stores, in the ``dtype`` of its weights unless another is said.
+
+    ``architecture``, ``positions`` and ``layout`` are in the words of its reader; ``tokenizer`` may be None.
+    """
+    return Fingerprint(
+        architecture=architecture,
+        weights=digest_of_weights(model),
+        tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
+        positions=positions,
+        layout=layout,
+        dtype=dtype or str(model.dtype).removeprefix("torch."),
+        block_size=block_size,
+    )
+
+
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """xxh3-128 over what turns text into ids; padding and truncation, which callers change, do not count."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        content = json.loads(backend.to_str())
+        content.pop("padding", None)
+        content.pop("truncation", None)
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of_weights(model: nn.Module) -> str:
