@@ -2,11 +2,17 @@
 
 LMDB's locks belong to the process and are lost when *any* descriptor of ``lock.mdb`` in it is closed. So an environment
 must not be opened twice, and nothing here opens that file beside LMDB.
+
+A page of the map that is touched and not in memory stops its thread until the disk has brought it, one page after the
+other; a page that cannot be brought ends the process (a bus error). Where the system lets us, both are asked for
+beforehand.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import resource
 import stat
@@ -32,7 +38,7 @@ from memstore.errors import (
 )
 from memstore.store import paths
 from memstore.store.keys import KEYS_NAME
-from memstore.store.lmdb import tree
+from memstore.store.lmdb import pages
 from memstore.store.lmdb.writer import RESERVE_NAME
 from memstore.store.paths import FULL, free_bytes, shortage
 from memstore.store.records import MAGIC
@@ -41,6 +47,11 @@ DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
 MAP_BYTES = 1 << 40
 """Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
+
+_WILL_NEED = 3
+_POPULATE_READ = 22  # Linux 5.14; touches pages like a read, and reports what a read would die of
+_IO_ERRORS = (errno.EFAULT, errno.EIO)
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # some systems count for the process alone
 
 _OWN_NAMES = (
     DATA_NAME,
@@ -54,7 +65,6 @@ _OWN_NAMES = (
 )  # and these with a suffix, while being made
 _FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
-_TAIL_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
 
 _ATTEMPTS = 5  # to look at a tree that a writer changes
 _LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
@@ -289,7 +299,7 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
     """Refuse a data file that has lost its end: reading a page past it would be a bus error, not an exception."""
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = data.stat().st_size
-    if length + _TAIL_BYTES < needed:
+    if length + pages.UNWRITTEN_BYTES < needed:
         raise _truncated(data, f"{length} of {needed} bytes are left")
     if length < needed and not env.flags()["readonly"]:
         with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as file:
@@ -307,7 +317,7 @@ def _truncated(data: Path, what: str) -> DamagedError:
 def tree_problem(
     env: lmdb.Environment, folder: Path, key_bytes: int, checks: Callable[[Any], int | None], *, large: bool = False
 ) -> str | None:
-    """What is wrong with the pages that lead to the values, or None; see ``tree.py``.
+    """What is wrong with the pages that lead to the values, or None; see ``pages.py``.
 
     ``checks`` reads in a transaction what the last four bytes of all keys add up to; None: that is not known.
     ``large`` looks at a page of each large value too.
@@ -317,7 +327,7 @@ def tree_problem(
             transaction = txn.id()
             try:
                 data, page_bytes = folder / DATA_NAME, env.stat()["psize"]
-                what, found = tree.survey(data, transaction, page_bytes, key_bytes, large=large)
+                what, found = pages.survey(data, transaction, page_bytes, key_bytes, large=large)
             except OSError as error:
                 raise shortage(error.errno, folder) or DamagedError(
                     f"{folder / DATA_NAME} cannot be read ({error.strerror}); check the disk", memory=folder
@@ -423,3 +433,50 @@ def allocated(path: Path) -> int:
     except FileNotFoundError:
         return 0
     return facts.st_blocks * 512 if stat.S_ISREG(facts.st_mode) else 0
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+_madvise = _find_madvise()
+
+
+class _SoFar(threading.local):
+    waits = 0
+
+
+_so_far = _SoFar()
+
+
+def will_need(address: int, length: int) -> None:
+    """Start to bring ``length`` bytes of a map into memory, without waiting for them."""
+    _advise(address, length, _WILL_NEED)
+
+
+def bring(address: int, length: int) -> bool:
+    """Wait, with the interpreter lock released, until ``length`` bytes of a map are there; False if the disk fails.
+
+    Where the system has no such call it returns True at once, and the pages come when they are touched.
+    """
+    return _advise(address, length, _POPULATE_READ) not in _IO_ERRORS
+
+
+def waited() -> bool:
+    """Whether this thread has asked the disk, or waited for it, since it called this before."""
+    usage = resource.getrusage(_WHOSE)
+    before, _so_far.waits = _so_far.waits, usage.ru_majflt + usage.ru_inblock
+    return _so_far.waits != before
+
+
+def _advise(address: int, length: int, advice: int) -> int:
+    """The error number, or 0."""
+    if _madvise is None:
+        return 0
+    start = address - address % mmap.PAGESIZE
+    return ctypes.get_errno() if _madvise(start, address + length - start, advice) else 0

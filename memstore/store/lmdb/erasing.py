@@ -11,7 +11,7 @@ Nothing is erased unless everything is understood. The walk starts from both met
 pages, leaf pages, overflow pages, values. A page that says another number or another kind than expected, that is used
 twice, or that is in use and listed as free is damage, and the file is left alone.
 
-``format.py`` says how pages are laid out.
+``pages.py`` says how pages are laid out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy.typing as npt
 from memstore.errors import DamagedError, MemoryInUse, MemstoreError, ReadOnlyMemory
 from memstore.store import paths
 from memstore.store.contract import Progress
-from memstore.store.lmdb import format as layout
+from memstore.store.lmdb import pages as layout
 from memstore.store.lmdb.environment import DATA_NAME
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate(2)

@@ -18,14 +18,7 @@ from typing import Any, Self
 
 import lmdb
 
-from memstore.errors import (
-    DamagedError,
-    ForeignMemory,
-    InvalidArgument,
-    NotAMemory,
-    ReadOnlyMemory,
-    StoreFull,
-)
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
 from memstore.store import paths
 from memstore.store.contract import (
     MAX_ITEM,
@@ -47,7 +40,6 @@ from memstore.store.contract import (
     check_range,
 )
 from memstore.store.lmdb import environment as environments
-from memstore.store.lmdb import paging
 from memstore.store.lmdb.environment import MAP_BYTES, Environment
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
@@ -131,7 +123,7 @@ class LmdbStore(BlockStore):
 
     @classmethod
     def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True) -> Self:
-        """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``tree.py``.
+        """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``pages.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
         ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
@@ -338,7 +330,7 @@ class LmdbStore(BlockStore):
                 values = self.values.take(txn, keys, reader, waits=self._waits)
         except lmdb.Error as error:
             raise self._failure(error) from error
-        self._waits = paging.waited()
+        self._waits = environments.waited()
         return reader.payloads(values)
 
     @contextmanager
@@ -349,7 +341,7 @@ class LmdbStore(BlockStore):
                 yield txn
         except lmdb.Error as error:
             raise self._failure(error) from error
-        self._waits = paging.waited()
+        self._waits = environments.waited()
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""

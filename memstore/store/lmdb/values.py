@@ -18,8 +18,9 @@ from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, NotFound
 from memstore.store.contract import BlockKeys, Bytes, Key, Record, ScannedValue, Table, describe
-from memstore.store.lmdb import format as layout
-from memstore.store.lmdb import paging, runs
+from memstore.store.lmdb import pages as layout
+from memstore.store.lmdb import runs
+from memstore.store.lmdb.environment import bring, will_need
 from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.records import ValueReader, damaged, decode_value, encode_with_sums, header_sums
 
@@ -141,9 +142,9 @@ class Values:
             if (raw := self._naming.find(cursor, run.to_bytes())) and (view := cursor.get(raw)) is not None:
                 places.append((key, *_place(view)))
         for _, address, length in places:
-            paging.will_need(address, length)
+            will_need(address, length)
         for key, address, length in places:
-            if not paging.bring(address, length):
+            if not bring(address, length):
                 raise damaged(key, "the disk failed to read it (I/O error)")
 
     def value(self, txn: Transaction, run: Key) -> memoryview | None:

@@ -1,15 +1,29 @@
-"""Check LMDB's tree before it is trusted: no checksum covers the pages that lead to the values.
+"""The pages of a data file of LMDB, which are private to it: how they are laid out, and whether their tree is whole.
 
-A flipped bit in one of them can end a reader by a signal, hide values that are there, or bring an older commit back;
-in the list of free pages it can let a writer overwrite what is committed. So the pages of the last commit are checked
-when a memory is opened. The pages of the tree, the values' own and the free ones must tile the file without gap or
-overlap; every key must lie where a search looks for it; and the free pages must be those of the last commit. Values are
-not read (their records have checksums), so this costs one look at about one page for every hundred values.
+No checksum covers the pages that lead to the values. A flipped bit in one of them can end a reader by a signal, hide
+values that are there, or bring an older commit back; in the list of free pages it can let a writer overwrite what is
+committed. So the pages of the last commit are checked when a memory is opened. The pages of the tree, the values' own
+and the free ones must tile the file without gap or overlap; every key must lie where a search looks for it; and the
+free pages must be those of the last commit. Values are not read (their records have checksums), so this costs one look
+at about one page for every hundred values.
 
 A large value takes as many pages as its length asks for, with one exception: LMDB leaves a value that becomes shorter
 within one transaction on the pages that it had. Then the first of them says how many there are, and they are counted.
 
-``format.py`` says how pages are laid out. They are numbered from 0; the first two are the meta pages.
+This is the one place here that knows the layout. Two read pages: the check, at each opening, with array operations;
+and ``erasing.py``, which goes through both commits page by page. One reader for both would be slower in the first, or
+blind in the second. Pages are numbered from 0; the first two are the meta pages.
+
+A page, in the data format of LMDB 0.9 on a 64-bit little-endian machine (bytes, kind, meaning):
+
+    page    0 u64 own number   8 u16 -   10 u16 flags   12 u16 lower   14 u16 upper (overflow: 12 u32 number of pages)
+            16 ... lower: u16 places of nodes;  lower ... upper: unused;  upper ...: nodes
+    node    0 u32 size of the value   4 u16 flags   6 u16 size of the key   8 key, then the value
+            or, with flag 1, the u64 number of the first overflow page of the value
+            in a branch page: 0 u48 number of the page below   6 u16 size of the key   8 key
+    meta   16 u32 magic   20 u32 version   24 u64 address   32 u64 size of the map   40 free list, 88 values: two trees
+           136 u64 last page   144 u64 commit
+    tree    0 u32 -   4 u16 flags   6 u16 depth   8 u64 branch pages, leaf pages, overflow pages, values, root
 """
 
 from __future__ import annotations
@@ -21,11 +35,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from memstore.store import paths
-from memstore.store.lmdb import format as layout
+
+BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
+LARGE = 1  # flag of a node: its value has pages of its own
+HEADER_BYTES = 16  # of a page, before the places of its nodes
+NODE_BYTES = 8  # of a node, before its key
+NO_PAGE = 2**64 - 1  # root of an empty tree
+MAGIC, FORMAT = 0xBEEFC0DE, 1
+META_BYTES = 152
+PAGE = struct.Struct("<QHHHH")
+NODE = struct.Struct("<IHH")
+METAS = struct.Struct("<IIQQ" + "IHHQQQQQ" * 2 + "QQ")  # behind the header of a meta page
+UNWRITTEN_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
+
+_KNOWN = (0, 9)
+
+
+def is_known() -> bool:
+    """Whether the LMDB in use lays pages out like this. Only its number tells: the format in its files stays at 1."""
+    return lmdb.version()[:2] == _KNOWN
+
+
+def version() -> str:
+    """That of the LMDB in use."""
+    return ".".join(map(str, lmdb.version()))
+
 
 _Array = npt.NDArray[Any]
 
@@ -83,7 +122,7 @@ def survey(
     their first byte in front, add up to, where that is
     known: see ``runs.py``. A read transaction must hold that commit. Keys have ``key_bytes``.
     """
-    if not transaction or not layout.is_known():
+    if not transaction or not is_known():
         return None, None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted
     with os.fdopen(paths.open_file(data.parent, data.name, os.O_RDONLY), "rb") as file:
         count = os.fstat(file.fileno()).st_size // page_bytes
@@ -100,7 +139,7 @@ class _Check:
         self._large = large
         self._size = pages.shape[1]
         self._key_bytes = key_bytes
-        metas = [layout.METAS.unpack_from(pages[number], layout.HEADER_BYTES) for number in (0, 1)]
+        metas = [METAS.unpack_from(pages[number], HEADER_BYTES) for number in (0, 1)]
         metas.sort(key=lambda meta: meta[-1] != transaction)
         (*found, last, number), (*other, _, before) = metas
         # Each commit replaces the older of the two; a writer may be one further by now.
@@ -157,16 +196,16 @@ class _Check:
         pages = taken[np.searchsorted(starts, own)]
         for place in range(0, len(own), _CHUNK):
             chunk = own[place : place + _CHUNK]
-            head = self._pages[chunk, : layout.HEADER_BYTES].copy()
+            head = self._pages[chunk, :HEADER_BYTES].copy()
             numbers, words = head.view("<u8")[:, 0], head.view("<u4")
-            good = (numbers == chunk) & (words[:, 2] >> 16 == layout.OVERFLOW)
+            good = (numbers == chunk) & (words[:, 2] >> 16 == OVERFLOW)
             good &= words[:, 3] == pages[place : place + _CHUNK]
             _require(bool(good.all()), "the first page of a large value says another number or another length")
 
     def _pages_of(self, number: int) -> int:
         """How many pages the large value has that begins on page ``number``, as this says; 0 where it says nothing."""
         own, _, flags, pages = struct.unpack_from("<QHHI", self._pages[number])
-        return pages if (own, flags) == (number, layout.OVERFLOW) else 0
+        return pages if (own, flags) == (number, OVERFLOW) else 0
 
     def _free_pages(self, tree: _Tree, met: _Pages) -> Iterator[tuple[int, _Array]]:
         """Number of a commit, and the pages that it freed."""
@@ -180,7 +219,7 @@ class _Check:
     def _walk(self, tree: _Tree, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
         """Check a tree level by level; yields key, place in the file and length of each value of the list of pages."""
         found = _Pages()
-        if tree.root != layout.NO_PAGE:
+        if tree.root != NO_PAGE:
             numbers, bounds = np.array([min(tree.root, 2**62)]), np.zeros(1, _keys(key_bytes))
             for _ in range(tree.depth - 1):
                 numbers, bounds = self._branches(numbers, bounds, key_bytes, found)
@@ -196,7 +235,7 @@ class _Check:
     def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Pages) -> tuple[_Array, _Array]:
         """The pages one level below, in order, and the smallest key that a search looks for in each."""
         below, keys = [], []
-        for nodes, chunk_bounds in self._nodes(numbers, bounds, layout.BRANCH, key_bytes, met):
+        for nodes, chunk_bounds in self._nodes(numbers, bounds, BRANCH, key_bytes, met):
             below.append(nodes.child)
             keys.append(np.where(nodes.first, chunk_bounds[nodes.page], nodes.keys))
         met.branches += len(numbers)
@@ -204,7 +243,7 @@ class _Check:
 
     def _leaves(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
         before = None
-        for nodes, chunk_bounds in self._nodes(numbers, bounds, layout.LEAF, key_bytes, met):
+        for nodes, chunk_bounds in self._nodes(numbers, bounds, LEAF, key_bytes, met):
             keys, starts = nodes.keys, nodes.first.nonzero()[0]
             ascending = bool((keys[1:] > keys[:-1]).all()) and (before is None or before < keys[0])
             lasts = keys[starts[1:] - 1]
@@ -213,7 +252,7 @@ class _Check:
             before = keys[-1]
             places, lengths, big = nodes.values, nodes.length, nodes.big
             own = _unaligned(self._pages, "<i8")[places[big]]
-            sizes = (layout.HEADER_BYTES - 1 + lengths[big]) // self._size + 1
+            sizes = (HEADER_BYTES - 1 + lengths[big]) // self._size + 1
             inside = (own > 1) & (own < self._end) & (own + sizes <= self._end)
             _require(bool(inside.all()), "a value lies outside of the file")
             met.take(own, sizes)
@@ -224,7 +263,7 @@ class _Check:
                 ends = keys.view(np.uint8).reshape(-1, key_bytes)[:, -4:].copy().view(">u4")
                 met.ends += int(ends.sum(dtype=np.int64))
             if key_bytes == 8:
-                places[big] = own * self._size + layout.HEADER_BYTES
+                places[big] = own * self._size + HEADER_BYTES
                 yield from zip(keys.tolist(), places.tolist(), lengths.tolist(), strict=True)
         met.leaves += len(numbers)
 
@@ -245,7 +284,7 @@ class _Nodes:
         size = pages.shape[1]
         halves = pages.view("<u2")
         flags, lower, upper = (halves[:, place].astype(np.int64) for place in (5, 6, 7))
-        counts = (lower - layout.HEADER_BYTES) // 2
+        counts = (lower - HEADER_BYTES) // 2
         good = (pages[:, :8].copy().view("<u8")[:, 0] == numbers) & (flags == kind) & (counts > 0) & (lower % 2 == 0)
         _require(bool((good & (lower <= upper) & (upper <= size)).all()), "a page is not what it should be")
         self.page = np.repeat(np.arange(len(pages)), counts)
@@ -253,22 +292,20 @@ class _Nodes:
         column = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.first = column == 0
         """Whether a node is the first of its page; in a branch its key may be left out."""
-        offset = np.take(halves, starts // 2 + layout.HEADER_BYTES // 2 + column).astype(np.int64)
+        offset = np.take(halves, starts // 2 + HEADER_BYTES // 2 + column).astype(np.int64)
         fits = (offset >= upper[self.page]) & (offset + 8 <= size) & (offset % 2 == 0)
         _require(bool(fits.all()), "a node lies outside of its page")
         header = _unaligned(pages, "<i8")[starts + offset]
         self.child = header & (2**48 - 1)
         """In a branch: the page below."""
-        self.length, self.big = header & (2**32 - 1), (header >> 32 & 0xFFFF) == layout.LARGE
+        self.length, self.big = header & (2**32 - 1), (header >> 32 & 0xFFFF) == LARGE
         """In a leaf: bytes of the value, and whether it has pages of its own."""
         key = header >> 48 & 0xFFFF
         body: _Array | int = 0
-        if kind == layout.LEAF:
-            _require(bool((header >> 32 & 0xFFFF <= layout.LARGE).all()), "a value is of another kind")
+        if kind == LEAF:
+            _require(bool((header >> 32 & 0xFFFF <= LARGE).all()), "a value is of another kind")
             body = np.where(self.big, 8, self.length)
-        _require(
-            bool(((key == key_bytes) | (key == 0) & self.first & (kind == layout.BRANCH)).all()), "a key is too long"
-        )
+        _require(bool(((key == key_bytes) | (key == 0) & self.first & (kind == BRANCH)).all()), "a key is too long")
         taken = 8 + key + body + (key + body) % 2
         full = np.bincount(self.page, taken, len(pages)) == size - upper
         _require(bool(full.all() and (offset + taken <= size).all()), "the nodes of a page do not fill it")
