@@ -24,7 +24,6 @@ from memstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from memstore.attention.retrieval import Retrieval
     from memstore.memory.copy import copy_memory as copy
     from memstore.memory.document import Document
     from memstore.memory.memory import Memory
@@ -33,13 +32,14 @@ if TYPE_CHECKING:
     from memstore.readers.attach import attach
     from memstore.readers.many import read_many
     from memstore.readers.reader import Reader
+    from memstore.readers.retrieval import Retrieval
 
 _HOMES = {
     "Document": ("memstore.memory.document", "Document"),
     "Fingerprint": ("memstore.memory.spec", "Fingerprint"),
     "Memory": ("memstore.memory.memory", "Memory"),
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
-    "Retrieval": ("memstore.attention.retrieval", "Retrieval"),
+    "Retrieval": ("memstore.readers.retrieval", "Retrieval"),
     "Reader": ("memstore.readers.reader", "Reader"),
     "attach": ("memstore.readers.attach", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),

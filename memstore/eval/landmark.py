@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.lists import SearchCounts
+from memstore.readers.retrieval import Retrieval
 
 TOKENS_AT_ONCE = 1 << 13
 """Tokens of a batch."""

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Traces
 from memstore.memory.search import Match
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
-from memstore.readers.options import OPTIONS
+from memstore.readers.retrieval import OPTIONS, Retrieval
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from memstore.attention.retrieval import Retrieval
     from memstore.memory import Memory
     from memstore.memory.urls import Mode
     from memstore.readers.reader import Reader
+    from memstore.readers.retrieval import Retrieval
 
 
 def attach(
@@ -80,7 +80,7 @@ def attach(
     """
     from memstore.errors import InvalidArgument
     from memstore.readers.kinds import kind_of
-    from memstore.readers.options import check_options
+    from memstore.readers.retrieval import check_options
 
     if not hasattr(model, "base_model") or not hasattr(model, "config"):
         raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")

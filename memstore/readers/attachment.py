@@ -15,15 +15,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory, MemorySpec, open_memory
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
 from memstore.readers.kinds import Kind
 from memstore.readers.observer import Observer
-from memstore.readers.options import check_retrieval
 from memstore.readers.ranks import Ranks, Share, SharedDocument
+from memstore.readers.retrieval import Retrieval, check_retrieval
 
 UNNAMED = "document"
 """The first document of a memory, where nobody names it."""

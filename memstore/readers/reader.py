@@ -29,8 +29,8 @@ from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import encode
 from memstore.readers.observer import Recording
-from memstore.readers.options import check_options
 from memstore.readers.reading import Chunks, Job, ReadResult, common_tokens, compare, evaluating, is_flat, segments
+from memstore.readers.retrieval import check_options
 
 
 class Reader(Attachment):

@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import memstore
-from memstore.attention.retrieval import Retrieval
 from memstore.index import open_index
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark.lists import Lists, attend_each, attend_in_place
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM, add_knn_memory
 from memstore.readers.graphs import captured
+from memstore.readers.retrieval import Retrieval
 from tests.models import drt
 from tests.models.stock import small_llama
 from tests.pretended import Counts, on_device, pretended

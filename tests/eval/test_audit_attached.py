@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
+from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.audit import audit_attached
 from memstore.readers.stock.reader import StockReader
 from tests.readers.lists import lists_of

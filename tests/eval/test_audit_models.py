@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTReader
 from memstore.models.drt.audit import audit_drt
@@ -16,6 +15,7 @@ from memstore.models.landmark import LandmarkReader
 from memstore.models.landmark.audit import audit_landmark
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.readers.observer import Choices
+from memstore.readers.retrieval import Retrieval
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from memstore.attention.landmark import Questions
-from memstore.attention.retrieval import Retrieval
 from memstore.memory import Document
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.reader import LandmarkReader
 from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
 from memstore.readers.observer import Choice
+from memstore.readers.retrieval import Retrieval
 
 
 def audit_landmark(

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.models.landmark.choice import LandmarkChoice, LastLists, LastTokens
 from memstore.models.landmark.configuration import LandmarkConfig
@@ -43,6 +42,7 @@ from memstore.models.landmark.steps import LandmarkSteps
 from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing
 from memstore.readers.observer import numbers as as_numbers
+from memstore.readers.retrieval import Retrieval
 from memstore.transfer import alike, from_each, numbers, to_device
 
 

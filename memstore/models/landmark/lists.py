@@ -11,14 +11,14 @@ from torch import Tensor
 
 from memstore.attention.landmark import attend
 from memstore.attention.positions import Rotary
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.tables import LayerBlocks
-from memstore.readers import options
 from memstore.readers.kinds import LANDMARK
+from memstore.readers.retrieval import Retrieval
+from memstore.readers.retrieval import check_retrieval as check_of_kind
 from memstore.transfer import to_device
 
 GATHERED = 1 << 22
@@ -52,7 +52,7 @@ def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
             "every layer of a landmark model chooses for itself: Retrieval.share must be 'none', 'group' or 'layer', "
             "not 'model'"
         )
-    options.check_retrieval(LANDMARK, retrieval)
+    check_of_kind(LANDMARK, retrieval)
     every = retrieval.every
     if isinstance(every, int) and config.segment_tokens % every:
         raise InvalidArgument(

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec, Recorder
 from memstore.memory.search import Match, best, check_layer
@@ -35,6 +34,7 @@ from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reading import Job, evaluating
+from memstore.readers.retrieval import Retrieval
 from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256

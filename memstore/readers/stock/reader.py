@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from memstore.attention import Router, pooled
-from memstore.attention.retrieval import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.layer_index import cannot_score
@@ -23,6 +22,7 @@ from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK
 from memstore.readers.reader import Reader
 from memstore.readers.reading import Job, pipelined
+from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free

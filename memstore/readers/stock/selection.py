@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
-from memstore.attention.retrieval import Retrieval
 from memstore.attention.routing import best_inherited, inherited
 from memstore.errors import DamagedError, ForeignMemory, NotFound
 from memstore.index.words import WordIndex, words_of
+from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, LayerPlan
 from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments
 from memstore.transfer import to_host
