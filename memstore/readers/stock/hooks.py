@@ -82,10 +82,13 @@ class Hooks:
         self.selection.ended = True
 
     @torch.no_grad()
-    def forward(self, call: Call, tokens: Tensor, *, logits: bool = False) -> Tensor | None:
-        """Run ``tokens [T]`` of ``call`` through the model; logits ``[T, vocabulary]`` only where they are wanted."""
+    def forward(self, call: Call, tokens: Tensor, *, logits: bool = False, whole: bool = False) -> Tensor | None:
+        """Run ``tokens [T]`` of ``call`` through the model; logits ``[T, vocabulary]`` only where they are wanted.
+
+        Without them it ends with what the last layer stores; ``whole``: that layer attends too.
+        """
         outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
-        self._next, self._states_only = call, not logits
+        self._next, self._states_only = call, not (logits or whole)
         try:
             ids = to_device([tokens], self.model.device)[0][None]
             if logits:

@@ -289,7 +289,7 @@ class Opening:
         """That of the prompts that begin with ``tokens [n]``, by ``call``, which is released."""
         call.observers, call.routed = (), False
         try:
-            hooks.forward(call, tokens, logits=True)
+            hooks.forward(call, tokens, whole=True)
             return cls(tokens, [layer.local() for layer in call.layers])
         finally:
             call.release()
