@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -295,15 +295,15 @@ class Reader(Attachment):
         asks, without the template around it and what was said before. Its choice is that of ``search``, for all rows;
         only stock models take one. ``opening``, beside a query: so many tokens of ``text`` come before every question.
         Where the document's end is not seen (``seeing``) and not all is retrieved, they do not attend to what is, and
-        their states are kept for the next call. ``options`` and the result are those of ``model.generate``. With
-        ``trace`` what is retrieved is written to the memory's traces. Raises ``InvalidArgument`` where nothing comes
-        next, and for a trace of beams.
+        their states are kept for the next call; not with ``use_cache=False``, or a cache of yours. ``options`` and the
+        result are those of ``model.generate``. With ``trace`` what is retrieved is written to the memory's traces.
+        Raises ``InvalidArgument`` where nothing comes next, and for a trace of beams.
         """
         check_options(self.kind, {"query": query, "opening": opening or None})
         if isinstance(text, str):
             text = self.prompt(text)
         with self._choosing(None if query is None else self._query(query)):
-            if query is not None and opening:
+            if query is not None and opening and _makes_cache(self.model, options):
                 options |= self._with_opening(text, opening)
             return self._generate(text, trace=trace, **options)
 
@@ -500,3 +500,10 @@ class Reader(Attachment):
                 f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"
             )
         return resolve_name(self.kind.audit)(self, self._encoded(text) if isinstance(text, str) else text, **options)
+
+
+def _makes_cache(model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether ``model.generate`` with ``options`` makes the cache that it goes on with, as it usually does."""
+    config = options.get("generation_config") or model.generation_config
+    uses, kind = (options.get(name, getattr(config, name)) for name in ("use_cache", "cache_implementation"))
+    return uses is not False and kind is None and "past_key_values" not in options

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
@@ -87,6 +88,22 @@ def test_the_question_chooses_as_it_does_without_an_opening() -> None:
 def test_the_whole_prompt_sees_what_is_the_same_for_every_question(top_k: Any, tail: bool) -> None:
     with asked(top_k=top_k, tail=tail) as reader:
         assert torch.equal(logits(reader, FIRST), logits(reader, FIRST, opening=0))
+
+
+@pytest.mark.parametrize(
+    "alone", [{"use_cache": False}, {"cache_implementation": "dynamic"}, {"past_key_values": DynamicCache}]
+)
+def test_without_a_cache_of_its_own_the_whole_prompt_sees_what_is_retrieved(alone: dict[str, Any]) -> None:
+    found = []
+    for opening in (0, OPENING):
+        with asked() as reader:
+            options = {name: value() if callable(value) else value for name, value in alone.items()}
+            ids = torch.cat((FRAME, FIRST))[None]
+            options |= {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            found.append(torch.cat(reader.generate(ids, query=FIRST, opening=opening, **options).logits))
+            if "past_key_values" in options:
+                assert options["past_key_values"].get_seq_length() == ids.shape[1] + 3
+    assert torch.equal(*found)
 
 
 def test_an_opening_is_shorter_than_its_prompt() -> None:
