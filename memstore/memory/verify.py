@@ -49,8 +49,9 @@ def check_ciphertext(store: BlockStore, keys: Path) -> list[Finding]:
     findings, owners = [], set[int]()
     try:
         for scanned in store.scan():
-            owners.add(scanned.key.document)
-            if scanned.damage:
+            if scanned.damage is None:
+                owners.add(scanned.key.document)
+            else:  # of the tree, it is told under a number of the store's own
                 findings.append(Finding(kind="damaged", message=str(scanned.damage), remedy=scanned.damage.remedy))
         lost = sorted(owners - owners_told(keys))
     except MemstoreError as error:

@@ -258,6 +258,19 @@ def test_flipped_bits_are_found_with_the_key_and_without(
     assert _verified(url, key) == []
 
 
+def test_a_damaged_tree_is_no_lost_key(tmp_path: Path, key: Path, children_are_forks: None) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory:
+        append(memory.document("whale"), random_tokens(LONG))
+    hidden = 0
+    for page in range(2, (tmp_path / "m" / "data.mdb").stat().st_size // 4096):
+        flip(tmp_path / "m" / "data.mdb", 4096 * page + 12)  # where a page of the tree tells what is free in it
+        findings = verify.in_child(str(tmp_path / "m"))
+        assert not [each.message for each in findings if each.kind == "missing"]
+        hidden += any("tree" in each.message for each in findings)
+        flip(tmp_path / "m" / "data.mdb", 4096 * page + 12)
+    assert hidden
+
+
 @pytest.mark.parametrize("how", ["in place", "into a new memory"])
 def test_what_is_damaged_is_repaired_with_the_key(
     how: str, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch, children_are_forks: None
