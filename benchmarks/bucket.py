@@ -1,6 +1,6 @@
 """Answers from a memory in a bucket against a local folder: ``python benchmarks/bucket.py``.
 
-A model reads a text into a folder, which is copied into a bucket: a server of the S3 protocol (moto) on loopback,
+A model reads a text into a folder, which is copied into a bucket: a server of the S3 protocol (SeaweedFS) on loopback,
 behind a way that lets each request take longer. Then the same answer is generated from the folder and from the bucket,
 in turns, each time from a memory that was just opened and holds no state yet. The prompt chooses a list, and with
 ``every`` tokens another one is chosen; a list is fetched for all layers at once while the first of them compute.
@@ -20,7 +20,6 @@ import asyncio
 import datetime
 import http.client
 import json
-import logging
 import multiprocessing
 import os
 import tempfile
@@ -37,14 +36,14 @@ from memstore import Retrieval
 from memstore.eval.resources import hardware
 from memstore.store.zarr import store as zarr_store
 from memstore.tools.models import LoadedModel, load_model
+from tests.store.seaweed import BUCKET, HOST, KEYS, Seaweed
 
 RESULTS = Path(__file__).parent / "results" / "bucket.json"
-BUCKET = "states"
 LOCAL = -1.0
 """The delay that stands for the folder."""
 SHARD_BYTES = 1 << 20
 """Shards shorter than the default of 8 MiB, so that so short a text fills several for each layer."""
-NO_PROXY = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
+WAY = {**KEYS, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
 
 Row = dict[str, Any]
 
@@ -65,16 +64,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     zarr_store.SHARD_BYTES = SHARD_BYTES  # type: ignore[attr-defined]  # for as long as this process lives
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        os.environ |= {**NO_PROXY, "XDG_DATA_HOME": scratch}
+        os.environ |= {**WAY, "XDG_DATA_HOME": scratch}
         spawned = multiprocessing.get_context("spawn")
         delay, asked, port = spawned.Value("d", 0.0), spawned.Value("q", 0), spawned.Queue()
-        server = spawned.Process(target=serve, args=(delay, asked, port), daemon=True)
-        server.start()
+        server = Seaweed(Path(scratch) / "server")
+        way = spawned.Process(target=serve, args=(server.port, delay, asked, port), daemon=True)
+        way.start()
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port.get()}"
         try:
             rows = measured(options, Path(scratch), delay, asked)
         finally:
-            server.kill()
+            way.kill()
+            server.close()
     about = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **{name: getattr(options, name) for name in ("model", "tokens", "new", "rounds", "threads")},
@@ -161,22 +162,12 @@ def row(every: int, case: float, times: dict[float, list[Row]], new: int) -> Row
     }
 
 
-def serve(delay: Any, asked: Any, port: Any) -> None:
-    """Be the storage: moto, and a way to it that waits ``delay`` seconds at each request."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    target = server.get_host_and_port()
-    line = http.client.HTTPConnection(*target)
-    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
-    line.request("PUT", f"/{BUCKET}", headers=signed)
-    assert line.getresponse().status == 200
+def serve(server: int, delay: Any, asked: Any, port: Any) -> None:
+    """Be the way to the ``server`` at a port, that waits ``delay`` seconds at each request."""
     known: dict[tuple[str, str], bytes] = {}
 
     def handed_on(method: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
-        line = http.client.HTTPConnection(*target)
+        line = http.client.HTTPConnection(HOST, server)
         line.request(method, path, body, headers)
         answer = line.getresponse()
         content = answer.read()

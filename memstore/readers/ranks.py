@@ -45,15 +45,21 @@ class Ranks:
         # One of our own, since others may wait for half an hour.
         self._group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        kinds = [each.partition(":")[0] for each in str(dist.get_backend_config(self._group)).split(",")]
+        self._device = (
+            None if "cpu" in kinds else torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+        )
+        """Where tensors have to lie to be told, as NCCL wants it; None: where they are."""
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """The ``tensor`` of each rank, which have one shape. Raises ``MemstoreError`` where a rank is lost."""
         import torch.distributed as dist
 
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        told = tensor.to(self._device or tensor.device).contiguous()
+        found = [torch.empty_like(told) for _ in range(self.size)]
         with _answering():
-            dist.all_gather(found, tensor.contiguous(), group=self._group)
-        return found
+            dist.all_gather(found, told, group=self._group)
+        return [each.to(tensor.device) for each in found]
 
     def joined(self, tensor: Tensor) -> Tensor:
         """``gathered``, as one tensor ``[ranks, ...]``, whose gradient each rank gets for its own part.
@@ -70,10 +76,11 @@ class Ranks:
         """
         import torch.distributed as dist
 
-        own = torch.empty_like(parts[0])
+        told = parts.to(self._device or parts.device).flatten(0, 1).contiguous()
+        own = torch.empty_like(told[: parts.shape[1]])
         with _answering():
-            dist.reduce_scatter_tensor(own, parts.flatten(0, 1).contiguous(), group=self._group)
-        return own
+            dist.reduce_scatter_tensor(own, told, group=self._group)
+        return own.to(parts.device)
 
     def agree(self, *numbers: int) -> None:
         """Raise ``MemstoreError``, on all ranks, unless all say the same ``numbers``."""

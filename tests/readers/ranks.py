@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from memstore import Retrieval
 from memstore.errors import MemstoreError
 from memstore.readers import ranks as module
+from tests.pretended import CUDA, on_device, pretended, real
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 16, "sink": 16, "segment": 32}
@@ -38,13 +41,13 @@ def read(folder: Path, case: str, sizes: tuple[int, ...]) -> None:
             reader.read(tokens(length, seed=number), str(number))
 
 
-def answer(memory: str, case: str, group: Any = None) -> dict[str, Any]:
+def answer(memory: str, case: str, group: Any = None, model: Any = None) -> dict[str, Any]:
     """Logits of a batch of two prompts, one padded, and what is generated after one of them."""
-    model: Any = tiny("llama")
-    prompts = tokens(22, seed=9).view(2, 11)
+    model = tiny("llama") if model is None else model
+    prompts = tokens(22, seed=9).view(2, 11).to(model.device)
     mask = torch.ones_like(prompts)
     mask[1, :3] = 0
-    options = {} if group is None else {"process_group": group}
+    options = {} if group is None else {"process_group": group, "device": "cpu"}
     with attach(model, memory, retrieval=CASES[case], mode="r", **options, **SIZES) as reader, torch.no_grad():
         logits = model(input_ids=prompts, attention_mask=mask).logits
         generated = model.generate(prompts[:1], max_new_tokens=6, do_sample=False)
@@ -56,6 +59,27 @@ def work(rank: int, size: int, folder: str, case: str) -> None:
     """Be a rank: answer, and write the answer down."""
     join(rank, size, folder)
     torch.save(answer(f"{folder}/m", case, dist.group.WORLD), f"{folder}/{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def work_on_a_device(rank: int, size: int, folder: str, case: str) -> None:
+    """Be a rank whose model is on a device, in a group that refuses what is not, as NCCL does."""
+    join(rank, size, folder)
+    tell: dict[str, Any] = {name: getattr(dist, name) for name in ("all_gather", "reduce_scatter_tensor")}
+
+    def refusing(name: str, *tensors: Any, group: Any) -> None:
+        every = [each for part in tensors for each in (part if isinstance(part, list) else [part])]
+        assert all(each.device == CUDA for each in every), "No backend type associated with device type cpu"
+        tell[name](
+            *([real(each) for each in part] if isinstance(part, list) else real(part) for part in tensors), group
+        )
+
+    telling: dict[str, Any] = {name: partial(refusing, name) for name in tell}
+    config = mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl")
+    with pretended(), config, mock.patch.multiple(dist, **telling):
+        found = answer(f"{folder}/m", case, dist.group.WORLD, on_device(tiny("llama")))
+        found = {name: real(each) if name != "landmarks" else each for name, each in found.items()}
+    torch.save(found, f"{folder}/{size}-{rank}.pt")
     dist.destroy_process_group()
 
 

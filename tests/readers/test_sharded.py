@@ -65,6 +65,14 @@ def test_there_may_be_more_ranks_than_blocks(tmp_path: Path, case: str) -> None:
     check(tmp_path, alone, 4)
 
 
+@pytest.mark.parametrize("case", ["model", "group"])
+def test_what_ranks_tell_each_other_lies_where_their_group_wants_it(tmp_path: Path, case: str) -> None:
+    ranks.read(tmp_path / "m", case, ranks.lengths(case))
+    alone = ranks.answer(str(tmp_path / "m"), case)
+    assert run_ranks(ranks.work_on_a_device, 2, str(tmp_path), case) == [0, 0]
+    check(tmp_path, alone, 2)
+
+
 def test_a_rank_that_dies_is_an_error_on_all_others_in_time(tmp_path: Path) -> None:
     ranks.read(tmp_path / "m", "model", (500,))
     begun = time.monotonic()

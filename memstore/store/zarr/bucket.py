@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from memstore.store.zarr.extents import OBJECT
 from memstore.store.zarr.objects import Objects, RangeRead, absent
@@ -21,6 +21,7 @@ from memstore.store.zarr.objects import Objects, RangeRead, absent
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+T = TypeVar("T")
 AT_ONCE = 64
 """Requests under way at a time."""
 READS_AHEAD = 32
@@ -107,20 +108,13 @@ class BucketObjects(Objects):
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        until = time.monotonic() + RETRIES.get("retry_timeout", timedelta()).total_seconds()
-        for tries in range(RETRIES["max_retries"], -1, -1):
-            try:
-                with told(path):
-                    mode = "create" if instead is None else dict(instead)
-                    return _tag(self._store.put(path, content, mode=mode, use_multipart=False))  # type: ignore[arg-type]
-            except Late:  # obstore does not try a conditional put again that may have been done
-                if not tries or time.monotonic() > until:
-                    raise
-            except OSError as error:
-                if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
-                    raise Lost(f"{path} was put by another writer") from None
-                raise
-        raise AssertionError("the last try returns or raises")
+        mode: Any = "create" if instead is None else dict(instead)
+        try:
+            return _tag(_repeated(path, lambda: self._store.put(path, content, mode=mode, use_multipart=False)))
+        except OSError as error:
+            if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+                raise Lost(f"{path} was put by another writer") from None
+            raise
 
     def get(self, path: str) -> StoredObject | None:
         """An object, whole; None where there is none. Raises ``OSError``, also where there is no such bucket."""
@@ -185,8 +179,7 @@ class BucketObjects(Objects):
         if not paths:
             return
         try:
-            with told(paths[0]):
-                self._store.delete(paths)
+            _repeated(paths[0], lambda: self._store.delete(paths))
         except OSError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
@@ -194,6 +187,23 @@ class BucketObjects(Objects):
     def close(self) -> None:
         """Nothing is left open."""
         self._workers.shutdown()
+
+
+def _repeated(path: str, ask: Callable[[], T]) -> T:
+    """What ``ask`` answers, asked again where no answer comes. Raises ``OSError``.
+
+    Of a request that may have been done ``obstore`` asks again only where it knows that twice is as good as once, which
+    it does not of conditional puts and bulk deletes.
+    """
+    until = time.monotonic() + RETRIES.get("retry_timeout", timedelta()).total_seconds()
+    for tries in range(RETRIES["max_retries"], -1, -1):
+        try:
+            with told(path):
+                return ask()
+        except Late:
+            if not tries or time.monotonic() > until:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 @contextmanager
