@@ -226,10 +226,9 @@ def block_layouts(spec: MemorySpec) -> list[Layout]:
     """Layouts of a complete block of one layer, in the order of the records: what the codec stores of each field."""
     if spec.codec == "none":
         return plain_layouts(spec)
-    from memstore.store.codecs import codec_named  # which needs torch, and a check of a memory should not
+    from memstore.store.codecs import LOSSY  # which needs torch, and a check of a memory should not
 
-    codec = codec_named(spec.codec)
-    return [layout for shape in spec.fields.values() for layout in codec.layouts(spec.dtype, shape)]
+    return [layout for shape in spec.fields.values() for layout in LOSSY[spec.codec].layouts(spec.dtype, shape)]
 
 
 def plain_layouts(spec: MemorySpec) -> list[Layout]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.memory.spec import MemorySpec, plain_layouts
 from memstore.store.cache import as_tensor, empty_rows
-from memstore.store.codecs import codec_named
+from memstore.store.codecs import LOSSY
 from memstore.store.contract import BlockStore, Bytes, Key, Layout, Record
 
 
@@ -114,15 +114,16 @@ def finite(tensor: Tensor) -> bool:
 
 def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor]:
     """Finite states ``[n, *shape]`` of every field -> what is stored, ``[n, ...]`` for each of ``block_layouts``."""
-    codec = codec_named(spec.codec)
-    return [stored for name in spec.fields for stored in codec.encode(states[name])]
+    if spec.codec == "none":
+        return [states[name] for name in spec.fields]
+    return [stored for name in spec.fields for stored in LOSSY[spec.codec].encode(states[name])]
 
 
 def decode_block_rows(spec: MemorySpec, rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """What is stored of ``n`` complete blocks, ``[n, ...]`` for each of ``block_layouts`` -> states ``[n, *shape]``."""
     if spec.codec == "none":  # nothing to decode, and gathers are fast enough to feel it
         return dict(zip(spec.fields, rows, strict=True))
-    codec, dtype = codec_named(spec.codec), TORCH_DTYPES[spec.dtype]
+    codec, dtype = LOSSY[spec.codec], TORCH_DTYPES[spec.dtype]
     each = len(rows) // len(spec.fields)
     return {
         name: codec.decode(rows[number * each : (number + 1) * each], dtype, shape)

@@ -297,12 +297,13 @@ class Heads:
         self._check_all = check_all
         # As LMDB decides it: two nodes must fit a page.
         self._small = ((page_bytes - layout.HEADER_BYTES) // 2 & -2) - 2 - layout.NODE_BYTES - KEY_BYTES
+        self._known = layout.is_known()
         self.checked = False
         """Whether all were looked at in this transaction; to be set back when one begins."""
 
     def check(self, value: memoryview) -> None:
         """Raise ``DamagedError`` unless the pages of ``value``, of the transaction, can be freed."""
-        if len(value) <= self._small or self.checked or not layout.is_known():
+        if len(value) <= self._small or self.checked or not self._known:
             return
         head = ctypes.string_at(_place(value)[0] - layout.HEADER_BYTES, layout.HEADER_BYTES)
         own, _, flags, pages = struct.unpack("<QHHI", head)
