@@ -186,7 +186,7 @@ def saved_model(folder: Path) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from memstore.train.tokens import train_tokenizer
+    from memstore.train.corpora import train_tokenizer
 
     torch.manual_seed(0)
     tokenizer = train_tokenizer([TEXT], 300)

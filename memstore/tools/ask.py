@@ -11,9 +11,8 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools.filters import Filter
 from memstore.tools.models import LoadedModel, load_recorded
-from memstore.tools.options import Device, Index, MemoryUrl, Threads, TopK, use_threads
+from memstore.tools.options import Device, Filter, Index, MemoryUrl, Threads, TopK, use_threads
 from memstore.tools.output import Json, Page, Report, cell, index_bar, printable, waiting
 
 if TYPE_CHECKING:

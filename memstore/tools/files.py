@@ -17,8 +17,7 @@ from pathlib import Path, PurePosixPath
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ignoring, parsing
-from memstore.tools.exchanges import chats
-from memstore.tools.markup import html_text
+from memstore.tools.parsing import chats, html_text
 from memstore.tools.texts import STDIN, read_text
 
 TEXTS = {".txt", ".md", ".markdown", ".rst", ".org", ".tex", ".csv"}

@@ -7,8 +7,7 @@ from typing import Any
 from unicodedata import normalize
 
 import memstore
-from memstore.tools.filters import facts_of, time_of
-from memstore.tools.options import Index, MemoryUrl
+from memstore.tools.options import Index, MemoryUrl, facts_of, time_of
 from memstore.tools.output import Json, Page, Report, bar, flattened
 
 _DOCUMENT = ("document", "tokens", "blocks", "full")

@@ -18,9 +18,9 @@ from memstore.readers.kinds import encode
 from memstore.tools.ask import attached
 from memstore.tools.failures import FAILED, Interrupted
 from memstore.tools.files import digest, find
-from memstore.tools.filters import FACT, parse_meta
 from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model
 from memstore.tools.options import (
+    FACT,
     BlockSize,
     Codec,
     Device,
@@ -30,6 +30,7 @@ from memstore.tools.options import (
     RouterFile,
     Threads,
     TopK,
+    parse_meta,
     taking,
     use_threads,
 )

@@ -12,14 +12,13 @@ import torch
 from memstore.attention.knn import KNNAttention
 from memstore.errors import InvalidArgument
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM
-from memstore.train.corpora import Documents, encoded
+from memstore.train.corpora import Documents, encoded, train_tokenizer
 from memstore.train.family import MEMORIZING
 from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
 from memstore.train.streams import Streams, collate, segments_of, shared_out
-from memstore.train.tokens import train_tokenizer
 
 LATE_GATE = -2.0
 """Where the gates of a model begin that was trained without a memory: an eighth of what is found."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from memstore.errors import InvalidArgument
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import shipped_model
-from memstore.train.corpora import Documents, digest, encoded, sources, topics
+from memstore.train.corpora import Documents, digest, encoded, sources, topics, train_tokenizer
 from memstore.train.family import DRT, LANDMARK, Family
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import LANDMARK_RECIPES, RECIPES, LandmarkRecipe, Recipe, find_recipe
@@ -19,7 +19,6 @@ from memstore.train.segments import collate, cut, held_out
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
-from memstore.train.tokens import train_tokenizer
 from memstore.train.trainer import MemoryTrainer, measure_answers, perplexity
 
 DEFAULT_BLOCKS = 32

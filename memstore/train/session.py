@@ -1,4 +1,4 @@
-"""One run from its folder to its report, in one process or several."""
+"""One run from its folder to its report, in one process or several, with a bar for people who wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
 from memstore.train.segments import ShuffledItems
@@ -66,8 +67,6 @@ class Session:
     def _train(self, trainer: MemoryTrainer, last: Path | None) -> None:
         bar = None
         if self.runtime.progress and self.state.is_main_process:
-            from memstore.train.progress import Bar
-
             bar = Bar()
             trainer.add_callback(bar)
         try:
@@ -113,3 +112,54 @@ def _keep_few_activations(model: Any) -> None:
         model.activation_checkpointing_enable(options)
     else:
         model.gradient_checkpointing_enable(options)
+
+
+class Bar(TrainerCallback):
+    """Steps, and the last loss, on standard error."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("step {task.completed:,.0f} of {task.total:,.0f}{task.fields[said]}"),
+            TimeRemainingColumn(),
+        )
+        self._console = Console(stderr=True)
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task("", total=None, said="")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Show the bar."""
+        self._bar.reset(self._task, total=state.max_steps, completed=state.global_step)
+        self._bar.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move it."""
+        self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Say the loss; off a terminal, in a line of its own."""
+        if not logs or "loss" not in logs:
+            return
+        shown = {"loss": "loss", "answer_loss": "answer", "text_loss": "text", "whole_answers": "whole answers"}
+        said = ", ".join(f"{word} {logs[name]:.3f}" for name, word in shown.items() if name in logs)
+        self._bar.update(self._task, said=f", {said}")
+        if not self._console.is_terminal:
+            self._console.print(f"step {state.global_step:,} of {state.max_steps:,}: {said}", soft_wrap=True)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()

@@ -21,8 +21,8 @@ import memstore
 from memstore.store import LmdbStore
 from memstore.tools import read as verb
 from memstore.tools.files import find
-from memstore.tools.filters import parse_since, time_of
-from memstore.tools.markup import html_text
+from memstore.tools.options import parse_since, time_of
+from memstore.tools.parsing import html_text
 from memstore.tools.plan import plan_of
 from tests.tools.conftest import Cli, tiny_spec
 

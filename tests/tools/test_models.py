@@ -10,8 +10,7 @@ from memstore.eval.filler import load_filler
 from memstore.readers.kinds import encode
 from memstore.tools import models
 from memstore.tools.models import load_model, resolve_dtype, resolve_model
-from memstore.train.corpora import encoded
-from memstore.train.tokens import END_OF_TEXT, train_tokenizer
+from memstore.train.corpora import END_OF_TEXT, encoded, train_tokenizer
 
 
 def test_a_model_directory_loads_ready_to_read(model_folder: Path) -> None:

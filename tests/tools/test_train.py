@@ -13,7 +13,7 @@ import pytest
 from memstore.errors import TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import corpora, train_on_texts
-from memstore.train.tokens import train_tokenizer
+from memstore.train.corpora import train_tokenizer
 from memstore.train.trainer import MemoryTrainer
 from tests.tools.conftest import Cli
 

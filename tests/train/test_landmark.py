@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from memstore.errors import DamagedError, InvalidArgument, TrainingDiverged, UnsupportedModel
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.train import Optimisation, Runtime, corpora, train_on_texts, train_recipe
+from memstore.train.corpora import train_tokenizer
 from memstore.train.family import LANDMARK
 from memstore.train.landmark import LandmarkTextTrainer, Ramp
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import LANDMARK_RECIPES, TEXT_RECIPES, LandmarkRecipe
 from memstore.train.start import starting
-from memstore.train.tokens import train_tokenizer
 from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at, use_little_text
 from tests.train.test_recipes import BLOCK, answers, check
 

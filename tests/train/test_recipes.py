@@ -15,12 +15,12 @@ from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.train import RECIPES, Recipe, align, corpora, train_recipe
 from memstore.train.bank import Bank
+from memstore.train.corpora import train_tokenizer
 from memstore.train.family import grown
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import find_recipe
 from memstore.train.settings import Optimisation
 from memstore.train.start import starting
-from memstore.train.tokens import train_tokenizer
 from memstore.train.trainer import rate
 from tests.train.helpers import RUNTIME, same_weights, small, use_little_text
 
