@@ -213,10 +213,22 @@ class Document:
             return self._views[layer]
 
     def gather(self, layers: Sequence[int], blocks: Sequence[int], *, device: torch.device) -> list[dict[str, Tensor]]:
-        """The states of ``blocks [K]`` in each of ``layers``: see ``LayerView.gather``. To a GPU in one copy."""
+        """The states of ``blocks [K]`` in each of ``layers``, in one copy: see ``LayerView.gather``."""
         from memstore.memory.view import gathered
 
         return gathered([self.layer(layer) for layer in layers], blocks, device)
+
+    def at_hand(self, layers: Sequence[int], blocks: Sequence[int]) -> bool:
+        """Whether ``blocks [K]`` in each of ``layers`` are in host memory, so that nobody waits for them."""
+        from memstore.memory.view import at_hand
+
+        return at_hand([self.layer(layer) for layer in layers], blocks)
+
+    def prefetch(self, layers: Sequence[int], blocks: Sequence[int]) -> None:
+        """Let a thread bring ``blocks [K]`` in each of ``layers`` into host memory: see ``LayerView.prefetch``."""
+        from memstore.memory.view import prefetch
+
+        prefetch([self.layer(layer) for layer in layers], blocks)
 
     @property
     def reads_ahead(self) -> int:

@@ -144,14 +144,7 @@ class LayerView:
 
         Whatever cannot be brought, because it is not there or damaged, is an error of the ``gather`` that asks for it.
         """
-        if not self._shared.blocks.prefetches:
-            return
-        state = self._handle.current()
-        complete = state.complete(self._shared.spec.block_size)
-        gone = state.gaps
-        ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]
-        if ids:
-            self._shared.blocks.prefetch(self._refs(ids, state), self._unmoved(state, ids))
+        prefetch([self], blocks)
 
     def sound(self, blocks: Sequence[int]) -> list[int]:
         """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
@@ -206,13 +199,17 @@ class LayerView:
             raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
         return self.index
 
-    def _refs(self, blocks: Sequence[int], state: DocumentState) -> BlockRefs:
+    def _refs(self, blocks: Sequence[int], state: DocumentState, layers: Sequence[int] = ()) -> BlockRefs:
+        """Of ``blocks`` of this layer, or in each of ``layers``, layer by layer."""
         number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
+        layers = layers or [self._layer]
         if state.branch or state.spans:
             owners = list(map(self._shared.places(number, state).owner, blocks))
         else:  # most documents, and a gather from memory would feel it to ask where its blocks lie
             owners = [number if state.home is None else state.home] * len(blocks)
-        return BlockRefs(number, state.edits, self._layer, blocks, owners, self._stop(state))
+        of_each = [layer for layer in layers for _ in blocks]
+        times = len(layers)
+        return BlockRefs(number, state.edits, of_each, [*blocks] * times, owners * times, self._stop(state))
 
     def _stop(self, state: DocumentState) -> int:
         """Blocks from here on are not complete."""
@@ -324,19 +321,45 @@ def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
 def gathered(
     views: Sequence[LayerView], blocks: Tensor | Sequence[int], device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """``gather`` of the same ``blocks`` of several layers of a document; to a GPU they go in one copy."""
-    if not views:
-        return []
-    device, ids, shared = _as_device(device), _as_ids(blocks), views[0]._shared
-    if device.type != "cuda" or shared.blocks.holds_on(device):
-        return [view.gather(ids, device=device) for view in views]
-    if shared.spec.codec != "none" and max(ids, default=0) >= views[0]._stop(views[0]._handle.current()):
-        return [view.gather(ids, device=device) for view in views]
-    rows = [row for view in views for row in view.stored(ids)]
-    for view in views:
-        view._count(ids)
-    moved, each = to_device(rows, device), len(rows) // len(views)
-    return [decode_block_rows(shared.spec, moved[start : start + each]) for start in range(0, len(rows), each)]
+    """``gather`` of the same ``blocks`` of several layers of a document, in one copy."""
+    device, ids = _as_device(device), _as_ids(blocks)
+    found = _together(views, ids, device) if len(views) > 1 and ids else None
+    return [view.gather(ids, device=device) for view in views] if found is None else found
+
+
+def _together(views: Sequence[LayerView], blocks: list[int], device: torch.device) -> list[dict[str, Tensor]] | None:
+    """None where a layer has to be asked by itself: for a block that is not coded yet, or to say which is damaged."""
+    first, shared, count = views[0], views[0]._shared, len(blocks)
+    state = first._check_live(blocks)
+    if shared.spec.codec != "none" and max(blocks) >= first._stop(state):
+        return None
+    refs = first._refs(blocks, state, [view._layer for view in views])
+    try:
+        rows = shared.blocks.read(refs, first._unmoved(state, blocks), device)
+    except (StaleBlocks, DamagedError, NotFound):
+        return None
+    first._count(refs.blocks)
+    parts = zip(*(each.split(count) for each in rows), strict=True)
+    return [decode_block_rows(shared.spec, part) for part in parts]
+
+
+def at_hand(views: Sequence[LayerView], blocks: Sequence[int]) -> bool:
+    """Whether ``blocks`` of several layers of a document can be gathered without waiting."""
+    state = views[0]._handle.current()
+    return views[0]._shared.blocks.at_hand(views[0]._refs(blocks, state, [view._layer for view in views]))
+
+
+def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None:
+    """``LayerView.prefetch`` of the same ``blocks`` of several layers of a document."""
+    first, shared = views[0], views[0]._shared
+    if not shared.blocks.prefetches:
+        return
+    state = first._handle.current()
+    complete, gone = state.complete(shared.spec.block_size), state.gaps
+    ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]
+    if ids:
+        refs = first._refs(ids, state, [view._layer for view in views])
+        shared.blocks.prefetch(refs, first._unmoved(state, ids))
 
 
 def _as_device(device: object) -> torch.device:

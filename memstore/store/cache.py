@@ -60,12 +60,13 @@ _log = logging.getLogger("memstore")
 
 
 class BlockRefs(NamedTuple):
-    """Blocks of one layer of a document, what is in them, and where they are in the store."""
+    """Blocks of a document, what is in them, and where they are in the store."""
 
     document: int
     edits: int
     """Number of truncations of the document: while it is the same, complete blocks never change."""
-    layer: int
+    layers: Sequence[int]
+    """The layer of each."""
     blocks: Sequence[int]
     owners: Sequence[int]
     """The numbers under which they lie: those of other documents, where they are shared."""
@@ -76,19 +77,24 @@ class BlockRefs(NamedTuple):
     def names(self) -> list[int]:
         """A name of the content of each block: the same name is the same bytes, as long as the store exists."""
         # One number, not a tuple: a gather from memory looks every name up, and that is to take less than the copying.
-        first = (self.edits << 128) + (self.document << 96) + (self.layer << 64)
-        stop = self.stop
-        return [first + block if block < stop else UNKEPT for block in self.blocks]
+        first, stop = (self.edits << 128) + (self.document << 96), self.stop
+        of_layer = {layer: first + (layer << 64) for layer in set(self.layers)}
+        return [
+            of_layer[layer] + block if block < stop else UNKEPT
+            for layer, block in zip(self.layers, self.blocks, strict=True)
+        ]
 
     @property
     def keys(self) -> BlockKeys:
         """Where each block is in the store."""
-        return BlockKeys(self.layer, self.owners, self.blocks)
+        return BlockKeys(self.layers, self.owners, self.blocks)
 
     def only(self, places: Sequence[int]) -> BlockRefs:
         """Those of the blocks that are at ``places`` in the list."""
-        blocks, owners = ([each[place] for place in places] for each in (self.blocks, self.owners))
-        return self._replace(blocks=blocks, owners=owners)
+        layers, blocks, owners = (
+            [each[place] for place in places] for each in (self.layers, self.blocks, self.owners)
+        )
+        return self._replace(layers=layers, blocks=blocks, owners=owners)
 
 
 class StaleBlocks(Exception):
@@ -179,6 +185,13 @@ class BlockCache:
         with self._lock:
             held = {"device": self._device, "host": self._host}
             return [next((tier for tier, pool in held.items() if name in pool), below) for name in blocks.names]
+
+    def at_hand(self, blocks: BlockRefs) -> bool:
+        """Whether reading the blocks waits for no disk and no thread: it does not count as a use."""
+        if not self._store.capabilities.durable:
+            return True
+        with self._lock:
+            return all(name in self._host for name in blocks.names)
 
     @property
     def prefetches(self) -> bool:

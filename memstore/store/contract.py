@@ -85,11 +85,11 @@ def describe(key: Key) -> str:
 
 
 class BlockKeys(Sequence[Key]):
-    """Keys of states of one layer, each made when it is asked for: what finds values needs only their bytes."""
+    """Keys of states, each made when it is asked for: what finds values needs only their bytes."""
 
-    def __init__(self, layer: int, owners: Sequence[int], blocks: Sequence[int]) -> None:
-        """``blocks``, and the numbers of the documents under which they lie."""
-        self._layer, self._owners, self._blocks = layer, owners, blocks
+    def __init__(self, layers: Sequence[int], owners: Sequence[int], blocks: Sequence[int]) -> None:
+        """``blocks``, their layers, and the numbers of the documents under which they lie."""
+        self._layers, self._owners, self._blocks = layers, owners, blocks
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -102,18 +102,17 @@ class BlockKeys(Sequence[Key]):
 
     def __getitem__(self, place: int | slice) -> Key | BlockKeys:
         if isinstance(place, slice):
-            return BlockKeys(self._layer, self._owners[place], self._blocks[place])
-        return Key(Table.BLOCKS, self._owners[place], self._layer, self._blocks[place])
+            return BlockKeys(self._layers[place], self._owners[place], self._blocks[place])
+        return Key(Table.BLOCKS, self._owners[place], self._layers[place], self._blocks[place])
 
     def __iter__(self) -> Iterator[Key]:
-        return map(Key, repeat(Table.BLOCKS), self._owners, repeat(self._layer), self._blocks)
+        return map(Key, repeat(Table.BLOCKS), self._owners, self._layers, self._blocks)
 
     def to_bytes(self) -> list[bytes]:
         """As ``Key.to_bytes`` of each."""
-        first = {owner: _KEY.pack(Table.BLOCKS, owner, self._layer, 0)[:-_ITEM_BYTES] for owner in set(self._owners)}
-        return [
-            first[owner] + block.to_bytes(_ITEM_BYTES) for owner, block in zip(self._owners, self._blocks, strict=True)
-        ]
+        places = list(zip(self._owners, self._layers, strict=True))
+        first = {place: _KEY.pack(Table.BLOCKS, *place, 0)[:-_ITEM_BYTES] for place in set(places)}
+        return [first[place] + block.to_bytes(_ITEM_BYTES) for place, block in zip(places, self._blocks, strict=True)]
 
 
 class Layout(NamedTuple):

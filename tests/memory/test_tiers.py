@@ -146,6 +146,35 @@ def test_blocks_are_brought_ahead_for_several_layers(memory: Memory) -> None:
     assert torch.equal(document.layer(2).gather([5, 2])["k"], states(in_blocks(TOKENS)[[5, 2]], 2)["k"])
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("held", [False, True])
+def test_several_layers_are_gathered_as_each_by_itself(tmp_path: Path, codec: str, held: bool) -> None:
+    """Also where some blocks are in host memory, others on disk, and the last is not complete."""
+    with memstore.open(tmp_path / "m", spec=make_spec(codec=codec)) as memory:
+        document, cpu = memory.document("a"), torch.device("cpu")
+        append(document, TOKENS)
+        if held:
+            document.prefetch([2, 1], [7, 4])
+            settle(document, 1, [7])
+            settle(document, 2, [7])
+        for blocks in ([7, 4], [4, 20, 3], []):
+            each = [document.layer(layer).gather(blocks) for layer in (2, 0, 1)]
+            for alone, together in zip(each, document.gather([2, 0, 1], blocks, device=cpu), strict=True):
+                assert all(torch.equal(alone[name], together[name]) for name in ("k", "v"))
+        assert document.at_hand([0, 1, 2], [3, 4])
+        assert not document.at_hand([0, 1, 2], [3, 5])
+
+
+def test_damage_in_one_of_several_layers_is_named(memory: Memory, tmp_path: Path) -> None:
+    memory.close()
+    flip(tmp_path / "m", states(in_blocks(TOKENS), 1)["k"][3].contiguous().numpy().tobytes(), 9)
+    with (
+        memstore.open(tmp_path / "m", mode="r") as reader,
+        pytest.raises(DamagedError, match=r"document 'a', layer 1, block 3 is damaged or lost"),
+    ):
+        reader.document("a").gather([0, 1, 2], [2, 3], device=torch.device("cpu"))
+
+
 def test_damage_met_ahead_is_named_when_the_block_is_wanted(memory: Memory, tmp_path: Path) -> None:
     memory.close()
     flip(tmp_path / "m", states(in_blocks(TOKENS), 1)["k"][3].contiguous().numpy().tobytes(), 9)

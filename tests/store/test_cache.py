@@ -66,7 +66,7 @@ def make_cache(store: WatchedStore) -> Iterator[Callable[..., BlockCache]]:
 
 
 def blocks_of(*blocks: int, edits: int = 0, stop: int = 1 << 40) -> BlockRefs:
-    return BlockRefs(1, edits, 0, list(blocks), [1] * len(blocks), stop)
+    return BlockRefs(1, edits, [0] * len(blocks), list(blocks), [1] * len(blocks), stop)
 
 
 def yes() -> bool:
@@ -222,10 +222,10 @@ def test_other_edits_are_other_blocks_and_incomplete_ones_are_not_kept(
 
 def test_blocks_that_differ_in_anything_have_names_of_their_own() -> None:
     most = 2**32 - 2
-    places = [(document, edits, layer) for document in (1, 2, most) for edits in (0, 1, most) for layer in (0, 1, most)]
-    blocks = [0, 1, 2**63 - 1]
-    names = [name for place in places for name in BlockRefs(*place, blocks, [1, 1, 1], 2**63).names]
-    assert len(set(names)) == len(names) == len(places) * len(blocks)
+    documents = [(document, edits) for document in (1, 2, most) for edits in (0, 1, most)]
+    layers, blocks = [layer for layer in (0, 1, most) for _ in range(3)], [0, 1, 2**63 - 1] * 3
+    names = [name for each in documents for name in BlockRefs(*each, layers, blocks, [1] * 9, 2**63).names]
+    assert len(set(names)) == len(names) == len(documents) * len(blocks)
 
 
 def test_what_changed_while_it_was_read_is_not_kept(make_cache: Callable[..., BlockCache], store: WatchedStore) -> None:

@@ -39,7 +39,8 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]
     packed = (q * scale).reshape(batch, groups, heads // groups * tokens, dim)
-    scores = packed @ k.transpose(-1, -2)
+    # Keys are the beginning of a buffer, which PyTorch would copy one number at a time, being transposed.
+    scores = packed @ k.contiguous().transpose(-1, -2)
     if mask is not None:
         masked = scores.view(batch, groups, heads // groups, tokens, -1)[..., k.shape[2] - mask.shape[-1] :]
         masked += mask[:, :, None] if mask.shape[1] in (1, groups) else mask.unflatten(1, (groups, -1))

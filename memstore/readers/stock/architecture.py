@@ -53,6 +53,15 @@ class LayerRotary:
         """Rotate ``x [B, heads, T, D]``."""
         return x if cos_sin is None else self.rotate_pair(x, x[:, :1], cos_sin)[0]
 
+    def rotate_in_place(self, x: Tensor, cos_sin: CosSin) -> None:
+        """Rotate ``x [B, heads, T, D]`` where it is."""
+        half = x.shape[1] // 2
+        if not half:
+            x.copy_(self.rotate(x, cos_sin))
+            return
+        # The model's function takes queries and keys, which need not have as many heads.
+        x[:, :half], x[:, half:] = self.rotate_pair(x[:, :half], x[:, half:], cos_sin)
+
     def rotate_pair(self, q: Tensor, k: Tensor, cos_sin: CosSin | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys ``[B, heads, T, D]`` that are at the same positions."""
         if cos_sin is None or self.apply is None:

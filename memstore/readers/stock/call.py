@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
+from memstore.memory.spec import plain_layouts
 from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.draft import StockDraft
@@ -30,6 +31,8 @@ from memstore.transfer import along, to_device
 if TYPE_CHECKING:
     from memstore.memory import Document
 
+GATHERED_BYTES = 256 << 20
+"""States that are gathered at once, before layers copy them to where they attend to them."""
 ROOM = 64
 """Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""
 
@@ -129,9 +132,9 @@ class Call(LocalTokens):
         if wanted and self.routed:
             wanted[0].searched = True
         if self.last_chosen is None or not self.last_chosen.same(chosen):
-            for document, blocks in self._located(self._fetchable(chosen).chosen)[1]:
-                for states in wanted:
-                    document.layer(states.plan.index).prefetch(blocks)
+            layers = [states.plan.index for states in wanted]
+            for document, blocks in self._located(self._fetchable(chosen).chosen)[1] if layers else ():
+                document.prefetch(layers, blocks)
         self.last_chosen = chosen
         self.chosen_at = self.length + self.tokens
 
@@ -318,17 +321,26 @@ class Call(LocalTokens):
         return keys[*pick], values[*pick]
 
     def _blocks_of(self, plan: LayerPlan, chosen: CandidateLists, located: list[tuple[Document, list[int]]]) -> States:
-        """The blocks of a list: on a CPU as they are wanted, on a GPU with those of all layers that will want them."""
+        """The blocks of a list, with those of later layers that will want them: copies are better few.
+
+        On a CPU only where nobody has to wait for them: else they are read while the layers before compute.
+        """
         if (plan.index, id(chosen)) not in self._ahead:
-            wanted = [plan.index]
-            if self.device.type != "cpu":
-                later = self.layers[plan.index + 1 :]
-                wanted += [states.plan.index for states in later if states.stale and states.chosen is chosen]
+            later = [each.plan.index for each in self.layers[plan.index + 1 :] if each.stale and each.chosen is chosen]
+            wanted = [plan.index, *later][: self._layers_at_once(located)]
+            if self.device.type == "cpu" and not all(each.at_hand(wanted, blocks) for each, blocks in located):
+                wanted = wanted[:1]
             with along(self.numbered(chosen), self.device) as where:
                 for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
                     self._ahead[layer, id(chosen)] = states
             self.memo.setdefault(("where", id(chosen)), (chosen, *where()))
         return self._ahead.pop((plan.index, id(chosen)))
+
+    @staticmethod
+    def _layers_at_once(located: list[tuple[Document, list[int]]]) -> int:
+        """In how many layers blocks are gathered together."""
+        block = sum(layout.nbytes for layout in plain_layouts(located[0][0].memory.spec))
+        return max(1, GATHERED_BYTES // (block * sum(len(blocks) for _, blocks in located)))
 
 
 class LayerStates(CacheLayerMixin):
@@ -412,10 +424,20 @@ class LayerStates(CacheLayerMixin):
         if cos_sin is None:
             return
         if positions.shape[1] == 1:
-            keys.copy_(rotary.rotate(keys, cos_sin))
+            rotary.rotate_in_place(keys, cos_sin)
         else:  # every head has its own blocks and so its own positions
             rotated = rotary.rotate(keys.flatten(0, 1).unsqueeze(1), cos_sin)
             keys.copy_(rotated.view_as(keys))
+
+    def all_states(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of keys and values of the prefix and the local tokens, and the positions of the prefix."""
+        used = self.prefix + self.call.length
+        return self.keys[:, :, :used].clone(), self.values[:, :, :used].clone(), self.prefix_positions
+
+    def begin(self, keys: Tensor, values: Tensor, prefix: Tensor) -> None:
+        """Go on after what ``all_states`` gave for another call, which stays as it is."""
+        self.keys, self.values, self.prefix_positions, self.prefix = keys, values, prefix, prefix.shape[-1]
+        self.is_initialized, self.stale = True, False
 
     def local(self) -> States:
         """A copy of the states of the local tokens, at their positions."""
@@ -438,7 +460,7 @@ class LayerStates(CacheLayerMixin):
         start = self.prefix + self.call.length
         end = start + k.shape[2]
         if end > self.keys.shape[2]:
-            self._grow(end)
+            self._grow(k, v, end)
         self._write(k, v, at=start)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -451,10 +473,10 @@ class LayerStates(CacheLayerMixin):
         """Repeat key-value heads where every query head has a list of its own."""
         return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
-    def _grow(self, needed: int) -> None:
+    def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
         used = self.prefix + self.call.length
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
-        self._allocate(keys, values, keys.shape[1], needed, max(ROOM, used // 4))
+        self._allocate(k, v, keys.shape[1], needed, max(ROOM, used // 4))
         self.keys[:, :, :used], self.values[:, :, :used] = keys, values
 
     # What transformers asks of a cache layer. Lengths are those of the local tokens: the memory does not count.

@@ -281,8 +281,9 @@ class Opening:
 
     tokens: Tensor
     """``[n]``"""
-    states: list[States]
-    """Of each layer: keys, at the positions that they are attended at, and values ``[1, G, n, D]``."""
+    states: list[tuple[Tensor, Tensor, Tensor]]
+    """Of each layer: keys, at the positions that they are attended at, and values ``[1, G, P + n, D]``, with those of
+    the sink before them; and the positions of the sink ``[1, 1, P]``."""
 
     @classmethod
     def computed(cls, hooks: Hooks, call: Call, tokens: Tensor) -> Opening:
@@ -290,12 +291,12 @@ class Opening:
         call.observers, call.routed = (), False
         try:
             hooks.forward(call, tokens, whole=True)
-            return cls(tokens, [layer.local() for layer in call.layers])
+            return cls(tokens, [layer.all_states() for layer in call.layers])
         finally:
             call.release()
 
     def begin(self, call: Call) -> None:
         """Let ``call`` go on after it."""
         call.length, call.opening = len(self.tokens), self.tokens
-        for layer, (keys, values) in zip(call.layers, self.states, strict=True):
-            layer.keys, layer.values, layer.is_initialized = keys, values, True
+        for layer, states in zip(call.layers, self.states, strict=True):
+            layer.begin(*states)

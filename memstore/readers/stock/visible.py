@@ -274,9 +274,7 @@ class DocumentStates:
 
     def read(self, layer: int, tokens: range) -> States:
         """Keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
-        if self.device.type == "cpu":
-            return self._read([layer], tokens)[0]
-        if tokens not in self._there:  # of all layers at once, and once: copies to a device are better few
+        if tokens not in self._there:  # of all layers at once, and once: copies are better few
             self._there[tokens] = self._read(range(self.layers), tokens)
         return self._there[tokens][layer]
 
