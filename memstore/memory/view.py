@@ -18,7 +18,6 @@ from memstore.memory.layer_index import LayerIndex
 from memstore.memory.shared import Handle
 from memstore.memory.tensors import decode_block_rows, read_last_block
 from memstore.store.cache import BlockRefs, StaleBlocks
-from memstore.transfer import to_device
 
 T = TypeVar("T")
 
@@ -105,7 +104,7 @@ class LayerView:
         self._count(ids)
         return states
 
-    def _count(self, blocks: list[int]) -> None:
+    def _count(self, blocks: Sequence[int]) -> None:
         """Note that ``blocks`` were gathered."""
         if blocks and self._handle.id is not None:
             self._shared.blocks.count(self._handle.id, len(blocks))

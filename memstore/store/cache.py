@@ -91,9 +91,7 @@ class BlockRefs(NamedTuple):
 
     def only(self, places: Sequence[int]) -> BlockRefs:
         """Those of the blocks that are at ``places`` in the list."""
-        layers, blocks, owners = (
-            [each[place] for place in places] for each in (self.layers, self.blocks, self.owners)
-        )
+        layers, blocks, owners = ([each[place] for place in places] for each in (self.layers, self.blocks, self.owners))
         return self._replace(layers=layers, blocks=blocks, owners=owners)
 
 
