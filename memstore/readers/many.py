@@ -38,8 +38,8 @@ from memstore.readers.reading import Chunks, ReadResult, compare
 
 Load = Callable[[], tuple[Any, Any]]
 """Loads a model and its tokenizer, in whichever process it is called."""
-Facts = tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]
-"""What is stored in a memory under names: JSON values, and arrays."""
+Arrays = Mapping[str, Mapping[str, Tensor]]
+"""The arrays that are stored in a memory under names, such as routers."""
 STRETCH = 1 << 18
 """Tokens of a stretch, at least."""
 NAME = "part"
@@ -133,10 +133,9 @@ def read_parts(
     """``read_many``, into the memory of a ``reader`` that is open."""
     if reader.memory.encrypted:
         raise InvalidArgument("an encrypted memory is read by one process: parts would lie beside it unencrypted")
-    place = folder(reader.memory.url) if parts is None else Path(parts)
+    place = parts_beside(reader.memory) if parts is None else Path(parts)
     if place is None:
         raise InvalidArgument(f"parts of {reader.memory.url} need a folder: name one with parts=")
-    place = place.with_name(place.name + ".parts") if parts is None else place
     tokens = {name: _whole(reader, text) for name, text in texts.items()}
     stored = {name: _held(reader, name, ids) for name, ids in tokens.items()}
     missing = {name: ids for name, ids in tokens.items() if stored[name] < len(ids)}
@@ -144,9 +143,9 @@ def read_parts(
     if missing:
         for _ in reader._prepared(iter([next(iter(missing.values()))])):  # a router is fitted to the first text
             break
-        facts = reader.memory.facts()
+        _, arrays = reader.memory.facts()
         jobs = [each for name, ids in missing.items() for each in stretches(reader, name, ids, stored[name], stretch)]
-        places = [place.resolve() / _address(reader, facts, job) for job in jobs]
+        places = [place.resolve() / _address(reader, arrays, job) for job in jobs]
         worker = load, options, reader.memory.spec
         failed: dict[str, Exception] = {}
         done = sum(stored.values())
@@ -156,7 +155,7 @@ def read_parts(
         ):
             waiting = {name: [n for n, job in enumerate(jobs) if job.name == name] for name in missing}
             read: set[int] = set()
-            for number, spent in _done(ray, workers, worker, facts, list(zip(map(str, places), jobs, strict=True))):
+            for number, spent in _done(ray, workers, worker, arrays, list(zip(map(str, places), jobs, strict=True))):
                 name = jobs[number].name
                 if isinstance(spent, Exception):
                     failed.setdefault(name, spent)
@@ -170,7 +169,16 @@ def read_parts(
             raise MemstoreError(f"{len(failed)} of {len(texts)} documents were not read ({why}); all others were")
         if place.exists() and not any(place.iterdir()):
             place.rmdir()
-    return [ReadResult(n, len(ids), len(ids) - stored[n], stored[n], seconds[n]) for n, ids in tokens.items()]
+    return [
+        ReadResult(name, len(reader.memory.document(name)), len(ids) - stored[name], stored[name], seconds[name])
+        for name, ids in tokens.items()
+    ]
+
+
+def parts_beside(memory: Memory) -> Path | None:
+    """Where parts lie for a while, unless somebody says; None for a memory without a folder."""
+    place = folder(memory.url)
+    return None if place is None else place.with_name(place.name + ".parts")
 
 
 def stretches(reader: Reader, name: str, tokens: Tensor, stored: int, most: int) -> Iterator[Stretch]:
@@ -209,11 +217,11 @@ class _Worker:
         self._model, self._tokenizer = load()
         self._options, self._spec = options, spec
 
-    def read(self, facts: Facts, place: str, job: Stretch) -> float:
+    def read(self, arrays: Arrays, place: str, job: Stretch) -> float:
         """Read a stretch into the part at ``place``, or go on; seconds that it took."""
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         with open_memory(place, spec=self._spec) as memory:
-            memory.put_facts(*facts, place)
+            memory.put_facts({}, arrays, place)
             with attach(self._model, memory, tokenizer=self._tokenizer, **self._options) as reader:
                 if not job.first:
                     return reader.read(job.tokens, NAME).seconds
@@ -225,11 +233,11 @@ class _Worker:
 
 
 def _done(
-    ray: Any, workers: int, given: tuple[Any, ...], facts: Facts, jobs: Sequence[tuple[str, Stretch]]
+    ray: Any, workers: int, given: tuple[Any, ...], arrays: Arrays, jobs: Sequence[tuple[str, Stretch]]
 ) -> Iterator[tuple[int, Any]]:
     """The number of each job, as it is done, and the seconds that it took, or why it could not be done."""
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=AGAIN)(_Worker)
-    free, told = [actor.remote(*given) for _ in range(min(workers, len(jobs)))], ray.put(facts)
+    free, told = [actor.remote(*given) for _ in range(min(workers, len(jobs)))], ray.put(arrays)
     waiting = list(enumerate(jobs))
     running: dict[Any, tuple[Any, int]] = {}
     while waiting or running:
@@ -279,11 +287,11 @@ def _held(reader: Reader, name: str, tokens: Tensor) -> int:
     return min(len(document), len(tokens))
 
 
-def _address(reader: Reader, facts: Facts, job: Stretch) -> str:
+def _address(reader: Reader, arrays: Arrays, job: Stretch) -> str:
     """A name for what reading a stretch with this model gives."""
     made = hashlib.blake2b(repr((reader.memory.spec, reader._reading(retrieve=True))).encode(), digest_size=16)
-    for name, arrays in sorted(facts[1].items()):
-        for key, array in sorted(arrays.items()):
+    for name, named in sorted(arrays.items()):
+        for key, array in sorted(named.items()):
             made.update(f"{name}/{key}".encode() + array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     made.update(f"{job.first} ".encode() + job.tokens.int().numpy().tobytes())
     return made.hexdigest()
