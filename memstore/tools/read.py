@@ -39,6 +39,7 @@ from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, c
 
 if TYPE_CHECKING:
     from memstore.readers.reader import Reader
+    from memstore.readers.reading import ReadResult
 
 PAUSE = 2.0
 """Seconds between two looks of ``--watch``."""
@@ -242,19 +243,19 @@ def _read_all(
         with waiting("counting tokens", show=not options.json):
             tokens = [encode(reader.tokenizer, each.content) for each in plan.read]
         texts = list(zip(plan.read, tokens, strict=True))
-        new = sum(len(ids) - held(reader, each.document, ids) for each, ids in texts)
+        there = {each.document: held(reader, each.document, ids) for each, ids in texts}
+        new = sum(len(ids) - there[each.document] for each, ids in texts)
         check_room(options.memory, reader, new, None if known is None else known.room, tell=not options.json)
+        by_many: dict[str, ReadResult] = {}
         if options.ray is not None:
-            from memstore.readers.many import read_parts
-
-            unread = {each.document: ids for each, ids in texts if reader.memory.document(each.document).id is None}
             again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
-            shared: dict[str, Any] = {"retrieval": reader.retrieval, "index": options.index}
-            read_parts(reader, again, unread, workers=options.ray, progress=not options.json, **shared)
+            theirs = [(each, ids) for each, ids in texts if _for_many(reader, each, there[each.document])]
+            by_many = _read_by_many(reader, again, theirs, options, noted)
         done: Done = []
         for each, ids in texts:
             try:
-                done.append(_read_one(reader, each, ids, noted, many=len(texts) > 1))
+                read = by_many.get(each.document)
+                done.append(_read_one(reader, each, ids, noted, many=len(texts) > 1, read=read))
             except KeyboardInterrupt:
                 there = {document.name: len(document) for document in reader.memory.documents()}
                 of = f" of {each.document!r}" if len(texts) > 1 else ""
@@ -268,10 +269,41 @@ def _read_all(
     return done
 
 
-def _read_one(
-    reader: Reader, text: FileText, ids: list[int], noted: Mapping[str, str], *, many: bool
-) -> dict[str, Any]:
-    """Read the text ``ids`` of a file, and note which file it is; what was done."""
+def _for_many(reader: Reader, text: FileText, there: int) -> bool:
+    """Whether several processes read a text, of which ``there`` tokens are stored: it is new, or they were at it."""
+    from memstore.readers.many import parts_beside
+
+    document, parts = reader.memory.document(text.document), parts_beside(reader.memory)
+    if document.id is None:
+        return True
+    fact = reader.memory.get_info(FACT + text.document)
+    begun = isinstance(fact, dict) and fact.get("path") == str(text.file.path) and not fact.get("whole")
+    return begun and there == len(document) and parts is not None and parts.exists()
+
+
+def _read_by_many(
+    reader: Reader,
+    load: Callable[[], LoadedModel],
+    texts: list[tuple[FileText, list[int]]],
+    options: Options,
+    noted: Mapping[str, str],
+) -> dict[str, ReadResult]:
+    """Read ``texts`` with several processes; what was done, by document."""
+    from memstore.readers.many import read_parts
+
+    for each, _ in texts:
+        _begun(reader, each, noted)
+    unread = {each.document: ids for each, ids in texts}
+    how: dict[str, Any] = {"retrieval": reader.retrieval, "index": options.index}
+    done = read_parts(reader, load, unread, workers=options.ray or 1, progress=not options.json, **how)
+    return {each.document: each for each in done}
+
+
+def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
+    """What is to be noted of a file, and whether its document is known to be of this very file.
+
+    Some of it is noted at once, so that one whose reading is interrupted is known when it goes on.
+    """
     name, path = text.document, text.file.path
     before = reader.memory.get_info(FACT + name)
     old: dict[str, Any] = before if isinstance(before, dict) else {}
@@ -281,11 +313,27 @@ def _read_one(
         stat = path.stat()
         fact |= {"path": str(path), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
         fact["digest"] = digest(text.content)
-        if known or reader.memory.document(name).id is None:  # so that an interrupted one is known when it goes on
-            reader.memory.put_info(FACT + name, {**fact, "whole": False})
+        begun = {**fact, "whole": False}
+        if begun != old and (known or reader.memory.document(name).id is None):
+            reader.memory.put_info(FACT + name, begun)
+    return fact, known
+
+
+def _read_one(
+    reader: Reader,
+    text: FileText,
+    ids: list[int],
+    noted: Mapping[str, str],
+    *,
+    many: bool,
+    read: ReadResult | None = None,
+) -> dict[str, Any]:
+    """Read the text ``ids`` of a file, and note which file it is; what was done. ``read``: where others have."""
+    name, path = text.document, text.file.path
+    fact, known = _begun(reader, text, noted)
     # Only what is known to be this very file is replaced: another text of the same name is refused by read().
     progress = not many or len(ids) >= TOLD  # a line for each of many short notes says nothing
-    result = (reader.update if known else reader.read)(ids, name, progress=progress)
+    result = read or (reader.update if known else reader.read)(ids, name, progress=progress)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     reader.memory.put_info(FACT + name, {**fact, "whole": path is not None, "read": now})
     told = {"path": str(path)} if many and path is not None else {}
