@@ -40,14 +40,14 @@ def test_stretches_of_a_text_are_read_apart_and_only_once(tmp_path: Path, kind: 
     with memstore.attach(make(kind), tmp_path / "m", **LONG) as reader:
         if stored:
             reader.read(text[:stored], "long")
-        facts, jobs = reader.memory.facts(), list(stretches(reader, "long", text, stored, 100))
+        (_, arrays), jobs = reader.memory.facts(), list(stretches(reader, "long", text, stored, 100))
         assert [job.stop for job in jobs][:2] == [stored // 112 * 112 + 112, stored // 112 * 112 + 224]
         worker = many._Worker(lambda: (make(kind), None), LONG, reader.memory.spec)
         for number in reversed(range(len(jobs))):  # whatever comes first
             place = tmp_path / str(number)
-            worker.read(facts, str(place), jobs[number])
+            worker.read(arrays, str(place), jobs[number])
             written = (place / "data.mdb").stat().st_mtime_ns
-            worker.read(facts, str(place), jobs[number])
+            worker.read(arrays, str(place), jobs[number])
             assert (place / "data.mdb").stat().st_mtime_ns == written
         for number in range(len(jobs)):
             with memstore.open(tmp_path / str(number), mode="r") as part:
@@ -62,8 +62,8 @@ def test_a_stretch_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
         worker = many._Worker(lambda: (make(), None), LONG, reader.memory.spec)
         cut = many.Stretch(last.name, last.tokens[: 252 - last.stop], last.first, 252)
         for each in (cut, last):
-            worker.read(reader.memory.facts(), str(tmp_path / "part"), each)
-        worker.read(reader.memory.facts(), str(tmp_path / "whole"), last)
+            worker.read(reader.memory.facts()[1], str(tmp_path / "part"), each)
+        worker.read(reader.memory.facts()[1], str(tmp_path / "whole"), last)
     with memstore.open(tmp_path / "part", mode="r") as part, memstore.open(tmp_path / "whole", mode="r") as whole:
         assert len(part.document(many.NAME)) == 300
         assert compare_memories(part, whole).same
