@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
 from memstore.memory import Document, Memory, MemorySpec, open_memory
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
 from memstore.readers.kinds import Kind
 from memstore.readers.observer import Observer
-from memstore.readers.ranks import Ranks, Share, SharedDocument
+from memstore.readers.ranks import Ranks, Share, SharedDocument, dividing
 from memstore.readers.retrieval import Retrieval, check_retrieval
 
 UNNAMED = "document"
@@ -36,6 +36,8 @@ class Attachment(ABC):
     kind: ClassVar[Kind]
     several: ClassVar[bool] = False
     """Whether several documents, and several memories, can be seen at once."""
+    divisible: ClassVar[bool] = False
+    """Whether the model's weights may be divided among processes."""
     model: Any
     retrieval: Retrieval
 
@@ -60,6 +62,11 @@ class Attachment(ABC):
             raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
         if process_group is not None and self.retrieval.on_error == "miss":
             raise InvalidArgument("on_error='miss' is for one process: ranks would attend to different lists")
+        if not self.divisible and dividing(model) is not None:
+            raise UnsupportedModel(
+                f"the weights of this {self.kind.name} are divided among processes, which is for stock models: give "
+                "each the whole model"
+            )
         self._process_group = process_group
         self.share: Share | None = None
         """This rank's share of the blocks, where there are others."""

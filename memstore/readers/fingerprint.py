@@ -63,7 +63,10 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """xxh3-128 over the names, dtypes, shapes and bytes of all weights, as they lie there: quantised ones are."""
+    """xxh3-128 over the names, dtypes, shapes and bytes of all weights, as they lie there: quantised ones are.
+
+    Weights that are divided among processes are brought together one by one: all of them have to ask.
+    """
     weights = sorted(_weights(model))
     if not any(tensor.device.type == "cuda" for _, tensor in weights):
         return _digest(weights)
@@ -92,24 +95,32 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__") or _divided(tensor):
         yield name, tensor.detach()
         return
     for part in tensor.__tensor_flatten__()[0]:
         yield from _plain(f"{name}.{part}", getattr(tensor, part))
 
 
+def _divided(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")  # a DTensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if _divided(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def _digest(weights: Weights) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in weights:
         digest.update(_about(name, tensor))
-        digest.update(byte_rows(tensor.reshape(1, -1)).data)
+        digest.update(byte_rows(_whole(tensor).reshape(1, -1)).data)
     return digest.hexdigest()
 
 
 def _checksum(weights: Weights) -> str:
     """Of the same, from two sums for each tensor; a device is waited for once."""
-    sums = [_sums(tensor.detach()) for _, tensor in weights]
+    sums = [_sums(_whole(tensor.detach())) for _, tensor in weights]
     by_device: dict[torch.device, list[int]] = {}
     for at, each in enumerate(sums):
         by_device.setdefault(each.device, []).append(at)

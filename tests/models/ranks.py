@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memstore
 from memstore import Retrieval
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.memorizing import add_knn_memory
 from tests.models import drt, landmark
 from tests.models.stock import small_llama
@@ -95,4 +97,11 @@ def work_refused(rank: int, size: int, folder: str, case: str) -> None:
                 ask("words")
             except InvalidArgument as error:
                 Path(f"{folder}/{number}.txt").write_text(str(error))
+    divided = model("landmark, one list")
+    name = next(name for name, part in divided.named_modules() if isinstance(part, torch.nn.Linear))
+    parallelize_module(divided, init_device_mesh("cpu", (size,)), {name: ColwiseParallel()})
+    try:
+        memstore.attach(divided, f"{folder}/m", **options)
+    except UnsupportedModel as error:
+        Path(f"{folder}/divided.txt").write_text(str(error))
     dist.destroy_process_group()

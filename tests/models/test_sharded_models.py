@@ -48,6 +48,7 @@ def test_what_needs_all_blocks_in_one_place_is_refused(tmp_path: Path, case: str
     assert run_ranks(ranks.work_refused, 1, str(tmp_path), case) == [0]
     for number in range(3):
         assert "use generate, or attach without process_group" in (tmp_path / f"{number}.txt").read_text()
+    assert "divided among processes, which is for stock models" in (tmp_path / "divided.txt").read_text()
     if "drt" in case:
         missing = Retrieval(on_error="miss")
         with pytest.raises(InvalidArgument, match="on_error='miss' is for one process"):

@@ -11,9 +11,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from memstore import Retrieval
-from memstore.errors import MemstoreError
+from memstore.errors import InvalidArgument, MemstoreError
 from memstore.readers import ranks as module
 from tests.pretended import CUDA, on_device, pretended, real
 from tests.readers.models import attach, tiny, tokens
@@ -41,10 +44,10 @@ def read(folder: Path, case: str, sizes: tuple[int, ...]) -> None:
             reader.read(tokens(length, seed=number), str(number))
 
 
-def answer(memory: str, case: str, group: Any = None, model: Any = None) -> dict[str, Any]:
+def answer(memory: str, case: str, group: Any = None, model: Any = None, seed: int = 9) -> dict[str, Any]:
     """Logits of a batch of two prompts, one padded, and what is generated after one of them."""
     model = tiny("llama") if model is None else model
-    prompts = tokens(22, seed=9).view(2, 11).to(model.device)
+    prompts = tokens(22, seed=seed).view(2, 11).to(model.device)
     mask = torch.ones_like(prompts)
     mask[1, :3] = 0
     options = {} if group is None else {"process_group": group, "device": "cpu"}
@@ -90,6 +93,50 @@ def join(rank: int, size: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/ranks-{size}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
+
+
+def divide(model: Any, mesh: Any) -> Any:
+    """The model with its layers divided among the processes of a mesh of one dimension."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    into = [*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj"]
+    plan: dict[str, Any] = dict.fromkeys(into, ColwiseParallel())
+    plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel())
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def work_divided(rank: int, size: int, folder: str, case: str) -> None:
+    """Be one of the processes of a mesh: of its columns each shares the memory, of its rows each has a whole model."""
+    join(rank, size, folder)
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("memory", "model"))
+    model = divide(tiny("llama"), mesh["model"])
+    torch.save(answer(f"{folder}/m", case, mesh["memory"], model), f"{folder}/{size}-{rank}.pt")
+    try:
+        attach(model, f"{folder}/m")
+    except InvalidArgument as error:
+        Path(f"{folder}/{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+def work_loaded_in_parts(rank: int, size: int, folder: str, case: str) -> None:
+    """Be one of the processes among which transformers divides a model; each asks the memory for itself."""
+    join(rank, size, folder)
+    config = DistributedConfig(tp_size=size)
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert len(weight.to_local()) == len(weight) // size
+    torch.save(answer(f"{folder}/m", case, model=model), f"{folder}/{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def work_beside_others(rank: int, size: int, folder: str, case: str) -> None:
+    """Be a rank of one of two groups, each of which has a prompt of its own."""
+    join(rank, size, folder)
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "memory"))
+    torch.save(answer(f"{folder}/m", case, mesh["memory"], seed=mesh.get_local_rank("data")), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
 def work_until_one_dies(rank: int, size: int, folder: str) -> None:

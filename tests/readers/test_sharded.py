@@ -73,6 +73,36 @@ def test_what_ranks_tell_each_other_lies_where_their_group_wants_it(tmp_path: Pa
     check(tmp_path, alone, 2)
 
 
+@pytest.mark.parametrize("case", ["model", "group", "none"])
+def test_layers_may_be_divided_beside_a_memory_that_is_shared(tmp_path: Path, case: str) -> None:
+    """Tensor parallelism along one dimension of a mesh of two by two, ranks along the other."""
+    ranks.read(tmp_path / "m", case, ranks.lengths(case))
+    alone = ranks.answer(str(tmp_path / "m"), case)
+    assert run_ranks(ranks.work_divided, 4, str(tmp_path), case) == [0] * 4
+    check(tmp_path, alone, 4)
+    assert "divided among processes only asks a memory: use mode='r'" in (tmp_path / "0.txt").read_text()
+
+
+@pytest.mark.parametrize("case", ["model", "group"])
+def test_a_model_that_transformers_divides_answers_as_the_whole_one(tmp_path: Path, case: str) -> None:
+    ranks.read(tmp_path / "m", case, ranks.lengths(case))
+    tiny("llama").save_pretrained(tmp_path / "model")
+    alone = ranks.answer(str(tmp_path / "m"), case)
+    assert run_ranks(ranks.work_loaded_in_parts, 2, str(tmp_path), case) == [0, 0]
+    check(tmp_path, alone, 2)
+
+
+def test_groups_of_ranks_beside_each_other_answer_what_each_is_asked(tmp_path: Path) -> None:
+    """Data parallelism along one dimension of a mesh, ranks along the other."""
+    ranks.read(tmp_path / "m", "model", ranks.lengths("model"))
+    assert run_ranks(ranks.work_beside_others, 4, str(tmp_path), "model") == [0] * 4
+    for rank in range(4):
+        alone = ranks.answer(str(tmp_path / "m"), "model", seed=rank // 2)
+        told = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(told["logits"], alone["logits"], atol=1e-5, rtol=0)
+        assert torch.equal(told["generated"], alone["generated"])
+
+
 def test_a_rank_that_dies_is_an_error_on_all_others_in_time(tmp_path: Path) -> None:
     ranks.read(tmp_path / "m", "model", (500,))
     begun = time.monotonic()

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
+from memstore.readers.ranks import dividing
+from memstore.readers.stock.heads import counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,6 +117,8 @@ class Architecture:
     """Positions are added to the embeddings (GPT-2, OPT): tokens keep the position they were read at."""
     positions: str
     """The position encoding in words, for the fingerprint."""
+    divided: Any = None
+    """The process group that the heads of each layer are divided among; the plans count all of them."""
 
 
 @dataclass
@@ -171,12 +175,15 @@ def _examine(model: PreTrainedModel) -> Architecture:
         )
     if any(isinstance(part, nn.Conv1d) for entry in seen for part in entry.module.modules()):
         raise _unsupported(model, "its attention layers have convolutions, whose states are not kept")
+    divided = dividing(seen[0].module)
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
     again: dict[nn.Module, Tensor] = {}
     with _probing(model, partial(_note_keys, again)):  # once for all layers: a whole model is walked through for it
         layers = tuple(_plan(model, names, i, entry, mixed, tables, again) for i, entry in enumerate(seen))
+    if divided is not None:
+        layers = tuple(_with_all_heads(model, plan, config, divided.size()) for plan in layers)
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
     decoder = _decoder(model, names[layers[0].block])
     if learned and not _takes_positions(model, decoder):
@@ -189,7 +196,17 @@ def _examine(model: PreTrainedModel) -> Architecture:
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1),
         learned_positions=learned,
         positions=_describe_positions(config, learned),
+        divided=divided,
     )
+
+
+def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: int) -> LayerPlan:
+    heads = counts((plan.heads, plan.key_heads), config, size)
+    if heads is None:
+        raise _unsupported(
+            model, f"its heads cannot be told apart: each of {size} processes has {plan.heads} and {plan.key_heads}"
+        )
+    return replace(plan, heads=heads[0], key_heads=heads[1])
 
 
 def _run_probe(model: PreTrainedModel, config: Any) -> list[_ProbedModule]:

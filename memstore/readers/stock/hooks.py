@@ -20,6 +20,7 @@ from memstore.errors import InvalidArgument
 from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
+from memstore.readers.stock.heads import DividedHeads
 from memstore.readers.stock.selection import Selection
 from memstore.transfer import to_device
 
@@ -55,6 +56,7 @@ class Hooks:
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
         self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
+        self.heads = None if architecture.divided is None else DividedHeads(architecture.divided)
         self.query: Tensor | None = None
         """Tokens ``[n]`` that choose blocks for prompts, if not the prompts' own."""
 
@@ -258,6 +260,8 @@ def _attention(
     hooks, plan = _PLANS[module]
     call = hooks._call
     assert call is not None, "attention ran outside of a forward pass of the base model"
+    if hooks.heads is not None:
+        query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:
         hooks._tap[plan.index] = query[0].detach()
     if hooks._states_only and plan is hooks.architecture.layers[-1]:
@@ -266,6 +270,7 @@ def _attention(
         raise _Enough
     options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     out = call.layers[plan.index].attend(query, key, value, **options)
+    out = out if hooks.heads is None else hooks.heads.own(out)
     return out.transpose(1, 2).contiguous(), None
 
 

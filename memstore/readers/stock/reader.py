@@ -55,6 +55,7 @@ class StockReader(Reader):
 
     kind = STOCK
     several = True
+    divisible = True
     model: PreTrainedModel
     selection: Selection
 
@@ -78,6 +79,11 @@ class StockReader(Reader):
             check_free(model)
         self.architecture = examine(model)
         super().__init__(model, memory, document, **shared)
+        if self.architecture.divided is not None and self._opening["mode"] != "r":
+            raise InvalidArgument(
+                "a model whose layers are divided among processes only asks a memory: use mode='r', and read with one "
+                "process that has the whole model"
+            )
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
         self._trained: tuple[int, Router] | None = None
