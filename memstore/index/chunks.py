@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.index.checks import allows
+from memstore.index.contract import allows
 from memstore.index.files import Content
 from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
 from memstore.kernels.best_codes import hold, numbers

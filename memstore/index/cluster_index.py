@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, files
+from memstore.index import contract, files
 from memstore.index.clusters import Clusters, require_faiss
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.exact import ExactIndex
@@ -131,16 +131,16 @@ class ClusterIndex(VectorIndex):
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         self._adopt()
-        checks.check_ids(ids)
+        contract.check_ids(ids)
         if self._base is not None:
-            checks.check_new(self._base.holds(ids), ids)
+            contract.check_new(self._base.holds(ids), ids)
         self._tail.add(ids, keys)
         self._consider()
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         self._adopt()
-        checks.check_ids(ids)
+        contract.check_ids(ids)
         old = torch.zeros_like(ids, dtype=torch.bool) if self._base is None else self._base.holds(ids)
         self._tail.remove(ids[~old])
         if self._base is not None:
@@ -151,9 +151,9 @@ class ClusterIndex(VectorIndex):
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         self._adopt()
-        checks.check_top_k(k)
-        checks.check_allowed(allowed)
-        checks.check_queries(queries, self.key_heads, self.key_dim)
+        contract.check_top_k(k)
+        contract.check_allowed(allowed)
+        contract.check_queries(queries, self.key_heads, self.key_dim)
         grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
         self._keep(grouped)
         base = self._base

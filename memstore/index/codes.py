@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, files
+from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels import best_products
 
@@ -59,7 +59,7 @@ class CodeIndex(VectorIndex):
         device: str | torch.device = "cpu",
         settings: str = "",
     ) -> None:
-        checks.check_sizes(key_heads, key_dim, keys_per_block)
+        contract.check_sizes(key_heads, key_dim, keys_per_block)
         if torch.device(device).type != "cpu":
             raise InvalidArgument(f"An index of codes is searched on the CPU, not on {device}; use 'exact' there.")
         if settings not in ("", PRUNED):
@@ -87,13 +87,13 @@ class CodeIndex(VectorIndex):
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
-        checks.check_ids(ids)
-        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        contract.check_ids(ids)
+        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
             raise InvalidArgument(
                 "Keys of an index of codes must be whole numbers from -127 to 127; use 'exact' for any others."
             )
-        checks.check_new(torch.isin(ids, self._ids), ids)
+        contract.check_new(torch.isin(ids, self._ids), ids)
         start, codes = 0, keys.to(torch.int8).transpose(0, 1)
         while start < ids.numel():
             chunk, row = divmod(self._ids.numel(), self._room)
@@ -110,8 +110,8 @@ class CodeIndex(VectorIndex):
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
-        checks.check_ids(ids)
-        checks.check_held(torch.isin(ids, self._ids), ids)
+        contract.check_ids(ids)
+        contract.check_held(torch.isin(ids, self._ids), ids)
         self._ids = torch.where(torch.isin(self._ids, ids), -1, self._ids)
         alive = (self._ids >= 0).nonzero()
         used = int(alive[-1]) + 1 if alive.numel() else 0
@@ -124,7 +124,7 @@ class CodeIndex(VectorIndex):
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
-        checks.check_top_k(k)
+        contract.check_top_k(k)
         rows = self._rows(allowed)
         grouped = self._grouped(queries)
         heads = [self._search_head(grouped[head], head, rows, k) for head in range(self.key_heads)]
@@ -143,7 +143,7 @@ class CodeIndex(VectorIndex):
         A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. Fewer than ``k``
         come back where there are fewer blocks. Only for one key head.
         """
-        checks.check_top_k(k)
+        contract.check_top_k(k)
         if self.key_heads != 1:
             raise InvalidArgument(f"blocks are routed by the codes of one key head; this index has {self.key_heads}.")
         rows, tokens = self._rows(allowed), self._grouped(queries[None])[0]
@@ -204,15 +204,15 @@ class CodeIndex(VectorIndex):
         self.add(ids, keys)
 
     def _grouped(self, queries: Tensor) -> Tensor:
-        checks.check_queries(queries, self.key_heads, self.key_dim)
+        contract.check_queries(queries, self.key_heads, self.key_dim)
         return queries.float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
 
     def _rows(self, allowed: range | Tensor | None) -> Tensor:
         """The rows of the allowed blocks, in the order of their ids."""
-        checks.check_allowed(allowed)
+        contract.check_allowed(allowed)
         wanted = self._ids >= 0
         if allowed is not None:
-            wanted &= checks.allows(allowed, self._ids)
+            wanted &= contract.allows(allowed, self._ids)
         rows = wanted.nonzero().squeeze(1)
         return rows[self._ids[rows].argsort()]
 

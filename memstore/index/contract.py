@@ -1,7 +1,8 @@
-"""The contract of a vector index: landmarks of blocks, searched by inner product."""
+"""The contract of a vector index - landmarks of blocks, searched by inner product - and the checks that all share."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.stored import check_whole
+
+LARGEST_ID = (1 << 63) - 1
+LARGEST = 1e15
+"""No number of a key or a query is larger, so that products, squares and their sums stay within float32.
+
+Then no score is infinite or NaN. FAISS ends the process for clusters of keys whose squares overflow.
+"""
 
 
 class SearchResult(NamedTuple):
@@ -129,3 +140,111 @@ class VectorIndex(ABC):
     @abstractmethod
     def load(self, path: Path) -> None:
         """Replace the content by what ``save`` wrote. Raises ``NotFound`` or ``DamagedError``, with nothing changed."""
+
+
+def check_sizes(key_heads: int, key_dim: int, keys_per_block: int) -> None:
+    """An index has at least one key head, one number in a key, and one key in a block."""
+    for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
+        if size < 1:
+            raise InvalidArgument(f"{name} must be at least 1, not {size}.")
+
+
+def check_ids(ids: Tensor) -> None:
+    """``ids`` must be ``[n]`` int64, ascending, not negative."""
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        raise InvalidArgument(f"ids must be int64 of shape [n], not {_describe(ids)}.")
+    if ids.numel() and int(ids[0]) < 0:
+        raise InvalidArgument(f"ids must not be negative; the first is {int(ids[0])}.")
+    if bool((ids[1:] <= ids[:-1]).any()):
+        raise InvalidArgument("ids must be strictly ascending; sort them and drop repeated ones.")
+
+
+def check_new(held: Tensor, ids: Tensor) -> None:
+    """None of ``ids [n]`` may be in the index; ``held [n]`` bool says which are."""
+    _check_each(~held, ids, "in the index already; remove them first")
+
+
+def check_held(held: Tensor, ids: Tensor) -> None:
+    """All of ``ids [n]`` must be in the index; ``held [n]`` bool says which are."""
+    _check_each(held, ids, "not in the index")
+
+
+def _check_each(good: Tensor, ids: Tensor, problem: str) -> None:
+    if not bool(good.all()):
+        bad = ids[~good].tolist()
+        raise InvalidArgument(f"Blocks {bad[:5]}{' and more' if len(bad) > 5 else ''} are {problem}.")
+
+
+def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """``keys`` must be floating point of ``shape`` ``[n, G, P, D]``, no number beyond ``LARGEST``."""
+    if tuple(keys.shape) != shape or not keys.is_floating_point():
+        raise InvalidArgument(f"Keys must be a floating-point tensor of shape {list(shape)}, got {_describe(keys)}.")
+    check_numbers("keys", keys)
+
+
+def check_numbers(name: str, numbers: Tensor) -> None:
+    """``numbers`` must be finite, and none beyond ``LARGEST``; ``name`` is what an error calls them."""
+    # One pass over the keys where isfinite takes four; NaN passes through a minimum.
+    most = 0.0
+    if numbers.numel():
+        least, largest = numbers.detach().aminmax()
+        most = float(torch.maximum(-least, largest))  # one wait for a device
+    if not math.isfinite(most):
+        raise InvalidArgument(f"{name} must be finite; these contain NaN or infinity, which no search can order.")
+    if most > LARGEST:
+        raise InvalidArgument(f"{name} must lie within {LARGEST:g}; these reach {most:g}, whose products overflow.")
+
+
+def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool = True) -> None:
+    """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``.
+
+    Without ``wait`` the numbers are only looked at where they are at hand, on a CPU.
+    """
+    check_tensor("Queries", queries)
+    if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
+        raise InvalidArgument(
+            f"Queries must be a floating-point tensor of shape [H, T, {key_dim}], got {_describe(queries)}."
+        )
+    if queries.shape[0] == 0 or queries.shape[0] % key_heads:
+        raise InvalidArgument(
+            f"queries have {queries.shape[0]} heads; expected a multiple of the index's {key_heads} key heads."
+        )
+    if wait or queries.device.type == "cpu":
+        check_numbers("queries", queries)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """``value`` must be a tensor with numbers in it: not an array, nor a meta or sparse tensor."""
+    if not isinstance(value, Tensor):
+        raise InvalidArgument(f"{name} must be a torch tensor, not {type(value).__name__}.")
+    if value.is_meta or value.layout != torch.strided:
+        kind = "a meta tensor" if value.is_meta else f"of layout {value.layout}"
+        raise InvalidArgument(f"{name} must be a dense tensor with numbers in it; this one is {kind}.")
+
+
+def check_top_k(k: int) -> None:
+    """At least one block must be asked for."""
+    check_whole("k", k, 1, 2**31 - 1)
+
+
+def check_allowed(allowed: range | Tensor | None) -> None:
+    """``allowed`` must be a range, int64 ids ``[n]`` in any order, or None."""
+    if isinstance(allowed, Tensor) and (allowed.dim() != 1 or allowed.dtype != torch.int64):
+        raise InvalidArgument(f"allowed must be a range or int64 ids of shape [n], not {_describe(allowed)}.")
+    if not isinstance(allowed, range | Tensor | None):
+        raise InvalidArgument(f"allowed must be a range, int64 ids or None, not a {type(allowed).__name__}.")
+    if isinstance(allowed, range) and max(map(abs, (allowed.start, allowed.stop, allowed.step))) > LARGEST_ID:
+        raise InvalidArgument(f"allowed must be of block ids, which are int64, not {allowed}.")
+
+
+def allows(allowed: range | Tensor, ids: Tensor) -> Tensor:
+    """Which of ``ids [n]`` are ``allowed``, which ``check_allowed`` has passed. No range is ever written out."""
+    if isinstance(allowed, Tensor):
+        return torch.isin(ids, allowed.to(ids.device))
+    rising = allowed if allowed.step > 0 else allowed[::-1]
+    inside = (ids >= rising.start) & (ids < rising.stop)
+    return inside if rising.step == 1 else inside & (ids % rising.step == rising.start % rising.step)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"

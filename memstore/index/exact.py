@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, files
+from memstore.index import contract, files
 from memstore.index.best import BestBlocks, choose, merge, nothing, order
 from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
@@ -71,7 +71,7 @@ class ExactIndex(VectorIndex):
         *,
         codes: bool = True,
     ) -> None:
-        checks.check_sizes(key_heads, key_dim, keys_per_block)
+        contract.check_sizes(key_heads, key_dim, keys_per_block)
         if dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
             raise InvalidArgument(
                 "dtype of an exact index must be torch.float32 or torch.bfloat16, for codes torch.int8 or torch.bool, "
@@ -97,24 +97,24 @@ class ExactIndex(VectorIndex):
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
-        checks.check_ids(ids)
-        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        contract.check_ids(ids)
+        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         if ids.numel() and int(ids[0]) <= self._chunks.largest_id:
             there = ids.to(self.device)
-            checks.check_new(self._chunks.holds(there), there)
+            contract.check_new(self._chunks.holds(there), there)
         self._chunks.add(ids, keys)
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
-        checks.check_ids(ids)
+        contract.check_ids(ids)
         ids = ids.to(self.device)
-        checks.check_held(self._chunks.holds(ids), ids)
+        contract.check_held(self._chunks.holds(ids), ids)
         self._chunks.remove(ids)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
-        checks.check_top_k(k)
-        checks.check_allowed(allowed)
+        contract.check_top_k(k)
+        contract.check_allowed(allowed)
         grouped = self._grouped(queries)
         match self._way(grouped, k):
             case "kernel":
@@ -131,7 +131,7 @@ class ExactIndex(VectorIndex):
 
         Products of bfloat16 keys are rounded to bfloat16, which is several times as fast.
         """
-        checks.check_allowed(allowed)
+        contract.check_allowed(allowed)
         grouped = self._grouped(queries, wait=False)  # what is not finite shows in the scores
         parts: list[Tensor] = []
         ids: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self.device)]
@@ -186,7 +186,7 @@ class ExactIndex(VectorIndex):
         self._chunks.replace(tensors)
 
     def _grouped(self, queries: Tensor, *, wait: bool = True) -> Tensor:
-        checks.check_queries(queries, self.key_heads, self.key_dim, wait=wait)
+        contract.check_queries(queries, self.key_heads, self.key_dim, wait=wait)
         # The query heads of one key head become more rows of one product: [G, R, D].
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, files
+from memstore.index import contract, files
 from memstore.index.best import choose, merge
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
@@ -135,8 +135,8 @@ class FaissIndex(ExactIndex):
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks for each of ``queries [H, T, D]``, as far as FAISS proposes them."""
-        checks.check_top_k(k)
-        checks.check_allowed(allowed)
+        contract.check_top_k(k)
+        contract.check_allowed(allowed)
         self._adopt()
         base, count = self._base, k * self.settings.refine * min(self.keys_per_block, 4)
         filtered = None if base is None else base.filter(allowed)

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.index import checks
+from memstore.index import contract
 from memstore.stored import anything, fit, members, parse, row, text
 
 KIND = "memstore index 2"
@@ -46,7 +46,7 @@ class Content(NamedTuple):
             )
             if dtype.is_floating_point:
                 try:
-                    checks.check_numbers(name, tensor)
+                    contract.check_numbers(name, tensor)
                 except InvalidArgument as error:
                     raise DamagedError(f"{self.path} is damaged: {error} Rebuild the index.") from None
             if name.endswith("ids"):

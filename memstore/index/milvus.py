@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument, MemstoreError
-from memstore.index import checks, files
+from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 
 STEP = 1000
@@ -46,7 +46,7 @@ class MilvusIndex(VectorIndex):
         device: str | torch.device = "cpu",  # noqa: ARG002 - where Milvus computes is its own matter
         settings: str = "",
     ) -> None:
-        checks.check_sizes(key_heads, key_dim, keys_per_block)
+        contract.check_sizes(key_heads, key_dim, keys_per_block)
         self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
         self.where = settings
         self._client = _connect(settings)
@@ -67,27 +67,27 @@ class MilvusIndex(VectorIndex):
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
-        checks.check_ids(ids)
-        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        contract.check_ids(ids)
+        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         blocks = ids.tolist()
-        checks.check_new(self._held(ids), ids)
+        contract.check_new(self._held(ids), ids)
         self._insert(self._name, blocks, keys)
         self._ids.update(blocks)
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
-        checks.check_ids(ids)
+        contract.check_ids(ids)
         blocks = ids.tolist()
-        checks.check_held(self._held(ids), ids)
+        contract.check_held(self._held(ids), ids)
         for some in _steps(blocks):
             self._call("delete", self._name, filter=f"block in {some}")
         self._ids.difference_update(blocks)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
-        checks.check_top_k(k)
-        checks.check_allowed(allowed)
-        checks.check_queries(queries, self.key_heads, self.key_dim)
+        contract.check_top_k(k)
+        contract.check_allowed(allowed)
+        contract.check_queries(queries, self.key_heads, self.key_dim)
         grouped = queries.detach().float().cpu().reshape(self.key_heads, -1, self.key_dim)
         scores = torch.full((*grouped.shape[:2], k), -torch.inf)
         ids, offsets = (torch.full((*grouped.shape[:2], k), -1) for _ in range(2))

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from memstore.index.checks import allows
+from memstore.index.contract import allows
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index import checks, files
+from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack
 from memstore.kernels.best_signs.api import allowance, problem, words_shape
@@ -46,7 +46,7 @@ class SignIndex(VectorIndex):
         device: str | torch.device = "cpu",
         settings: str = "",
     ) -> None:
-        checks.check_sizes(key_heads, key_dim, keys_per_block)
+        contract.check_sizes(key_heads, key_dim, keys_per_block)
         if torch.device(device).type != "cpu":
             raise InvalidArgument(f"An index of signs is searched on the CPU, not on {device}; use 'exact' there.")
         if settings:
@@ -70,9 +70,9 @@ class SignIndex(VectorIndex):
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
-        checks.check_ids(ids)
-        checks.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
-        checks.check_new(self._holds(ids), ids)
+        contract.check_ids(ids)
+        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        contract.check_new(self._holds(ids), ids)
         words = torch.stack([pack(keys[:, head].cpu()).words for head in range(self.key_heads)])
         there = self._ids[self._held]
         if len(ids) and len(there) and int(ids[0]) < int(there[-1]):
@@ -89,8 +89,8 @@ class SignIndex(VectorIndex):
 
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
-        checks.check_ids(ids)
-        checks.check_held(self._holds(ids), ids)
+        contract.check_ids(ids)
+        contract.check_held(self._holds(ids), ids)
         there = self._ids[self._held]
         if torch.equal(there[: len(ids)], ids):  # a document that loses its oldest blocks
             self._held = slice(self._held.start + len(ids), self._held.stop)
@@ -100,15 +100,15 @@ class SignIndex(VectorIndex):
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
-        checks.check_top_k(k)
-        checks.check_allowed(allowed)
+        contract.check_top_k(k)
+        contract.check_allowed(allowed)
         grouped, rows = self._grouped(queries), self._rows(allowed)
         heads = [self._search_head(grouped[head], head, rows, k) for head in range(self.key_heads)]
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score of every block: ``([H, T, N] float32, ids [N] ascending)``."""
-        checks.check_allowed(allowed)
+        contract.check_allowed(allowed)
         grouped, rows = self._grouped(queries), self._rows(allowed)
         scores = torch.stack([self._scores(grouped[head], head, rows) for head in range(self.key_heads)])
         ids = self._ids[rows].clone()
@@ -161,10 +161,10 @@ class SignIndex(VectorIndex):
             ends = torch.tensor([allowed.start, max(allowed.start, allowed.stop)])
             first, stop = torch.searchsorted(there, ends).tolist()
             return slice(self._held.start + first, self._held.start + stop)
-        return self._held.start + checks.allows(allowed, there).nonzero().squeeze(1)
+        return self._held.start + contract.allows(allowed, there).nonzero().squeeze(1)
 
     def _grouped(self, queries: Tensor) -> Tensor:
-        checks.check_queries(queries, self.key_heads, self.key_dim)
+        contract.check_queries(queries, self.key_heads, self.key_dim)
         return queries.detach().cpu().float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
 
     def _keys(self, head: int, rows: slice | Tensor) -> PackedSigns:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index.checks import check_numbers, check_tensor
+from memstore.index.contract import check_numbers, check_tensor
 from memstore.memory.entry import READING, DocumentState, Home, Places, put_home, told
 from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import SharedStore

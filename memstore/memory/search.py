@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index.checks import check_numbers, check_tensor
+from memstore.index.contract import check_numbers, check_tensor
 from memstore.memory.document import Document
 from memstore.memory.memory import Memory
 from memstore.memory.spec import MemorySpec

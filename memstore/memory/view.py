@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
-from memstore.index.checks import check_tensor
+from memstore.index.contract import check_tensor
 from memstore.memory.entry import DocumentState
 from memstore.memory.layer_index import LayerIndex
 from memstore.memory.shared import Handle
