@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,24 @@ def test_the_holder_file_is_for_people_only(tmp_path: Path) -> None:
     with pytest.raises(MemoryInUse, match=r"\(\\x1b\[2J\\n\)"):
         LmdbStore.open(tmp_path / "m")
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["/usr/bin/memstore", "ask", "m", "a secret"], "memstore ask"),
+        (["/lib/memstore/__main__.py", "ask", "m", "a secret"], "memstore ask"),
+        (["/lib/notes/__main__.py", "a secret"], "notes"),
+        (["notes.py", "a secret"], "notes.py"),
+        ([""], "python"),
+    ],
+)
+def test_the_holder_file_tells_the_program_and_our_verb_alone(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments)
+    with closing(LmdbStore.create(tmp_path / "m")):
+        assert json.loads((tmp_path / "m" / "writer.json").read_text())["command"] == told
 
 
 def test_readers_in_other_processes_see_commits(tmp_path: Path) -> None:

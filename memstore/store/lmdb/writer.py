@@ -29,7 +29,6 @@ HOLDER_NAME = "writer.json"
 RESERVE_NAME = "reserve"
 
 _LEAST, _MOST = 256 << 10, 64 << 20  # bytes
-_COMMANDS = ("memstore", "__main__.py")
 _MOST_TOLD = 4096  # bytes
 _HOLDER = stored.table(pid=stored.whole(), command=stored.text(_MOST_TOLD), started=stored.text(64))
 _PAGE_BYTES = 4096
@@ -94,9 +93,11 @@ def _announce(holder: Path) -> None:
 
 def _command_line() -> str:
     """This process's command, shortened: enough to recognise it."""
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    # Of the rest no more than the verb: questions and names are not to lie in the open beside an encrypted memory.
-    return " ".join(["memstore", *sys.argv[1:2]] if program in _COMMANDS else [program])[:200]
+    program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
+    if program.name == "__main__.py":  # python -m PACKAGE
+        program = program.absolute().parent
+    # Of the rest no more than our verb: questions and names are not to lie in the open beside an encrypted memory.
+    return " ".join([program.name, *(sys.argv[1:2] if program.name == "memstore" else [])])[:200]
 
 
 def _in_use(folder: Path) -> str:
