@@ -3,18 +3,19 @@
     python -m benchmarks.peers --lengths 8192 32768
     python -m benchmarks.peers --peers memstore llama.cpp --python llama.cpp=/envs/llama/bin/python --gguf model.gguf
 
-A text with twelve hidden sentences is read once by each peer and kept on disk; a new process answers twelve questions
-from it, in the sentences' own words; then one bit of what is on disk is flipped, the highest of an exponent, and they
-are asked again. The model is the same for all; llama.cpp's is the 4-bit file that it was made from. Peers with other
-dependencies than memstore's run with the Python named by ``--python``: ``pip install llama-cpp-python``, ``pip install
-kvpress``, ``pip install infini-retri matplotlib seaborn scipy tiktoken``.
+A text with twelve hidden sentences is read once by each peer and kept on disk; a new process is asked for the twelve
+in their own words, whose end is to be written, and then in plain questions; then one bit of what is on disk is flipped,
+the highest of an exponent, and the first twelve are asked again. Seconds are the processor's. What memory, processor
+and disk can do at most is measured before each length. The model is the same for all; llama.cpp's is the 4-bit file
+that it was made from. Peers with other dependencies than memstore's run with the Python named by ``--python``: ``pip
+install llama-cpp-python``, ``pip install kvpress``, ``pip install infini-retri matplotlib seaborn scipy tiktoken``,
+``pip install optimum-quanto``. Rows that the file has already, of the same machine and options, stay in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -25,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.limits import limits
 from memstore.eval import needles
 from memstore.eval.resources import disk_bytes, hardware
 from memstore.tools.models import load_tokenizer, resolve_model
@@ -33,6 +35,11 @@ ROOT = Path(__file__).parents[2]
 PEERS = {
     "memstore": "own:Memstore",
     "full": "stock:Full",
+    "safetensors": "stock:Safetensors",
+    "static": "stock:Static",
+    "offloaded": "stock:Offloaded",
+    "fp8": "stock:Eight",
+    "quanto": "stock:Four",
     "window": "stock:Window",
     "kvpress": "stock:Compressed",
     "infini-retri": "stock:Reread",
@@ -56,15 +63,30 @@ def main() -> None:
         **{name: getattr(options, name) for name in ("model", "dtype", "threads", "seed", "window", "kept", "top_k")},
         **hardware(),
     }
-    rows = []
+    results: dict[str, Any] = {"about": about, "limits": [], "rows": []}
+    if options.out and options.out.exists():
+        before = json.loads(options.out.read_text("utf-8"))
+        if before["about"] == about:
+            results = before
     for tokens in options.lengths:
         work = _work(tokens, options)
+        _put(results["limits"], {"tokens": tokens, **limits(options.threads, options.dtype)})
         for peer in options.peers:
             row = {"peer": peer, "tokens": tokens, **_measured(peer, work, pythons.get(peer, sys.executable), options)}
-            rows.append(row)
+            _put(results["rows"], row)
             print(json.dumps(row), flush=True)
             if options.out:
-                options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", "utf-8")
+                options.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+def _put(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Among the others, by length and in the order of ``PEERS``; in the place of the one that it measures anew."""
+    rows[:] = [row for row in rows if _place(row) != _place(new)] + [new]
+    rows.sort(key=_place)
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    return row["tokens"], list(PEERS).index(row["peer"]) if "peer" in row else 0
 
 
 def _options() -> argparse.Namespace:
@@ -75,7 +97,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="a model that transformers can load")
     parser.add_argument("--gguf", help="the same model for llama.cpp")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=1, help="seconds are those of all of them")
     parser.add_argument("--window", type=int, default=2048, help="tokens that the window keeps")
     parser.add_argument("--kept", type=float, default=0.1, help="the share of states that kvpress keeps")
     parser.add_argument("--top-k", type=int, default=8, help="blocks of 64 tokens that a search puts into the prompt")
@@ -87,32 +109,39 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+COLUMNS = (
+    "tokens", "", "version", "read, tokens/s", "on disk, MB", "RAM to read, MB", "RAM to ask, MB",
+    "new process: first answer, s", "each answer, s", "own words", "plain questions", "one bit flipped",
+)  # fmt: skip
+
+
 def table(results: dict[str, Any]) -> str:
-    """Rows as a table in Markdown."""
-    names = [
-        "tokens",
-        "",
-        "version",
-        "read, tokens/s",
-        "on disk, MB",
-        "read and kept in, MB",
-        "new process: first answer, s",
+    """Limits and rows as two tables in Markdown."""
+    lines = [
+        "| tokens | copy, GB/s | product, TFLOP/s | disk written and synced, MB/s | read, MB/s |",
+        "|---" * 5 + "|",
     ]
-    names += ["each answer, s", "right", "one bit flipped"]
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for each in results.get("limits", []):
+        figures = f"{each['copy_gb_per_s']:.1f} | {each['product_tflop_per_s']:.3f}"
+        disk = f"{each['disk_written_mb_per_s']:,} | {each['disk_read_mb_per_s']:,}"
+        lines.append(f"| {each['tokens']:,} | {figures} | {disk} |")
+    lines += ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for row in results["rows"]:
-        start = f"| {row['tokens']:,} | {row['peer']} | {row.get('version', '')} | "
+        start = f"| {row['tokens']:,} | {row['peer']} | "
         if "failed" in row:
-            lines.append(f"{start}{row['failed']} | | | | | | |")
+            lines.append(f"{start}{row['failed']}{' |' * (len(COLUMNS) - 2)}")
             continue
         refused, other = row["flips_refused"], row["flips_other_answers"]
         cells = [
+            row["version"],
             f"{row['read_tokens_per_s']:,.0f}",
             f"{row['disk_bytes'] / 1e6:,.1f}",
             f"{row['read_peak_bytes'] / 1e6:,.0f}",
+            f"{row['ask_peak_bytes'] / 1e6:,.0f}",
             f"{row['first_answer_s']:.2f}",
             f"{row['answer_s']:.2f}",
             f"{row['right']} of {row['questions']}",
+            f"{row['right_plain']} of {row['questions']}" if "right_plain" in row else "",
             f"{refused} of {row['flips']} refused, {other} answered otherwise" if row["flips"] else "",
         ]
         lines.append(start + " | ".join(cells) + " |")
@@ -128,7 +157,8 @@ def _work(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
         "model": resolve_model(options.model),
         "text": tokenizer.decode(hay.tokens),
         "tokens": tokens,
-        "questions": [{"prompt": each.prompt, "answer": each.answer} for each in hay.needles],
+        "own": [each.prompt for each in hay.needles],
+        "plain": [f"\n\nQuestion: {each.question}\nAnswer:" for each in hay.needles],
         "needles": hay.needles,
         "answer_tokens": 24,
         "block": 64,
@@ -154,29 +184,30 @@ def _measured(peer: str, work: dict[str, Any], python: str, options: argparse.Na
         asked = stage("ask", folder)
         if "failed" in asked:
             return asked
-        right = sum(
-            bool(re.search(rf"\b{each.answer}\b", answer))
-            for each, answer in zip(hidden, asked["answers"], strict=True)
-        )
         flips = 0 if peer in READS_AGAIN else options.flips
         flipped = [_flipped(folder, Path(place) / "flipped", number, stage) for number in range(flips)]
-    changed = [each["answers"] != asked["answers"] for each in flipped if "answers" in each]
+    own, plain = asked["answers"][: len(hidden)], asked["answers"][len(hidden) :]
+    changed = [each["answers"] != own for each in flipped if "answers" in each]
     return {
         "version": read["version"],
         "read_tokens_per_s": round(work["tokens"] / read["read_s"], 1),
-        "read_cpu_s": round(read["read_cpu_s"], 1),
         "read_peak_bytes": read["peak_bytes_above_model"],
         "disk_bytes": size,
         "first_answer_s": round(asked["first_answer_s"], 3),
         "answer_s": round(asked["answer_s"], 3),
         "ask_peak_bytes": asked["peak_bytes_above_model"],
-        "right": right,
+        "right": _right(hidden, own),
+        "right_plain": _right(hidden, plain),
         "questions": len(hidden),
         "flips": flips,
         "flips_refused": sum("failed" in each for each in flipped),
         "flips_other_answers": sum(changed),
         "flips_reasons": sorted({each["failed"] for each in flipped if "failed" in each}),
     }
+
+
+def _right(hidden: list[needles.Needle], answers: list[str]) -> int:
+    return sum(bool(re.search(rf"\b{each.answer}\b", answer)) for each, answer in zip(hidden, answers, strict=True))
 
 
 def _flipped(folder: Path, copy: Path, number: int, stage: Any) -> dict[str, Any]:
@@ -191,7 +222,7 @@ def _flipped(folder: Path, copy: Path, number: int, stage: Any) -> dict[str, Any
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 0x40]))
-    result: dict[str, Any] = stage("ask", copy)
+    result: dict[str, Any] = stage("ask-own", copy)
     return result
 
 

@@ -1,4 +1,4 @@
-"""One stage of one peer in a process of its own."""
+"""One stage of one peer in a process of its own. Seconds are the processor's: other work beside it does not count."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def main(peer: str, work_file: str, folder: str, stage: str) -> None:
     )
     Path("/proc/self/clear_refs").write_text("5")  # the peak of loading the model is not the peer's
     base = _bytes("VmRSS")
-    begun, processor = time.perf_counter(), time.process_time()
+    begun = time.process_time()
     figures: dict[str, Any] = {"version": subject.version()}
     if stage == "read":
         subject.read(work["text"])
-        figures |= {"read_s": time.perf_counter() - begun, "read_cpu_s": time.process_time() - processor}
+        figures["read_s"] = time.process_time() - begun
     else:
         subject.restore()
         answers, seconds = [], []
-        for each in work["questions"]:
-            asked = time.perf_counter()
-            answers.append(subject.answer(each["prompt"], work["answer_tokens"]))
-            seconds.append(time.perf_counter() - asked)
-            figures.setdefault("first_answer_s", time.perf_counter() - begun)
+        for prompt in work["own"] + (work["plain"] if stage == "ask" else []):
+            asked = time.process_time()
+            answers.append(subject.answer(prompt, work["answer_tokens"]))
+            seconds.append(time.process_time() - asked)
+            figures.setdefault("first_answer_s", time.process_time() - begun)
         figures |= {"answers": answers, "answer_s": sorted(seconds)[len(seconds) // 2]}
     print(json.dumps(figures | {"peak_bytes_above_model": _bytes("VmHWM") - base}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.contract import Peer
 
@@ -73,24 +75,130 @@ class Full(Stock):
     def save(self, tokens: int) -> None:
         """Write the cache of a text of so many tokens."""
         layers: list[Any] = list(self.cache.layers)
-        kept = {"layers": [(layer.keys, layer.values) for layer in layers], "tokens": tokens}
-        torch.save(kept, self.folder / "cache.pt")
+        kept = {f"{name} {i}": getattr(each, name) for i, each in enumerate(layers) for name in ("keys", "values")}
+        self.write(kept | {"tokens": torch.tensor(tokens)})
 
     def restore(self) -> None:
         """Load the cache."""
         from transformers import DynamicCache
 
-        kept = torch.load(self.folder / "cache.pt", weights_only=True)
-        self.cache, self.tokens = DynamicCache(), kept["tokens"]
-        for number, (keys, values) in enumerate(kept["layers"]):
-            self.cache.update(keys, values, number)
+        kept, self.cache = self.load(), DynamicCache()
+        self.tokens = int(kept["tokens"])
+        for number in range(len(kept) // 2):
+            self.cache.update(kept[f"keys {number}"], kept[f"values {number}"], number)
         self.length = self.cache.get_seq_length()
+
+    def write(self, kept: dict[str, torch.Tensor]) -> None:
+        """Write tensors."""
+        torch.save(kept, self.folder / "cache.pt")
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """The tensors that were written."""
+        loaded: dict[str, torch.Tensor] = torch.load(self.folder / "cache.pt", weights_only=True)
+        return loaded
 
     def answer(self, prompt: str, tokens: int) -> str:
         """Continue, and take the prompt off again."""
         written = self.continued(prompt, self.cache, self.tokens, tokens)
         self.cache.crop(self.length - self.cache.get_seq_length())
         return written
+
+
+class Safetensors(Full):
+    """The same in a file of safetensors."""
+
+    def version(self) -> str:
+        """With that of safetensors."""
+        return f"{super().version()}, safetensors {version('safetensors')}"
+
+    def write(self, kept: dict[str, torch.Tensor]) -> None:
+        """Write tensors."""
+        save_file({name: each.contiguous() for name, each in kept.items()}, self.folder / "cache.safetensors")
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """The tensors that were written."""
+        return load_file(self.folder / "cache.safetensors")
+
+
+class Pickled(Stock):
+    """Another cache of transformers: pickled as a whole, and copied for each question."""
+
+    def empty(self) -> Any:
+        """A new cache."""
+        raise NotImplementedError
+
+    def read(self, text: str) -> None:
+        """One pass over the text."""
+        ids, cache = self.ids(text), self.empty()
+        self.forward(ids, cache, 0)
+        torch.save({"cache": cache, "tokens": ids.shape[1]}, self.folder / "cache.pt")
+
+    def restore(self) -> None:
+        """Load the cache."""
+        kept = torch.load(self.folder / "cache.pt", weights_only=False)  # written by ourselves
+        self.cache, self.tokens = kept["cache"], kept["tokens"]
+
+    def copied(self) -> Any:
+        """The cache for one question: what a layer's update replaces is its own."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        return cache
+
+    def answer(self, prompt: str, tokens: int) -> str:
+        """Continue a copy."""
+        return self.continued(prompt, self.copied(), self.tokens, tokens)
+
+
+class Static(Pickled):
+    """A cache of fixed size, with room for a question and its answer."""
+
+    def empty(self) -> Any:
+        """A new cache."""
+        from transformers import StaticCache
+
+        return StaticCache(config=self.model.config, max_cache_len=self.options["tokens"] + SEGMENT)
+
+    def copied(self) -> Any:
+        """All of it: it is written in place."""
+        return copy.deepcopy(self.cache)
+
+
+class Offloaded(Pickled):
+    """A cache whose layers wait on the host until they are needed."""
+
+    def empty(self) -> Any:
+        """A new cache."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config, offloading=True)
+
+
+class Eight(Pickled):
+    """A cache in floats of 8 bits."""
+
+    def version(self) -> str:
+        """With what is stored."""
+        return f"{super().version()}, fp8"
+
+    def empty(self) -> Any:
+        """A new cache."""
+        from transformers import QuantizedCache
+
+        return QuantizedCache("fp8", self.model.config)
+
+
+class Four(Pickled):
+    """A cache in 4 bits, by quanto."""
+
+    def version(self) -> str:
+        """With that of quanto."""
+        return f"{super().version()}, quanto {version('optimum-quanto')}, 4 bits"
+
+    def empty(self) -> Any:
+        """A new cache."""
+        from transformers import QuantizedCache
+
+        return QuantizedCache("quanto", self.model.config, nbits=4)
 
 
 class Window(Full):

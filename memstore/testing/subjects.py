@@ -36,11 +36,15 @@ class LmdbMemory(Subject):
     """A memory on LMDB."""
 
     name = f"memstore {memstore.__version__}, LMDB"
-    prefix = ""
 
     def __init__(self, folder: Path) -> None:
-        self._memory = memstore.open(f"{self.prefix}{folder}", spec=_SPEC)
+        self._memory = memstore.open(self.url(folder), spec=_SPEC)
         self._text = self._memory.document("text")
+
+    @staticmethod
+    def url(folder: Path) -> str:
+        """Of the memory in a folder."""
+        return str(folder)
 
     def __len__(self) -> int:
         return len(self._text.blocks)
@@ -75,11 +79,26 @@ class ZarrMemory(LmdbMemory):
     """A memory in Zarr, whose shards are so small that there are some."""
 
     name = f"memstore {memstore.__version__}, Zarr"
-    prefix = "zarr:"
 
     def __init__(self, folder: Path) -> None:
         zarr.SHARD_BYTES = 64 << 10  # type: ignore[attr-defined]
         super().__init__(folder)
+
+    @staticmethod
+    def url(folder: Path) -> str:
+        """Of the memory in a folder."""
+        return f"zarr:{folder}"
+
+
+class BucketMemory(ZarrMemory):
+    """The same in object storage, here one that is a folder; what is not in shards yet lies beside it."""
+
+    name = f"memstore {memstore.__version__}, object storage"
+
+    @staticmethod
+    def url(folder: Path) -> str:
+        """Of the memory in a folder."""
+        return f"zarr+file://{folder}/bucket?tail={folder}/tail"
 
 
 class TorchFile(Subject):
@@ -174,6 +193,7 @@ class ArrayFiles(Subject):
 SUBJECTS: dict[str, type[Subject]] = {
     "lmdb": LmdbMemory,
     "zarr": ZarrMemory,
+    "bucket": BucketMemory,
     "torch": TorchFile,
     "torch-replaced": ReplacedTorchFile,
     "safetensors": SafetensorsFile,

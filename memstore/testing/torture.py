@@ -131,6 +131,8 @@ class Observation:
         whole = len(served) == len(self.blocks)
         if whole and tuple(served) in (last, under_way):
             return "right"
+        if not self.blocks:
+            return "lost"  # nobody committed that there is nothing
         if whole and tuple(served) in states:
             return "earlier"
         if all(number in (at(last, i), at(under_way or last, i)) for i, number in self._numbered()):

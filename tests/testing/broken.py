@@ -29,6 +29,7 @@ PLANTED = {
     ("Late", "kill"): {"lost"},
     ("Piecewise", "kill"): {"torn"},
     ("Forgetful", "truncate"): {"lost"},
+    ("Emptied", "truncate"): {"lost"},
     ("Careless", "fill"): {"lost", "wrong"},
     ("Crashing", "flip"): {"crashed"},
     ("Amnesiac", "restart"): {"lost"},
@@ -127,6 +128,15 @@ class Forgetful(Sound):
 
     def load(self) -> list[bytes]:
         return [block for block in super().load() if len(block) == BLOCK_BYTES]
+
+
+class Emptied(Sound):
+    """Begins anew where something is damaged."""
+
+    def load(self) -> list[bytes]:
+        with suppress(ValueError):
+            return super().load()
+        return []
 
 
 class Careless(Sound):

@@ -1,4 +1,4 @@
-"""The table of docs/torture.md, made from its JSON: ``python -m tests.testing.table``."""
+"""The table of docs/torture.md, made from its rows: ``python -m tests.testing.table``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "torture.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FILES = ("torture", "torture-memos", "torture-llamacpp", "torture-lmcache")
 BAD = ("earlier", "lost", "torn", "wrong", "crashed")
 
 
 def table() -> str:
     """A row for each store, a cell for each fault."""
-    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text("utf-8"))["rows"]
+    results = [json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in FILES]
+    rows: list[dict[str, Any]] = [row for each in results for row in each["rows"]]
     faults = list(dict.fromkeys(row["fault"] for row in rows))
     lines = [f"| | {' | '.join(faults)} |", "|---" * (len(faults) + 1) + "|"]
     for store in dict.fromkeys(row["version"] for row in rows):
         cells = {row["fault"]: _cell(row) for row in rows if row["version"] == store}
-        lines.append(f"| {store} | {' | '.join(cells[fault] for fault in faults)} |")
+        lines.append(f"| {store} | {' | '.join(cells.get(fault, 'not tried') for fault in faults)} |")
     return "\n".join(lines)
 
 

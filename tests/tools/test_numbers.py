@@ -1,4 +1,4 @@
-"""The figures of the README are those of the rows that its commands have written."""
+"""The figures of README and pages are those of the rows that their commands have written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def rows(name: str) -> Any:
     return json.loads(file.with_suffix(file.suffix or ".json").read_text("utf-8"))
 
 
-def squad(ranker: str) -> float:
+def squad(ranker: str, top_k: int = 8) -> float:
     whole = [each for each in rows("questions-squad") if each["words"] and each["half"] == "held-out"][-1]  # the newest
-    return next(float(row["all"]) for row in whole["rows"] if row["ranker"] == ranker and row["top_k"] == 8)
+    return next(float(row["all"]) for row in whole["rows"] if row["ranker"] == ranker and row["top_k"] == top_k)
 
 
 def faults() -> int:
@@ -39,6 +39,38 @@ ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("
 PROSE = next(row for row in rows("needles")["rows"] if row["tokens"] == 65_536)
 LONG = rows("eval-passkey-100m")["rows"][0]
 GATHER = next(row for row in rows("store")["rows"] if row["what"] == "warm gather, LMDB")
+
+MILLION = [each for each in rows("index")["rows"] if each["what"] == "index" and each["keys"] == 1_048_576]
+INDEX = {(each["set"], each["index"]): each for each in MILLION}
+LAYER_4, LAYER_8, DRT = "smollm2 layer 4 head 2", "smollm2 layer 8 head 1", "drt landmarks"
+LISTS, CLUSTERS = "faiss:IVF4096,Flat", "clusters:0.95"
+CODES = next(each for each in rows("index")["rows"] if each["what"] == "late interaction, real codes")
+MODELS = {
+    "SmolLM2-135M": (30, 3, 64),
+    "Qwen2.5-0.5B": (24, 2, 64),
+    "Llama-3.2-1B": (16, 8, 64),
+    "Qwen2.5-7B": (28, 4, 128),
+    "Llama-3.1-8B": (32, 8, 128),
+}
+"""Layers, heads of keys and values, and their size: of the models' configurations."""
+
+
+def index(keys: str, name: str, batch: int = 1) -> float:
+    """Milliseconds of a query."""
+    return float(INDEX[keys, name]["ms_per_query"][str(batch)])
+
+
+def faster(keys: str, batch: int = 1) -> str:
+    """How many times as fast as exact search clusters are."""
+    return f"{index(keys, 'exact', batch) / index(keys, CLUSTERS, batch):.0f}"
+
+
+def kilobytes(model: str, codec: str) -> str:
+    """Of the keys and values of a token."""
+    bits = next(each["bits_per_number"] for each in rows("codecs")["rows"] if each["codec"] == codec)
+    layers, heads, size = MODELS[model]
+    return f"{2 * layers * heads * size * bits / 8 / 1000:.0f}"
+
 
 FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\| ([\d.,]+) of \d+ found, [\d.]+ GB of memory", lambda: f"{LONG['accuracy'] * LONG['samples']:.0f}"),
@@ -60,6 +92,51 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
 def test_a_figure_of_the_readme_is_in_the_results(words: str, figure: Callable[[], object]) -> None:
     found = re.search(words, README)
     assert found, "say in test_numbers.py which row the new words of the README are of"
+    assert found[1] == figure()
+
+
+PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
+    ("indexes.md", r"real codes these find ([\d.]+) of the eight", lambda: f"{CODES['recall']:.2f}"),
+    ("indexes.md", r"best one in all of (\d+) questions", lambda: f"{CODES['questions'] * CODES['best_found']:.0f}"),
+    ("indexes.md", r"one query (\d+) and \d+ times as fast", lambda: faster(LAYER_4)),
+    ("indexes.md", r"one query \d+ and (\d+) times as fast", lambda: faster(LAYER_8)),
+    ("indexes.md", r"recall ([\d.]+)\) and \d+ times", lambda: f"{INDEX[LAYER_8, CLUSTERS]['recall']:.2f}"),
+    ("indexes.md", r"recall [\d.]+\) and (\d+) times", lambda: faster(DRT)),
+    ("indexes.md", r"landmarks of a DRT, recall ([\d.]+)", lambda: f"{INDEX[DRT, CLUSTERS]['recall']:.2f}"),
+    ("indexes.md", r"64 queries at a time (\d+),", lambda: faster(LAYER_4, 64)),
+    ("indexes.md", r"64 queries at a time \d+, (\d+) and", lambda: faster(LAYER_8, 64)),
+    ("indexes.md", r"64 queries at a time \d+, \d+ and (\d+) times", lambda: faster(DRT, 64)),
+    *(
+        ("indexes.md", rf"SmolLM2 {before}([\d.]+)", lambda keys=keys, name=name: f"{index(keys, name, 64):.2f}")
+        for before, keys, name in (
+            ("", LAYER_4, CLUSTERS),
+            (r"[\d.]+ and ", LAYER_8, CLUSTERS),
+            (r"[\d.]+ and [\d.]+ against ", LAYER_4, LISTS),
+            (r"[\d.]+ and [\d.]+ against [\d.]+ and ", LAYER_8, LISTS),
+        )
+    ),
+    ("indexes.md", r", DRT ([\d.]+) against", lambda: f"{index(DRT, CLUSTERS, 64):.2f}"),
+    ("indexes.md", r", DRT [\d.]+ against ([\d.]+)", lambda: f"{index(DRT, LISTS, 64):.2f}"),
+    ("indexes.md", r", clustered ([\d.]+) against", lambda: f"{index('clustered', CLUSTERS, 64):.2f}"),
+    ("indexes.md", r", clustered [\d.]+ against ([\d.]+)", lambda: f"{index('clustered', LISTS, 64):.2f}"),
+    ("choose.md", r"(\d+) ms for one query among a million", lambda: f"{index(LAYER_4, 'exact'):.0f}"),
+    ("choose.md", r"(\d+) to \d+ times as fast", lambda: faster(LAYER_4)),
+    ("choose.md", r"\d+ to (\d+) times as fast", lambda: faster(DRT)),
+    ("choose.md", r"find the evidence of ([\d.]+) instead", lambda: f"{squad('memory', 16):.3f}"),
+    ("choose.md", r"instead of ([\d.]+) of SQuAD", lambda: f"{squad('memory'):.3f}"),
+    ("choose.md", r"of a small model\) to (\d+) KB a token", lambda: kilobytes("Llama-3.1-8B", "none")),
+    *(
+        ("../README.md", rf"\| {model} \| {before}(\d+) KB", lambda model=model, codec=codec: kilobytes(model, codec))
+        for model in MODELS
+        for before, codec in (("", "none"), (r"\d+ KB \| ", "int8"), (r"\d+ KB \| \d+ KB \| ", "int4"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "figure"), PROSE_FIGURES)
+def test_a_figure_in_the_text_of_a_page_is_in_the_results(page: str, words: str, figure: Callable[[], object]) -> None:
+    found = re.search(words, (ROOT / "docs" / page).read_text("utf-8").replace("\n", " "))
+    assert found, "say in test_numbers.py which row the new words are of"
     assert found[1] == figure()
 
 
@@ -89,12 +166,12 @@ def numbers(value: Any) -> Iterator[float]:
         yield abs(float(value))
 
 
-@pytest.mark.parametrize("page", ["measured.md", "scale.md"])
+@pytest.mark.parametrize("page", ["measured.md", "scale.md", "indexes.md"])
 def test_each_number_of_a_table_is_in_the_rows_that_it_names(page: str) -> None:
     unknown = []
     for files, lines in tables(page):
-        if page == "scale.md" and not files:
-            continue  # worked out
+        if page != "measured.md" and not files:
+            continue  # worked out, or names
         assert files, f"say above the table what rows it has, as <!-- rows: FILE --> does: {lines[0]}"
         plain = [number for file in files.split() for number in numbers(rows(file))]
         for cell in (cell for line in lines for cell in line.strip("|").split("|")[1:]):

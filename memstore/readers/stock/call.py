@@ -517,6 +517,8 @@ class LayerStates(CacheLayerMixin):
         """No limit."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in transformers before 5.16
+
     def reset(self) -> None:
         """Forget the local tokens and what was retrieved for them."""
         self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False

@@ -1,10 +1,4 @@
-"""Other stores of key-value states under ``memstore torture``, each with the calls that its own users make.
-
-    pip install MemoryOS
-    memstore torture benchmarks.peers.stores:MemOS
-
-Fair: the versions and defaults of each are used, and what is written is written as its own code writes it.
-"""
+"""MemOS."""
 
 from __future__ import annotations
 
@@ -15,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from memos.memories.activation.item import KVCacheItem
+from memos.memories.activation.kv import KVCacheMemory
 from transformers import DynamicCache
 
 from memstore.testing.torture import SHAPE, States, Subject
@@ -23,14 +19,10 @@ from memstore.testing.torture import SHAPE, States, Subject
 class MemOS(Subject):
     """The KV-cache memory of MemOS: an item a block, all of them dumped to one file after each change."""
 
-    name = "MemOS"
+    name = f"MemOS {version('MemoryOS')}"
 
     def __init__(self, folder: Path) -> None:
-        from memos.memories.activation.item import KVCacheItem
-        from memos.memories.activation.kv import KVCacheMemory
-
-        self.name = f"MemOS {version('MemoryOS')}"
-        self._folder, self._item = folder, KVCacheItem
+        self._folder = folder
         self._memory: Any = KVCacheMemory.__new__(KVCacheMemory)  # its constructor loads a language model
         self._memory.config = SimpleNamespace(memory_filename="activation_memory.pickle")
         self._memory.kv_cache_memories = {}
@@ -45,7 +37,7 @@ class MemOS(Subject):
             cache = DynamicCache()
             keys, values = torch.from_numpy(each).unsqueeze(1)
             cache.update(keys, values, 0)
-            self._memory.add([self._item(id=str(number), memory=cache)])
+            self._memory.add([KVCacheItem(id=str(number), memory=cache)])
         self._memory.dump(str(self._folder))
 
     def cut(self, blocks: int) -> None:
