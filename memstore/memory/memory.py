@@ -22,7 +22,7 @@ from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
 from memstore.memory.usage import Deletion, Usage
-from memstore.store.contract import BlockStore, Compaction, Progress
+from memstore.store.contract import Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
 from memstore.store.keys import KeySource, read_key
 from memstore.store.paths import FULL
@@ -71,7 +71,8 @@ def open_memory(
     opened = open_store(url, mode, None if spec is None else blank(spec), key)
     try:
         budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes, "device": device}
-        shared = SharedStore.opened(opened.store, str(url), mode, index, _beside(opened.store, url), budgets)
+        kept = None if isinstance(opened.store, EncryptedStore) else folder(url)  # indexes are not encrypted
+        shared = SharedStore.opened(opened.store, str(url), mode, index, kept, budgets)
         memory = Memory(shared, opened)
         if memory.encrypted and index.partition(":")[0] == "milvus":
             raise InvalidArgument(
@@ -98,7 +99,7 @@ class Memory:
         self._shared = shared
         self._opened = opened
         self._named = NamedValues(shared)
-        self._traces = traces_of(shared.store, _beside(shared.store, shared.url), shared.url)
+        self._traces = traces_of(shared.store, folder(shared.url), shared.url, beside=not self.encrypted)
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
 
@@ -502,11 +503,6 @@ def check_same(spec: MemorySpec, memory: SharedStore | Container) -> None:
             f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
             "Open it with the model and settings that it was made with, or make a new memory at another path."
         )
-
-
-def _beside(store: BlockStore, url: str | Path) -> Path | None:
-    """Where indexes and traces are kept; None: in host memory, for they are not encrypted."""
-    return None if isinstance(store, EncryptedStore) else folder(url)
 
 
 def _close(opened: OpenStore) -> None:

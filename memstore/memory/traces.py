@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -36,6 +36,7 @@ INTERVAL = 1.0
 
 _log = logging.getLogger("memstore")
 _in_memory: WeakKeyDictionary[BlockStore, Traces] = WeakKeyDictionary()
+_of_encrypted: WeakValueDictionary[Path, Traces] = WeakValueDictionary()
 _guard = threading.Lock()
 
 
@@ -175,11 +176,16 @@ class Traces:
         return NotFound(f"memory {self._url} has no trace {number}; it has {known}.")
 
 
-def traces_of(store: BlockStore, folder: Path | None, url: str) -> Traces:
-    """The traces of the memory on ``store``: beside it in ``folder``, or in host memory for as long as the store."""
-    if folder is not None:
+def traces_of(store: BlockStore, folder: Path | None, url: str, *, beside: bool) -> Traces:
+    """The traces of the memory on ``store``: ``beside`` it in ``folder``, or in host memory.
+
+    There they are kept for as long as the store; of a memory in a folder, for as long as it is open in this process.
+    """
+    if folder is not None and beside:
         return Traces(folder, url)
     with _guard:
+        if folder is not None:  # each opening has a store of its own, and what one records another shows
+            return _of_encrypted.setdefault(folder.resolve(), Traces(None, url))
         return _in_memory.setdefault(store, Traces(None, url))
 
 

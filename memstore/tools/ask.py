@@ -115,6 +115,11 @@ def ask(
         use_threads(threads)
         opened = memstore.open(memory, mode="r", index=index, device=device)
     with opened, index_bar():
+        if trace and opened.encrypted:
+            raise InvalidArgument(
+                f"--trace would write beside {memory} which blocks each token used, and the memory is encrypted: ask "
+                "in the page of memstore view, which shows that and keeps nothing."
+            )
         _check_documents(opened, document)
         if wanted is not None:
             document = wanted.names(opened, document or _all_but_chats(opened))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import shutil
@@ -224,6 +225,22 @@ def test_a_reader_follows_a_writer_through_new_and_forgotten_documents(tmp_path:
             if number % 2:
                 writer.forget(f"d{number}")
         assert [each.name for each in reader.documents()] == ["d0", "d2", "d4"]
+
+
+def test_traces_are_seen_wherever_the_process_has_it_open_and_lie_nowhere(tmp_path: Path, key: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory:
+        append(memory.document("whale"), random_tokens(9))
+        with (
+            memstore.open(tmp_path / "m", mode="r", key=key) as asked,
+            asked.traces.record(mechanism="attach", question="a secret question", prompt=[1, 2, 3]),
+        ):
+            pass
+        assert [each.info["question"] for each in memory.traces.list()] == ["a secret question"]
+    assert not (tmp_path / "m" / "traces.sqlite").exists()
+    del asked, memory
+    gc.collect()
+    with memstore.open(tmp_path / "m", mode="r", key=key) as memory:
+        assert memory.traces.list() == []
 
 
 def flip(path: Path, at: int) -> None:

@@ -34,6 +34,9 @@ def test_an_encrypted_memory_from_the_command_line(
         refused = cli("ls", target, *arguments)
         assert (refused.code, len(refused.err.splitlines())) == (5, 1)
         assert says in refused.err
+    refused = cli("ask", target, "Where is it?", "--trace", "--key-file", key)
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+    assert "--trace would write beside" in refused.err
     changed = cli("rekey", target, new, "--key-file", key)
     assert changed.out == f"{target} has the key in {new} now; destroy the one before\n"
     assert cli("ls", target, "--key-file", key).code == 5
