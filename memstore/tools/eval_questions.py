@@ -41,7 +41,7 @@ Half = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="Where the paragraphs are read to, once: a path. Without it, and without --answers, the layers that "
+        help="Where the paragraphs are read to, once: a path. Without it, --answers and --rerank, the layers that "
         "choose read alone, in a third of the time."
     ),
 ]
@@ -49,6 +49,9 @@ TopKs = Annotated[str, typer.Option("--top-k", help="Blocks that are found, sepa
 WordsFactor = Annotated[
     float,
     typer.Option("--words", min=0, help="How much words count beside the states: 0 not at all."),
+]
+Rerank = Annotated[
+    int, typer.Option(min=0, help="So many of the best blocks are ranked once more, by how likely the question is.")
 ]
 Window = Annotated[
     int | None, typer.Option(min=64, help="Tokens that are seen right before a segment while the text is read.")
@@ -77,6 +80,7 @@ class QuestionSetting:
     top_k: TopKs = "8"
     answers: Answers = None
     words: WordsFactor = 2.0
+    rerank: Rerank = 0
     router: RouterFile = None
     window: Window = None
     baselines: Baselines = True
@@ -99,7 +103,7 @@ class QuestionSetting:
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
-        alone = self.memory is None and not self.answers and self.router is None
+        alone = self.memory is None and not (self.answers or self.router or self.rerank)
         layer = cut_off(model) if alone else None
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (
@@ -109,7 +113,7 @@ class QuestionSetting:
                 place,
                 document=task,
                 tokenizer=tokenizer,
-                retrieval=memstore.Retrieval(words=self.words),
+                retrieval=memstore.Retrieval(words=self.words, rerank=self.rerank),
                 router=self.router,
                 **self._reading(layer),
             ) as reader,
@@ -127,6 +131,7 @@ class QuestionSetting:
             "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
             "half": self.half,
             "words": self.words,
+            "rerank": self.rerank,
             "router": self.router,
             "window": options.get("window"),
             "questions": sum(map(len, asked.values())),

@@ -83,3 +83,43 @@ def test_models_that_were_trained_to_ask_take_no_query() -> None:
         reader.read(tokens(200))
         with pytest.raises(InvalidArgument, match="query is for stock models; a DRT does not take it"):
             reader.generate(prompt(), query=QUERY, **GREEDY)
+
+
+# Ranked again, by how likely the query is behind a block
+
+
+def test_the_query_is_as_likely_behind_a_block_as_behind_its_tokens() -> None:
+    model, text = tiny("llama"), tokens(300)
+    with torch.no_grad():
+        told = model(torch.cat((text[:16], QUERY))[None]).logits[0, 16:-1].log_softmax(-1)
+    with attach(model, "ram:", document="text", window=32, sink=0, segment=32, block_size=16) as attached:
+        attached.read(text)
+        likely = attached._likelihood(attached._everything(), torch.tensor([0, 3]), QUERY)
+    torch.testing.assert_close(likely[0], told.gather(-1, QUERY[1:, None]).mean())
+    assert likely[0] != likely[1]
+
+
+def test_both_orders_vote_and_the_other_blocks_follow() -> None:
+    with reading(tiny("llama"), Retrieval(top_k=3, rerank=6)) as attached:
+        everything = attached._everything()
+        attached.selection.retrieval = Retrieval(top_k=3)
+        before = [match.block for match in attached.search(QUERY, 99)]
+        attached.selection.retrieval = Retrieval(top_k=3, rerank=6)
+        likely = attached._likelihood(everything, torch.arange(len(everything)), QUERY).tolist()
+        again = sorted(before[:6], key=lambda block: -likely[block])
+        votes = {block: 1 / (20 + before.index(block)) + 1 / (20 + again.index(block)) for block in again}
+        wanted = sorted(before[:6], key=lambda block: -votes[block])
+        found = attached.search(QUERY, 99)
+        assert [match.block for match in found] == [*wanted, *before[6:]] != before
+        assert [match.score for match in found[:6]] == pytest.approx([votes[block] for block in wanted])
+        with attached.seeing(tail=False):
+            assert chosen(attached, prompt()) == [sorted(wanted[:3])]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"rerank": -1}, "at least 0, got -1"), ({"rerank": 8, "share": "layer"}, "needs share='model'")],
+)
+def test_a_second_ranking_that_cannot_be_is_told(options: Any, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        Retrieval(**options)

@@ -138,6 +138,11 @@ class Call(LocalTokens):
         self.last_chosen = chosen
         self.chosen_at = self.length + self.tokens
 
+    def attend_only_to(self, chosen: CandidateLists) -> None:
+        """Let every layer attend to ``chosen``, and let nobody choose."""
+        self.slots, self.routed = chosen.numbers.shape[-1], False
+        self.set_chosen(chosen, from_layer=0)
+
     def due(self) -> bool:
         """True if this forward pass has to choose for all layers: it is a prompt, or ``every`` tokens have passed."""
         if not self.routed or self.selection.by_layer:

@@ -85,23 +85,34 @@ class Hooks:
 
     @torch.no_grad()
     def forward(self, call: Call, tokens: Tensor, *, logits: bool = False, whole: bool = False) -> Tensor | None:
-        """Run ``tokens [T]`` of ``call`` through the model; logits ``[T, vocabulary]`` only where they are wanted.
+        """Run ``tokens [T]``, or rows ``[n, T]``, of ``call`` through the model; logits ``[..., T, vocabulary]``.
 
-        Without them it ends with what the last layer stores; ``whole``: that layer attends too.
+        Without ``logits`` it ends with what the last layer stores; ``whole``: that layer attends too.
         """
         outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
         self._next, self._states_only = call, not (logits or whole)
         try:
-            ids = to_device([tokens], self.model.device)[0][None]
+            ids = to_device([tokens], self.model.device)[0]
+            rows = ids if ids.dim() == 2 else ids[None]
             if logits:
-                result: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
-                return result
-            self.architecture.decoder(input_ids=ids, use_cache=False)
+                result: Tensor = self.model(input_ids=rows, use_cache=False).logits
+                return result if ids.dim() == 2 else result[0]
+            self.architecture.decoder(input_ids=rows, use_cache=False)
         except _Enough:
             pass
         finally:
             self._next, self._states_only, self._thread = outer
         return None
+
+    def log_probability(self, call: Call, rows: Tensor, begin: int) -> Tensor:
+        """Mean log probability ``[n]`` of the tokens of ``rows [n, T]`` from ``begin`` on; ``call`` is released."""
+        try:
+            logits = self.forward(call, rows, logits=True)
+        finally:
+            call.release()
+        assert logits is not None, "they were asked for"
+        told, wanted = logits[:, begin - 1 : -1].float().log_softmax(-1), rows[:, begin:, None].to(logits.device)
+        return told.gather(-1, wanted).mean((1, 2))
 
     def hidden_states(self, tokens: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
         """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` on their own, without the memory."""

@@ -19,7 +19,7 @@ from memstore.memory.layer_index import cannot_score
 from memstore.memory.search import Match, check_layer
 from memstore.readers.attachment import Place
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import STOCK
+from memstore.readers.kinds import STOCK, encode
 from memstore.readers.reader import Reader
 from memstore.readers.reading import Job, pipelined
 from memstore.readers.retrieval import Retrieval
@@ -27,7 +27,7 @@ from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
 from memstore.readers.stock.reading import Opening, SegmentReading
-from memstore.readers.stock.selection import SAMPLE_TOKENS, Selection, load_router, router_samples
+from memstore.readers.stock.selection import SAMPLE_TOKENS, CandidateLists, Selection, load_router, router_samples
 from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
@@ -39,6 +39,10 @@ BLOCK_SIZE = 64
 """Tokens per block of a new memory."""
 CODE_DIM = 256
 """Dimensions of the codes that route for all layers; one bit each."""
+ASKED = "\n\nQuestion: "
+"""Between a block and the query whose likelihood is asked for."""
+AT_ONCE = 16
+"""Blocks that a query is read behind at a time."""
 SUB_BLOCKS = 16
 """Mean keys per block where every layer chooses for itself."""
 ROUTING_DEPTH = 0.27
@@ -155,11 +159,16 @@ class StockReader(Reader):
         spec = self.memory.spec
         self.block_size = spec.block_size
         self.selection = self._selection(spec)
+        self.selection.likelihood = self._likelihood
         self.hooks = Hooks(self.model, self.architecture, self.selection, self._new_call, self.observers)
 
     def _selection(self, spec: MemorySpec) -> Selection:
         options = (self.architecture, self.retrieval, spec.block_size, spec.index_layers, self.tokenizer)
-        return Selection(*options) if self.share is None else ShardedSelection(self.share, *options)
+        if self.share is None:
+            return Selection(*options)
+        if self.retrieval.rerank:
+            raise InvalidArgument("Retrieval.rerank is for one process: leave it out, or process_group")
+        return ShardedSelection(self.share, *options)
 
     def _install(self, stack: ExitStack) -> None:
         self.hooks.install(stack)
@@ -270,6 +279,23 @@ class StockReader(Reader):
         held["last"].begin(call)
         return {"past_key_values": cache_of(call)}
 
+    # Sachan et al. 2022 write each passage into a prompt; here its states are attended to as they are stored.
+    def _likelihood(self, candidates: Candidates, numbers: Tensor, query: Tensor) -> Tensor:
+        """Mean log probability ``[n]`` of the tokens of ``query [t]`` behind each of the candidates ``numbers [n]``."""
+        own = next(source for source in reversed(self._sources()) if source.state.tokens)
+        tokens, found = own.state.tokens, list[Tensor]()
+        seen = visible([own], self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=None)
+        states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
+        lead = torch.tensor([] if self.tokenizer is None else encode(self.tokenizer, ASKED), dtype=torch.int64)
+        asked = torch.cat((lead, query.cpu()))
+        begin = max(len(lead), 1)  # what the first token of all follows is not known
+        for some in numbers.split(AT_ONCE):
+            call = Call(self.selection, replace(seen, candidates=candidates), states.read)
+            alone = torch.zeros(len(some), 1, 1)
+            call.attend_only_to(CandidateLists(some[:, None, None], alone.long(), alone))
+            found.append(self.hooks.log_probability(call, asked.expand(len(some), -1), begin))
+        return torch.cat(found)
+
     # Reading
 
     @property
@@ -285,8 +311,8 @@ class StockReader(Reader):
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
         options = {**asdict(self.retrieval), **sizes}
-        # The first five concern prompts, the others landmark models.
-        for elsewhere in ("every", "query", "words", "passes", "on_error", "share_tokens", "threshold"):
+        # The first six concern prompts, the others landmark models.
+        for elsewhere in ("every", "query", "words", "rerank", "passes", "on_error", "share_tokens", "threshold"):
             del options[elsewhere]
         return options
 

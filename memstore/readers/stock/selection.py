@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -41,6 +41,8 @@ STEM = 6
 """Letters of a word that count."""
 OWN = 0.25
 """Part of the vote that a block has by its own words; the rest is that of the better pair with a neighbour."""
+RANKS = 20
+"""Of reciprocal ranks: how little the first few places differ."""
 UNKNOWN = -1
 """A word that no block has."""
 AT_ONCE = 1024
@@ -113,6 +115,8 @@ class Selection:
         """Of each routing layer, one for each memory."""
         self.words = DocumentWords(tokenizer)
         self.short = ShortDocuments()
+        self.likelihood: Callable[[Candidates, Tensor, Tensor], Tensor] | None = None
+        """How likely a query is behind each of some candidates."""
         self.search_seconds = 0.0
         """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
@@ -171,7 +175,8 @@ class Selection:
         self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         # Words may lift any block, so where they vote every block is scored.
-        found = None if query is not None and self.retrieval.words else self._pruned(candidates, layer, codes)
+        every = query is not None and (self.retrieval.words or self.retrieval.rerank)
+        found = None if every else self._pruned(candidates, layer, codes)
         if found is None:
             found = choose(self.routed(candidates, layer, codes, query), self.slots(candidates))
         numbers, best = found
@@ -206,9 +211,21 @@ class Selection:
         scores = candidates.score(layer, [each[None] for each in codes.unbind(1)], self.short)[0]  # [t, N]
         blocks = late_interaction(scores, span=options.span, pool=options.pool)
         by_states = inherited(blocks, candidates.consecutive(blocks.device))
-        if query is None or not options.words:
+        if query is None:
             return by_states
-        return by_states + options.words * self.words.score(candidates, query).to(by_states.device)
+        if options.words:
+            by_states = by_states + options.words * self.words.score(candidates, query).to(by_states.device)
+        return self._reranked(candidates, by_states, query) if options.rerank else by_states
+
+    def _reranked(self, candidates: Candidates, scores: Tensor, query: Tensor) -> Tensor:
+        """Scores ``[N]`` of which the best are reciprocal ranks, see ``Retrieval.rerank``; the others are below."""
+        assert self.likelihood is not None, "a reader can tell"
+        best = scores.topk(min(self.retrieval.rerank, len(scores))).indices
+        numbers, order = best.cpu().sort()
+        likely = self.likelihood(candidates, numbers, query).to(scores.device)[order.argsort()]
+        places = torch.arange(len(best), device=scores.device)
+        votes = 1 / (RANKS + places) + 1 / (RANKS + likely.argsort(descending=True, stable=True).argsort())
+        return (scores - scores.amax()).index_copy(0, best, votes.to(scores.dtype))
 
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
