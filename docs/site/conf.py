@@ -9,6 +9,7 @@ extensions = ["myst_parser"]
 include_patterns = ["docs/site/index.md", "*.md", "docs/*.md", "docs/notes/*.md", "docs/decisions/*.md"]
 suppress_warnings = ["toc.not_included"]  # notes and decisions are reached by links
 root_doc = "docs/site/index"
+html_extra_path = ["start"]  # index.html of the folder, which leads there
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = f"memstore {__version__}"

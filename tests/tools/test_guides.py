@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memstore import errors
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
@@ -41,6 +43,15 @@ def test_a_page_answers(question: str, page: str, words: str) -> None:
     assert re.search(words, (ROOT / page).read_text("utf-8")), question
     if page != "README.md":
         assert page.removeprefix("docs/") in (ROOT / "README.md").read_text("utf-8"), "the README must lead there"
+
+
+def test_every_class_of_errors_has_a_line_in_the_page() -> None:
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    classes = re.findall(r"^\| (\w[\w, ]*) \|", page.partition("## By class")[2], re.MULTILINE)
+    named = {name for line in classes[1:] for name in line.split(", ")}
+    assert named == {
+        name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)
+    }
 
 
 def said() -> str:

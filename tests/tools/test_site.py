@@ -19,3 +19,9 @@ def test_the_site_builds_without_a_warning_and_has_every_page(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     pages = [page.relative_to(ROOT).with_suffix(".html") for page in (ROOT / "docs").glob("*.md")]
     assert [str(page) for page in pages if not (tmp_path / "site" / page).exists()] == []
+    assert "docs/site/index.html" in (tmp_path / "site" / "index.html").read_text("utf-8")
+
+
+def test_every_page_is_in_the_contents_of_the_site() -> None:
+    contents = (ROOT / "docs" / "site" / "index.md").read_text("utf-8")
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"../{page.stem}\n" not in contents] == []
