@@ -201,14 +201,14 @@ class LayerView:
     def _refs(self, blocks: Sequence[int], state: DocumentState, layers: Sequence[int] = ()) -> BlockRefs:
         """Of ``blocks`` of this layer, or in each of ``layers``, layer by layer."""
         number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
-        layers = layers or [self._layer]
         if state.branch or state.spans:
             owners = list(map(self._shared.places(number, state).owner, blocks))
         else:  # most documents, and a gather from memory would feel it to ask where its blocks lie
             owners = [number if state.home is None else state.home] * len(blocks)
-        of_each = [layer for layer in layers for _ in blocks]
-        times = len(layers)
-        return BlockRefs(number, state.edits, of_each, [*blocks] * times, owners * times, self._stop(state))
+        of_each, times = [self._layer] * len(blocks), 1
+        if layers:
+            of_each, blocks, times = [layer for layer in layers for _ in blocks], [*blocks] * len(layers), len(layers)
+        return BlockRefs(number, state.edits, of_each, blocks, owners * times, self._stop(state))
 
     def _stop(self, state: DocumentState) -> int:
         """Blocks from here on are not complete."""
