@@ -5,12 +5,13 @@ A model is a directory, a GGUF file, a hub id, ``smollm2``, or one that comes wi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,7 +102,18 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
         return _load(name, dtype, device)
 
 
-# A fifth of the processor time of loading goes into looking for garbage in a million objects that stay.
+# A fifth of the processor time of loading goes into looking for garbage in a million objects that stay, and nearly as
+# much again as soon as it is looked for afterwards: they are the libraries' own, and are passed over from then on.
+@cache
+def _libraries() -> Any:
+    """The ``transformers`` package, with all that it loads for whatever model."""
+    transformers = require_transformers()
+    _ = transformers.PreTrainedModel  # names of the package are loaded when they are asked for
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # compiled libraries complain of what nobody takes away at the end
+    return transformers
+
+
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Look for no garbage inside."""
@@ -117,7 +129,7 @@ def _uncollected() -> Iterator[None]:
 def _load(name: str, dtype: str, device: str) -> LoadedModel:
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
-    transformers = require_transformers()
+    transformers = _libraries()
     source, kind = resolve_model(name), kind_named(name)
     if not kind.half:
         if dtype not in ("auto", "float32"):

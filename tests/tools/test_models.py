@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def test_a_model_directory_loads_ready_to_read(model_folder: Path) -> None:
     assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer.decode(encode(tokenizer, "Call me Ishmael.")) == "Call me Ishmael."
+
+
+def test_garbage_is_looked_for_after_loading_but_not_among_what_libraries_made(model_folder: Path) -> None:
+    load_model(str(model_folder), "float32")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_names_of_control_tokens_in_a_text_are_text(tmp_path: Path) -> None:
