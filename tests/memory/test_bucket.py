@@ -444,6 +444,27 @@ def test_what_a_killed_process_left_in_the_bucket_is_deleted(way: Way) -> None:
         assert f"tail/{'0' * 32}" not in set(objects.names("tail"))
 
 
+def test_what_others_read_is_not_deleted_before_they_can_read_what_comes_after(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes on after a process that was killed may be killed too."""
+    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    written()
+    memory = memstore.open(HERE)
+    memory.forget("whale")
+    killed(memory)
+    way.fault = lambda method, path: 0 if method == "PUT" else None
+    killed(memstore.open(HERE))
+    way.fault = lambda method, path: None
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r", host_bytes=0) as reader:
+        check_content(reader.document("whale"), TOKENS)
+        assert reader.verify() == []
+    on(monkeypatch, tmp_path / "a")
+    with memstore.open(HERE):
+        assert not any("/c." in name for name in from_url(f"s3://{BUCKET}/notes").names("blocks"))
+
+
 def killed(memory: Memory) -> None:
     """End a memory as the end of its process does: nothing is published or noted."""
     memory._shared.blocks.close()

@@ -426,6 +426,7 @@ class ZarrStore(BlockStore):
         if self._publisher and self._publisher.swept():
             return  # to list a bucket takes a request for each thousand shards
         try:
+            self._publish()  # before anything goes: the version that others read may name what this one does not
             named = self._named()
             names = set(self._objects.names("blocks"))
             strays = self._publisher.strays(self._objects.names("tail")) if self._publisher else []
