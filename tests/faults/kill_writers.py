@@ -6,6 +6,8 @@ compared with one that nobody disturbed, byte by byte.
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import memstore
@@ -13,7 +15,7 @@ from memstore.errors import NotFound
 from memstore.testing.processes import Say, run
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
-from tests.faults.world import STORES, World, Wrong, check_all, digest, sound
+from tests.faults.world import STORES, World, Wrong, check_all, digest, moved, sound
 
 STEPS = 4  # of a round that nobody kills
 ROUNDS = 25  # on one memory; the next round makes a new one, so that creation is killed too
@@ -79,8 +81,26 @@ class _Killed:
             return f"lost: {error}" if self._exists else "0"
         except (Wrong, IndexError) as error:
             return f"lost: {error}"
+        try:
+            if "?tail=" in self._url:
+                self._check_published(found)
+        except Wrong as error:
+            return f"lost: {error}"
         findings = sound(self._url)
         return f"verify found: {findings}" if findings else str(found)
+
+    def _check_published(self, found: int) -> None:
+        """Whether another computer reads a state that was committed, whole."""
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            suppress(NotFound),  # it may be that nothing is published yet
+            memstore.open(moved(self._url, Path(folder)), mode="r") as memory,
+        ):
+            for state in reversed(self._states[: found + 1]):
+                with suppress(Wrong):
+                    return check_all(self._world, memory, state)
+            raise Wrong("what is published is no state that was committed")
+        return None
 
     def compare(self, other: str) -> None:
         """The next run resumes, and ends with the bytes of an undisturbed memory."""

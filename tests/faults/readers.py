@@ -21,7 +21,7 @@ from torch import Tensor
 import memstore
 from memstore import Memory
 from memstore.errors import MemstoreError, NotFound
-from memstore.testing.processes import PATIENCE, Say, fork
+from memstore.testing.processes import PATIENCE, Say, fork, run
 from tests.faults.outcome import Outcome
 from tests.faults.world import (
     LAYERS,
@@ -85,7 +85,7 @@ def read_beside_a_writer(folder: Path, store: str, rounds: int, seed: int) -> Ou
         finally:
             progress.ended(1)
 
-    world.open(url).close()
+    run(lambda _: world.open(url).close())  # whoever forks has no memory open, nor a client of a bucket
     readers = [
         fork(partial(_ask, world, url, states, progress, random.Random(f"{seed} {name}")), patience)
         for name in range(READERS)
@@ -101,7 +101,7 @@ def read_beside_a_writer(folder: Path, store: str, rounds: int, seed: int) -> Ou
         outcome.wrong += [line for line in ending.lines if line.startswith("wrong")]
         if ending.code:
             outcome.crashes.append(f"a reader (seed {seed}) ended with {ending.code}: {ending.last}")
-    if findings := sound(url):
+    if findings := run(lambda say: say("; ".join(sound(url)))).last:
         outcome.losses.append(f"verify found: {findings}")
     return outcome
 

@@ -8,6 +8,7 @@ up to the machine). ``--save FILE`` keeps the counts with date, versions and har
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,12 +31,17 @@ from tests.faults.full_disk import fill_disks
 from tests.faults.interrupts import interrupt
 from tests.faults.kill_readings import kill_readings
 from tests.faults.kill_writers import kill_writers
+from tests.faults.objects import damage_objects
 from tests.faults.outcome import Outcome
 from tests.faults.read_only import forbid_writing
 from tests.faults.readers import read_beside_a_writer
 from tests.faults.rolled_back import roll_back
 from tests.faults.truncations import truncate_files
 from tests.faults.world import STORES, warm_up
+from tests.store.seaweed import HOST, KEYS, Seaweed
+
+DISKS = ["lmdb", "zarr"]
+"""Stores on a disk alone: two harnesses that fill it or forbid it fork in mid-work, which a bucket's client forbids."""
 
 
 class Fault(NamedTuple):
@@ -45,18 +51,20 @@ class Fault(NamedTuple):
     brief: int
     short: int
     long: int
+    stores: Sequence[str] = tuple(STORES)
 
 
 FAULTS = {
     "kill-writers": Fault(kill_writers, 4, 30, 600),
     "kill-readings": Fault(kill_readings, 4, 20, 400),
     "interrupts": Fault(interrupt, 2, 20, 400),
-    "full-disk": Fault(fill_disks, 2, 6, 60),
-    "read-only": Fault(forbid_writing, 2, 3, 60),
+    "full-disk": Fault(fill_disks, 2, 6, 60, DISKS),
+    "read-only": Fault(forbid_writing, 2, 3, 60, DISKS),
     "bit-flips": Fault(flip_bits, 10, 150, 10_000),
     "rolled-back": Fault(roll_back, 8, 100, 10_000),
     "truncations": Fault(truncate_files, 5, 20, 1_000),
     "readers": Fault(read_beside_a_writer, 10, 100, 3_000),
+    "objects": Fault(damage_objects, 5, 40, 1_000, ["bucket"]),
 }
 
 
@@ -106,7 +114,9 @@ def main() -> int:
     form.add_argument("--brief", action="store_true", help="the shortest form, which meets every fault some times")
     form.add_argument("--long", action="store_true", help="the long form, about an hour and a quarter for both stores")
     parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone; may be given several times")
-    parser.add_argument("--store", choices=STORES, action="append", help="this store alone")
+    parser.add_argument(
+        "--store", choices=STORES, action="append", help="this store alone; a bucket only where it is named"
+    )
     parser.add_argument("--rounds", type=int, help="so many, instead of those of the form")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the counts there as JSON")
@@ -119,8 +129,14 @@ def main() -> int:
     warm_up()
     _print(f"seed {options.seed}")
     results: list[dict[str, Any]] = []
-    for store in options.store or STORES:
-        for name in options.only or FAULTS:
+    stores = options.store or DISKS
+    if "bucket" in stores:
+        server = Seaweed(Path(tempfile.mkdtemp(prefix="memstore-bucket-")))
+        atexit.register(server.close)
+        address = {"AWS_ENDPOINT_URL": f"http://{HOST}:{server.port}", "AWS_REGION": "us-east-1"}
+        os.environ |= {**KEYS, **address, "AWS_ALLOW_HTTP": "true"}
+    for store in stores:
+        for name in [name for name in options.only or FAULTS if store in FAULTS[name].stores]:
             rounds, start = _rounds(name, options), time.monotonic()
             outcome = run(name, store, rounds, options.seed)
             seconds = time.monotonic() - start

@@ -18,16 +18,17 @@ from memstore.testing.processes import Say, run
 from tests.faults.bit_flips import make
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome
-from tests.faults.world import SIZES, STORES, State, World, check_all, files_of
+from tests.faults.world import SIZES, STORES, State, World, check_all, files_of, folder_of, moved
 
 
 def truncate_files(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
     """Cut ``rounds`` files, every fifth one under a reader."""
     rng, outcome, world = random.Random(seed), Outcome(), World(seed, SIZES["large"])
-    whole, url = (STORES[store](folder / name) for name in ("whole", "cut"))
+    whole = STORES[store](folder / "whole")
+    url = moved(whole, folder / "cut")
     state = make(world, whole)
     for number in range(rounds):
-        shutil.copytree(_folder(whole), _folder(url))
+        shutil.copytree(folder_of(whole), folder_of(url))
         file = rng.choice(list(files_of(url)))
         size = file.stat().st_size
         # As often near the end, where the loss is small, as anywhere.
@@ -40,12 +41,8 @@ def truncate_files(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
         outcome.counts["cuts"] += 1
         outcome.counts[found] += 1
         report(outcome, found, f"{file.name} cut to {length} of {size} bytes (seed {seed})")
-        shutil.rmtree(_folder(url))
+        shutil.rmtree(folder_of(url))
     return outcome
-
-
-def _folder(url: str) -> str:
-    return url.rpartition(":")[2]
 
 
 def _cut_under_a_reader(world: World, url: str, state: State, file: Path, length: int) -> str:

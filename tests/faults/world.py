@@ -27,6 +27,7 @@ from memstore.memory.spec import Fingerprint
 from memstore.memory.urls import is_path, open_store, open_unchecked
 from memstore.memory.verify import check
 from memstore.store.zarr import store as zarr
+from tests.store.seaweed import BUCKET
 
 
 def _zarr(folder: Path) -> str:
@@ -34,8 +35,13 @@ def _zarr(folder: Path) -> str:
     return f"zarr:{folder}"
 
 
-STORES: dict[str, Callable[[Path], str]] = {"lmdb": str, "zarr": _zarr}
-"""Name of a store -> the url of a memory in a folder. Every fault runs on each of them."""
+def _bucket(folder: Path) -> str:
+    zarr.SHARD_BYTES = 4 << 10  # type: ignore[attr-defined]
+    return f"zarr+s3://{BUCKET}/{hashlib.sha256(str(folder).encode()).hexdigest()[:20]}?tail={folder}"
+
+
+STORES: dict[str, Callable[[Path], str]] = {"lmdb": str, "zarr": _zarr, "bucket": _bucket}
+"""Name of a store -> the url of a memory whose files lie in a folder. Every fault runs on each of them."""
 
 S, G, KEY_DIM, LAYERS = 16, 2, 8, 2
 SIZES = {"packed": 8, "large": 160}
@@ -393,10 +399,19 @@ def digest(url: str) -> str:
     return total.hexdigest()
 
 
+def folder_of(url: str) -> Path:
+    """Where the files of a memory lie; of one in a bucket those of its tail."""
+    return Path(url.rpartition("?tail=")[2].removeprefix("zarr:"))
+
+
+def moved(url: str, folder: Path) -> str:
+    """The same memory with its files in another folder: of one in a bucket, as another computer opens it."""
+    return url.removesuffix(str(folder_of(url))) + str(folder)
+
+
 def files_of(url: str) -> Iterator[Path]:
     """The files that hold what is stored: not locks, nor what is only there to be read by people."""
-    folder = Path(url.removeprefix("zarr:"))
-    for file in sorted(folder.rglob("*")):
+    for file in sorted(folder_of(url).rglob("*")):
         if file.is_file() and not file.name.startswith(("lock.mdb", "writer.")):
             yield file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -139,18 +140,25 @@ def work_beside_others(rank: int, size: int, folder: str, case: str) -> None:
     dist.destroy_process_group()
 
 
-def work_until_one_dies(rank: int, size: int, folder: str) -> None:
-    """Answer, let the second rank die, and write down how the others hear of it."""
+def work_until_one_dies(rank: int, size: int, folder: str, told: int) -> None:
+    """Answer until the second rank dies, which has told so much; write down how the others hear of it."""
     module.PATIENCE = timedelta(seconds=20)
     join(rank, size, folder)
+    tell, left = dist.all_gather, iter(range(told, -1, -1))
+
+    def die(*arguments: Any, **options: Any) -> None:
+        if not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+        tell(*arguments, **options)
+
+    if rank == 1:
+        dist.all_gather = die
     model = tiny("llama")
     options = {"retrieval": CASES["model"], "mode": "r", "process_group": dist.group.WORLD, **SIZES}
     with attach(model, f"{folder}/m", **options), torch.no_grad():
-        model(tokens(11)[None])
-        if rank == 1:
-            os._exit(9)
         try:
-            model(tokens(11)[None])
+            while True:
+                model(tokens(11)[None])
         except MemstoreError as error:
             Path(f"{folder}/{rank}.txt").write_text(str(error))
     os._exit(0)  # a group that has lost one cannot be taken down in order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,13 +104,18 @@ def test_groups_of_ranks_beside_each_other_answer_what_each_is_asked(tmp_path: P
         assert torch.equal(told["generated"], alone["generated"])
 
 
-def test_a_rank_that_dies_is_an_error_on_all_others_in_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [9, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 1, 2, 3, 5, 7, 17))])
+def test_a_rank_that_is_killed_is_an_error_on_all_others_in_time(tmp_path: Path, told: int) -> None:
+    """Whenever that is; and nothing is lost."""
     ranks.read(tmp_path / "m", "model", (500,))
-    begun = time.monotonic()
-    assert run_ranks(ranks.work_until_one_dies, 3, str(tmp_path)) == [0, 9, 0]
+    alone, begun = ranks.answer(str(tmp_path / "m"), "model"), time.monotonic()
+    assert run_ranks(ranks.work_until_one_dies, 3, str(tmp_path), told) == [0, -signal.SIGKILL, 0]
     assert time.monotonic() - begun < 90
     for rank in (0, 2):
         assert "a rank of the process group was lost" in (tmp_path / f"{rank}.txt").read_text()
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert memory.verify() == []
+    assert torch.equal(ranks.answer(str(tmp_path / "m"), "model")["logits"], alone["logits"])
 
 
 def test_ranks_that_see_different_memories_hear_of_it(tmp_path: Path) -> None:

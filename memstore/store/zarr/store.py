@@ -396,8 +396,9 @@ class ZarrStore(BlockStore):
             if self._publisher and version.owner == owner:
                 self._publisher.found(version, owner)
             return version.owner == owner
-        if self._publisher and fresh:  # the process that made it was killed before it claimed the place
-            self._publisher.claim(owner)
+        if isinstance(self._objects, BucketObjects) and fresh:  # who made it was killed before it claimed the place
+            if self._publisher:
+                self._publisher.claim(owner)
             return True
         problem = self._objects.read([RangeRead(f"owner.{owner}", 0, (memoryview(bytearray(1)),))])[0]
         if problem and problem != absent(f"owner.{owner}"):
