@@ -121,7 +121,7 @@ def table(results: dict[str, Any]) -> str:
         "| tokens | copy, GB/s | product, TFLOP/s | disk written and synced, MB/s | read, MB/s |",
         "|---" * 5 + "|",
     ]
-    for each in results.get("limits", []):
+    for each in results["limits"]:
         figures = f"{each['copy_gb_per_s']:.1f} | {each['product_tflop_per_s']:.3f}"
         disk = f"{each['disk_written_mb_per_s']:,} | {each['disk_read_mb_per_s']:,}"
         lines.append(f"| {each['tokens']:,} | {figures} | {disk} |")
