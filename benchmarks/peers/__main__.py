@@ -110,8 +110,8 @@ def _options() -> argparse.Namespace:
 
 
 COLUMNS = (
-    "tokens", "", "version", "read, tokens/s", "on disk, MB", "RAM to read, MB", "RAM to ask, MB",
-    "new process: first answer, s", "each answer, s", "own words", "plain questions", "one bit flipped",
+    "tokens", "", "right: own words", "plain questions", "each answer, s", "first answer, s", "read, tokens/s",
+    "on disk, MB", "RAM to read, MB", "RAM to ask, MB", "flipped bits: refused, other answers", "version",
 )  # fmt: skip
 
 
@@ -129,20 +129,20 @@ def table(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         start = f"| {row['tokens']:,} | {row['peer']} | "
         if "failed" in row:
-            lines.append(f"{start}{row['failed']}{' |' * (len(COLUMNS) - 2)}")
+            lines.append(f"{start}{'| ' * (len(COLUMNS) - 3)}{row['failed']} |")
             continue
-        refused, other = row["flips_refused"], row["flips_other_answers"]
+        flips, questions = row["flips"], row["questions"]
         cells = [
-            row["version"],
+            f"{row['right']} of {questions}",
+            f"{row['right_plain']} of {questions}" if "right_plain" in row else "",
+            f"{row['answer_s']:.2f}",
+            f"{row['first_answer_s']:.2f}",
             f"{row['read_tokens_per_s']:,.0f}",
             f"{row['disk_bytes'] / 1e6:,.1f}",
             f"{row['read_peak_bytes'] / 1e6:,.0f}",
             f"{row['ask_peak_bytes'] / 1e6:,.0f}",
-            f"{row['first_answer_s']:.2f}",
-            f"{row['answer_s']:.2f}",
-            f"{row['right']} of {row['questions']}",
-            f"{row['right_plain']} of {row['questions']}" if "right_plain" in row else "",
-            f"{refused} of {row['flips']} refused, {other} answered otherwise" if row["flips"] else "",
+            f"{row['flips_refused']}, {row['flips_other_answers']} of {flips}" if flips else "",
+            row["version"],
         ]
         lines.append(start + " | ".join(cells) + " |")
     return "\n".join(lines)
