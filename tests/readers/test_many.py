@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory.copy import compare_memories
 from memstore.readers import many
 from memstore.readers.many import read_many, read_parts
+from tests import forks
 from tests.models import drt
 from tests.models.test_drt_stretches import LONG, check_same, read_alone
 from tests.readers.models import tiny, tokens
@@ -25,6 +29,7 @@ pytest.importorskip("ray")
 
 pytestmark = pytest.mark.usefixtures("ray_starts")
 SIZES: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": 32}
+LONG_TEXTS = {name: tokens(length, seed=length) for name, length in (("a", 6000), ("b", 5000), ("c", 4000))}
 TEXTS = {f"text {number}": tokens(150 + 37 * number, seed=number) for number in range(4)}
 
 
@@ -89,6 +94,39 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     assert [each.tokens for each in read] == [4000, 3000]
     assert len(load.processes()) == 4, "one was started again"
     check(tmp_path, texts)
+
+
+def read_long(load: Loader, folder: str) -> None:
+    """Be the process that copies."""
+    read_many(load, LONG_TEXTS, f"{folder}/m", **SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_whoever_is_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    """The process that copies, and every other time a worker before it; what is there is always sound."""
+    load, rng, held = Loader(tmp_path / "processes"), random.Random(4), 0
+    for number in range(4):
+        before = load.processes()
+        reading = forks.start(read_long, load, str(tmp_path))
+        while reading.is_alive() and len(load.processes() - before) < 2:  # itself, and a worker
+            time.sleep(0.01)
+        time.sleep(4 * rng.random())
+        workers = [pid for pid in load.processes() - before if pid != reading.pid]
+        with suppress(ProcessLookupError):
+            for pid in workers[: number % 2]:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(rng.random())
+        reading.kill()
+        reading.join()
+        with suppress(NotFound), memstore.open(tmp_path / "m", mode="r") as memory:
+            found = {document.name: document.tokens() for document in memory.documents()}
+            assert all(torch.equal(ids, LONG_TEXTS[name][: len(ids)].int()) for name, ids in found.items())
+            assert memory.verify() == []
+            assert sum(map(len, found.values())) >= held
+            held = sum(map(len, found.values()))
+    read_long(load, str(tmp_path))
+    check(tmp_path, LONG_TEXTS)
 
 
 @pytest.mark.slow
