@@ -78,10 +78,10 @@ class BlockRefs(NamedTuple):
         """A name of the content of each block: the same name is the same bytes, as long as the store exists."""
         # One number, not a tuple: a gather from memory looks every name up, and that is to take less than the copying.
         first, stop = (self.edits << 128) + (self.document << 96), self.stop
-        if self.layers[:1] == self.layers[-1:]:  # they come layer by layer, and those of one layer are asked for most
-            first += self.layers[0] << 64 if self.layers else 0
-            return [first + block if block < stop else UNKEPT for block in self.blocks]
         of_layer = {layer: first + (layer << 64) for layer in set(self.layers)}
+        if len(of_layer) == 1:  # those of one layer are asked for most
+            (first,) = of_layer.values()
+            return [first + block if block < stop else UNKEPT for block in self.blocks]
         return [
             of_layer[layer] + block if block < stop else UNKEPT
             for layer, block in zip(self.layers, self.blocks, strict=True)

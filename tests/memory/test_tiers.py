@@ -158,8 +158,9 @@ def test_several_layers_are_gathered_as_each_by_itself(tmp_path: Path, codec: st
             settle(document, 1, [7])
             settle(document, 2, [7])
         for blocks in ([7, 4], [4, 20, 3], []):
-            each = [document.layer(layer).gather(blocks) for layer in (2, 0, 1)]
-            for alone, together in zip(each, document.gather([2, 0, 1], blocks, device=cpu), strict=True):
+            layers = [2, 0, 1, 2]  # one of them twice
+            each = [document.layer(layer).gather(blocks) for layer in layers]
+            for alone, together in zip(each, document.gather(layers, blocks, device=cpu), strict=True):
                 assert all(torch.equal(alone[name], together[name]) for name in ("k", "v"))
         assert document.at_hand([0, 1, 2], [3, 4])
         assert not document.at_hand([0, 1, 2], [3, 5])
