@@ -465,6 +465,34 @@ def test_what_others_read_is_not_deleted_before_they_can_read_what_comes_after(
         assert not any("/c." in name for name in from_url(f"s3://{BUCKET}/notes").names("blocks"))
 
 
+@pytest.mark.parametrize("what", ["list", "delete"])
+def test_what_the_storage_would_not_list_or_delete_goes_at_the_next_opening(
+    way: Way, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    written()
+    memory = memstore.open(HERE)
+    memory.forget("whale")
+    if what == "list":  # which is only done after a process that was killed
+        killed(memory)
+    done: list[str] = []
+
+    def refuse(method: str, path: str) -> int | None:
+        done.extend(["delete"] * (method == "POST"))
+        shards = done != ["delete"]  # pieces of the tail go first, in one request
+        return 503 if what in path and (shards or what == "list") else None
+
+    way.fault = refuse
+    if what == "list":
+        memory = memstore.open(HERE)
+    memory.close()
+    way.fault = lambda method, path: None
+    objects = from_url(f"s3://{BUCKET}/notes")
+    assert any("/c." in name for name in objects.names("blocks")), "nothing can have gone yet"
+    memstore.open(HERE).close()
+    assert not any("/c." in name for name in objects.names("blocks"))
+
+
 def killed(memory: Memory) -> None:
     """End a memory as the end of its process does: nothing is published or noted."""
     memory._shared.blocks.close()

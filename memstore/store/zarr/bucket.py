@@ -81,8 +81,6 @@ class BucketObjects(Objects):
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._workers = ThreadPoolExecutor(AT_ONCE, "memstore-bucket")
-        self.doubtful = False
-        """Whether something may lie there that no manifest will ever name."""
 
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
         """One request. What is ``durable`` is put only where nothing lies, or the same. Raises ``OSError``."""

@@ -53,6 +53,8 @@ class Objects(ABC):
     """Whether they lie apart from their tail, so that somebody may bring the wrong ones together."""
     joined = False
     """Whether all fields of a block shall lie side by side."""
+    doubtful = False
+    """Whether something may lie there that nothing will ever name: a bucket is looked through for it later."""
 
     @abstractmethod
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:

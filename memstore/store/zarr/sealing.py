@@ -252,6 +252,7 @@ class Garbage:
         try:
             work()
         except (OSError, NotAMemory) as error:
+            self._objects.doubtful = True
             logger.warning("memory %s: %s could not be brought up to date: %s", self._path, what, error)
 
     def collect(self, named: set[str], names: set[str], strays: Sequence[str] = ()) -> None:

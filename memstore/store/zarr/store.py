@@ -292,7 +292,7 @@ class ZarrStore(BlockStore):
                     raise
                 raise MemstoreError(
                     f"memory {self.path} was not published ({error}). What was committed stands on this disk; it is "
-                    "published when the memory is next closed after something was written to it",
+                    "published when the memory is next opened here to be written",
                     memory=self.path,
                 ) from error
             self._garbage.sweep()
@@ -432,6 +432,7 @@ class ZarrStore(BlockStore):
             names = set(self._objects.names("blocks"))
             strays = self._publisher.strays(self._objects.names("tail")) if self._publisher else []
         except (MemstoreError, OSError) as error:  # what cannot be told from garbage stays
+            self._objects.doubtful = True
             logger.warning("memory %s was not cleaned of what an interruption may have left: %s", self.path, error)
             return
         self._garbage.collect(named, names, strays)
