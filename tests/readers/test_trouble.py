@@ -157,6 +157,21 @@ def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
     assert f"document 'text', layer {layer}, block {block} is damaged" in record.getMessage()
 
 
+def test_a_block_that_cannot_be_read_leaves_the_others_as_likely(folder: Path) -> None:
+    miss, query = replace(RETRIEVAL, rerank=6, on_error="miss"), tokens(7, seed=11)
+
+    def likely() -> torch.Tensor:
+        with attach(tiny("llama"), folder, document="text", mode="r", retrieval=miss, **SIZES) as attached:
+            found: torch.Tensor = attached._likelihood(attached._everything(), torch.arange(8), query)
+            return found
+
+    before = likely()
+    with memstore.open(folder, mode="r") as memory:
+        payload = memory.document("text").layer(3).gather([5])["k"][0].numpy().tobytes()
+    flip(folder / "data.mdb", payload)
+    assert (likely() != before).nonzero().flatten().tolist() == [5]
+
+
 def test_reading_never_leaves_a_block_out(folder: Path) -> None:
     """What is computed while reading is stored: it must not depend on what happened to be readable."""
     with memstore.open(folder, mode="r") as memory:

@@ -17,6 +17,7 @@ from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.layer_index import cannot_score
 from memstore.memory.search import Match, check_layer
+from memstore.memory.view import noting_left_out
 from memstore.readers.attachment import Place
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK, encode
@@ -289,11 +290,19 @@ class StockReader(Reader):
         lead = torch.tensor([] if self.tokenizer is None else encode(self.tokenizer, ASKED), dtype=torch.int64)
         asked = torch.cat((lead, query.cpu()))
         begin = max(len(lead), 1)  # what the first token of all follows is not known
-        for some in numbers.split(AT_ONCE):
+
+        def likely(some: Tensor) -> Tensor:
             call = Call(self.selection, replace(seen, candidates=candidates), states.read)
             alone = torch.zeros(len(some), 1, 1)
             call.attend_only_to(CandidateLists(some[:, None, None], alone.long(), alone))
-            found.append(self.hooks.log_probability(call, asked.expand(len(some), -1), begin))
+            return self.hooks.log_probability(call, asked.expand(len(some), -1), begin)
+
+        for some in numbers.split(AT_ONCE):
+            with noting_left_out() as lost:  # the answer tells of what it attends to itself
+                told = likely(some)
+                if lost:  # lists have one length, so where one has lost its block the others gave up theirs
+                    told = torch.cat([likely(one) for one in some.split(1)])
+            found.append(told)
         return torch.cat(found)
 
     # Reading
