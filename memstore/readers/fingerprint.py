@@ -68,7 +68,8 @@ def digest_of_weights(model: nn.Module) -> str:
     Weights that are divided among processes are brought together one by one: all of them have to ask.
     """
     weights = sorted(_weights(model))
-    if not any(tensor.device.type == "cuda" for _, tensor in weights):
+    # What only some of the processes had kept would leave the others waiting.
+    if not any(tensor.device.type == "cuda" for _, tensor in weights) or any(_divided(each) for _, each in weights):
         return _digest(weights)
     kept = cache_folder() / "weights" / _checksum(weights)
     with suppress(OSError, ValueError):
@@ -120,7 +121,7 @@ def _digest(weights: Weights) -> str:
 
 def _checksum(weights: Weights) -> str:
     """Of the same, from two sums for each tensor; a device is waited for once."""
-    sums = [_sums(_whole(tensor.detach())) for _, tensor in weights]
+    sums = [_sums(tensor.detach()) for _, tensor in weights]
     by_device: dict[torch.device, list[int]] = {}
     for at, each in enumerate(sums):
         by_device.setdefault(each.device, []).append(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from datetime import timedelta
 from functools import partial
@@ -13,12 +14,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from memstore import Retrieval
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.readers import ranks as module
+from memstore.readers.fingerprint import digest_of_weights
 from tests.pretended import CUDA, on_device, pretended, real
 from tests.readers.models import attach, tiny, tokens
 
@@ -129,6 +132,19 @@ def work_loaded_in_parts(rank: int, size: int, folder: str, case: str) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert len(weight.to_local()) == len(weight) // size
     torch.save(answer(f"{folder}/m", case, model=model), f"{folder}/{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def work_on_computers_of_their_own(rank: int, size: int, folder: str) -> None:
+    """Be a process with a part of a model on a device; only the first still has what its cache has kept."""
+    join(rank, size, folder)
+    os.environ["MEMSTORE_CACHE"] = f"{folder}/cache-{rank}"
+    model = divide(tiny("llama"), init_device_mesh("cpu", (size,)))
+    with mock.patch.object(DTensor, "device", CUDA):
+        first = digest_of_weights(model)
+        if rank:
+            shutil.rmtree(f"{folder}/cache-{rank}", ignore_errors=True)
+        assert digest_of_weights(model) == first == digest_of_weights(tiny("llama"))
     dist.destroy_process_group()
 
 

@@ -93,6 +93,10 @@ def test_a_model_that_transformers_divides_answers_as_the_whole_one(tmp_path: Pa
     check(tmp_path, alone, 2)
 
 
+def test_the_digest_of_divided_weights_waits_for_nobody_who_has_kept_it(tmp_path: Path) -> None:
+    assert run_ranks(ranks.work_on_computers_of_their_own, 2, str(tmp_path)) == [0, 0]
+
+
 def test_groups_of_ranks_beside_each_other_answer_what_each_is_asked(tmp_path: Path) -> None:
     """Data parallelism along one dimension of a mesh, ranks along the other."""
     ranks.read(tmp_path / "m", "model", ranks.lengths("model"))
