@@ -36,14 +36,13 @@ from memstore import Retrieval
 from memstore.eval.resources import hardware
 from memstore.store.zarr import store as zarr_store
 from memstore.tools.models import LoadedModel, load_model
-from tests.store.seaweed import BUCKET, HOST, KEYS, Seaweed
+from tests.store.seaweed import BUCKET, HOST, SETTINGS, Seaweed
 
 RESULTS = Path(__file__).parent / "results" / "bucket.json"
 LOCAL = -1.0
 """The delay that stands for the folder."""
 SHARD_BYTES = 1 << 20
 """Shards shorter than the default of 8 MiB, so that so short a text fills several for each layer."""
-WAY = {**KEYS, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
 
 Row = dict[str, Any]
 
@@ -64,7 +63,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     zarr_store.SHARD_BYTES = SHARD_BYTES  # type: ignore[attr-defined]  # for as long as this process lives
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        os.environ |= {**WAY, "XDG_DATA_HOME": scratch}
+        os.environ |= {**SETTINGS, "XDG_DATA_HOME": scratch}
         spawned = multiprocessing.get_context("spawn")
         delay, asked, port = spawned.Value("d", 0.0), spawned.Value("q", 0), spawned.Queue()
         server = Seaweed(Path(scratch) / "server")

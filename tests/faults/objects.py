@@ -43,9 +43,11 @@ def damage_objects(folder: Path, store: str, rounds: int, seed: int) -> Outcome:
                 damaged[:] = rng.choice([each for each in some if each != chosen] or objects).read_bytes()
         name = str(chosen.relative_to(copies))
         elsewhere = folder / f"elsewhere-{number}"
-        run(partial(_put, place, name, None if kind == "gone" else bytes(damaged)))
+        done = run(partial(_put, place, name, None if kind == "gone" else bytes(damaged)))
+        assert done.code == 0, done.lines  # or what is read is not damaged at all
         found = read_damaged(world, moved(url, elsewhere), state)
-        run(partial(_put, place, name, whole))
+        done = run(partial(_put, place, name, whole))
+        assert done.code == 0, done.lines
         shutil.rmtree(elsewhere, ignore_errors=True)
         outcome.counts["damaged"] += 1
         outcome.counts[f"{kind}: {found}"] += 1

@@ -38,7 +38,7 @@ from tests.faults.readers import read_beside_a_writer
 from tests.faults.rolled_back import roll_back
 from tests.faults.truncations import truncate_files
 from tests.faults.world import STORES, warm_up
-from tests.store.seaweed import HOST, KEYS, Seaweed
+from tests.store.seaweed import HOST, SETTINGS, Seaweed
 
 DISKS = ["lmdb", "zarr"]
 """Stores on a disk alone: two harnesses that fill it or forbid it fork in mid-work, which a bucket's client forbids."""
@@ -133,8 +133,7 @@ def main() -> int:
     if "bucket" in stores:
         server = Seaweed(Path(tempfile.mkdtemp(prefix="memstore-bucket-")))
         atexit.register(server.close)
-        address = {"AWS_ENDPOINT_URL": f"http://{HOST}:{server.port}", "AWS_REGION": "us-east-1"}
-        os.environ |= {**KEYS, **address, "AWS_ALLOW_HTTP": "true"}
+        os.environ |= {**SETTINGS, "AWS_ENDPOINT_URL": f"http://{HOST}:{server.port}"}
     for store in stores:
         for name in [name for name in options.only or FAULTS if store in FAULTS[name].stores]:
             rounds, start = _rounds(name, options), time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.store.seaweed import BUCKET as BUCKET
-from tests.store.seaweed import HOST, KEYS, PROGRAM, Seaweed
+from tests.store.seaweed import HOST, PROGRAM, SETTINGS, Seaweed
 
 Fault = Callable[[str, str], "int | None"]
 """Told method and path of a request: None lets it through, else the status to answer with.
@@ -123,7 +123,7 @@ def bucket(patch: pytest.MonkeyPatch, server: Seaweed | None = None) -> Iterator
     threading.Thread(target=way.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         patch.delenv(name, raising=False)
-    for name, value in {**KEYS, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}.items():
+    for name, value in SETTINGS.items():
         patch.setenv(name, value)
     patch.setenv("AWS_ENDPOINT_URL", way.url)
     try:

