@@ -99,7 +99,8 @@ class Memory:
         self._shared = shared
         self._opened = opened
         self._named = NamedValues(shared)
-        self._traces = traces_of(shared.store, folder(shared.url), shared.url, beside=not self.encrypted)
+        identity = shared.store.table.identity if isinstance(shared.store, EncryptedStore) else None
+        self._traces = traces_of(shared.store, folder(shared.url), shared.url, identity=identity)
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
 

@@ -36,7 +36,7 @@ INTERVAL = 1.0
 
 _log = logging.getLogger("memstore")
 _in_memory: WeakKeyDictionary[BlockStore, Traces] = WeakKeyDictionary()
-_of_encrypted: WeakValueDictionary[Path, Traces] = WeakValueDictionary()
+_of_encrypted: WeakValueDictionary[tuple[Path, bytes], Traces] = WeakValueDictionary()
 _guard = threading.Lock()
 
 
@@ -176,16 +176,17 @@ class Traces:
         return NotFound(f"memory {self._url} has no trace {number}; it has {known}.")
 
 
-def traces_of(store: BlockStore, folder: Path | None, url: str, *, beside: bool) -> Traces:
-    """The traces of the memory on ``store``: ``beside`` it in ``folder``, or in host memory.
+def traces_of(store: BlockStore, folder: Path | None, url: str, *, identity: bytes | None) -> Traces:
+    """The traces of the memory on ``store``: beside it in ``folder``, or in host memory.
 
-    There they are kept for as long as the store; of a memory in a folder, for as long as it is open in this process.
+    There they are kept for as long as the store; those of an encrypted memory in a folder, which ``identity`` tells
+    from others that lay there, for as long as an opening of it lives in this process.
     """
-    if folder is not None and beside:
+    if folder is not None and identity is None:
         return Traces(folder, url)
     with _guard:
-        if folder is not None:  # each opening has a store of its own, and what one records another shows
-            return _of_encrypted.setdefault(folder.resolve(), Traces(None, url))
+        if folder is not None and identity is not None:  # each opening has a store of its own
+            return _of_encrypted.setdefault((folder.resolve(), identity), Traces(None, url))
         return _in_memory.setdefault(store, Traces(None, url))
 
 

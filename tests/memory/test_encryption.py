@@ -243,6 +243,15 @@ def test_traces_are_seen_wherever_the_process_has_it_open_and_lie_nowhere(tmp_pa
         assert memory.traces.list() == []
 
 
+def test_another_memory_in_its_place_does_not_show_its_traces(tmp_path: Path, key: Path) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory, memory.traces.record(prompt=[1, 2, 3]):
+        pass
+    shutil.rmtree(tmp_path / "m")
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as other:
+        assert other.traces.list() == []
+    assert len(memory.traces.list()) == 1
+
+
 def flip(path: Path, at: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[at] ^= 4
