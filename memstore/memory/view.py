@@ -344,15 +344,17 @@ def _together(views: Sequence[LayerView], blocks: list[int], device: torch.devic
 
 def at_hand(views: Sequence[LayerView], blocks: Sequence[int]) -> bool:
     """Whether ``blocks`` of several layers of a document can be gathered without waiting."""
+    if not views:
+        return True
     state = views[0]._handle.current()
     return views[0]._shared.blocks.at_hand(views[0]._refs(blocks, state, [view._layer for view in views]))
 
 
 def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None:
     """``LayerView.prefetch`` of the same ``blocks`` of several layers of a document."""
-    first, shared = views[0], views[0]._shared
-    if not shared.blocks.prefetches:
+    if not views or not views[0]._shared.blocks.prefetches:
         return
+    first, shared = views[0], views[0]._shared
     state = first._handle.current()
     complete, gone = state.complete(shared.spec.block_size), state.gaps
     ids = [block for block in _as_ids(blocks) if block in complete and not any(block in each for each in gone)]

@@ -162,6 +162,9 @@ def test_several_layers_are_gathered_as_each_by_itself(tmp_path: Path, codec: st
             each = [document.layer(layer).gather(blocks) for layer in layers]
             for alone, together in zip(each, document.gather(layers, blocks, device=cpu), strict=True):
                 assert all(torch.equal(alone[name], together[name]) for name in ("k", "v"))
+        document.prefetch([], [3])
+        assert document.gather([], [3], device=cpu) == []
+        assert document.at_hand([], [3])
         assert document.at_hand([0, 1, 2], [3, 4])
         assert not document.at_hand([0, 1, 2], [3, 5])
 
