@@ -99,6 +99,14 @@ def test_the_query_is_as_likely_behind_a_block_as_behind_its_tokens() -> None:
     assert likely[0] != likely[1]
 
 
+def test_a_long_query_is_read_behind_fewer_blocks_at_once() -> None:
+    with reading(tiny("llama"), Retrieval(top_k=3, rerank=6)) as attached:
+        sizes: list[int] = []
+        attached.model.get_input_embeddings().register_forward_hook(lambda _, given, __: sizes.append(given[0].numel()))
+        attached._likelihood(attached._everything(), torch.arange(6), tokens(300))
+        assert sizes == [900, 900]
+
+
 def test_both_orders_vote_and_the_other_blocks_follow() -> None:
     with reading(tiny("llama"), Retrieval(top_k=3, rerank=6)) as attached:
         everything = attached._everything()

@@ -43,7 +43,9 @@ CODE_DIM = 256
 ASKED = "\n\nQuestion: "
 """Between a block and the query whose likelihood is asked for."""
 AT_ONCE = 16
-"""Blocks that a query is read behind at a time."""
+"""Blocks that a query is read behind at a time, at most."""
+TOKENS_AT_ONCE = 1024
+"""Tokens of all these rows: each gets a logit for every word of the vocabulary, three times over."""
 SUB_BLOCKS = 16
 """Mean keys per block where every layer chooses for itself."""
 ROUTING_DEPTH = 0.27
@@ -297,7 +299,7 @@ class StockReader(Reader):
             call.attend_only_to(CandidateLists(some[:, None, None], alone.long(), alone))
             return self.hooks.log_probability(call, asked.expand(len(some), -1), begin)
 
-        for some in numbers.split(AT_ONCE):
+        for some in numbers.split(max(1, min(AT_ONCE, TOKENS_AT_ONCE // len(asked)))):
             with noting_left_out() as lost:  # the answer tells of what it attends to itself
                 told = likely(some)
                 if lost:  # lists have one length, so where one has lost its block the others gave up theirs
