@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,10 @@ DEAL = 64
 PATIENCE = timedelta(seconds=60)
 """After which a rank that says nothing counts as lost."""
 
+# Of our own, since others may wait for half an hour; one for all attachments, since a group's sockets and threads stay.
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By the group that was given."""
+
 
 class Ranks:
     """The processes of a group, and what they tell each other."""
@@ -41,9 +46,11 @@ class Ranks:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument("process_group needs torch.distributed: call init_process_group, or use torchrun")
         group = group.get_group() if hasattr(group, "get_group") else group
-        members = dist.get_process_group_ranks(group)
-        # One of our own, since others may wait for half an hour.
-        self._group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
+        self._given = dist.group.WORLD if group is None else group
+        if (own := _groups.get(self._given)) is None:
+            members = dist.get_process_group_ranks(self._given)
+            own = _groups[self._given] = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
+        self._group = own
         self.size, self.rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         kinds = [each.partition(":")[0] for each in str(dist.get_backend_config(self._group)).split(",")]
         self._device = (
@@ -57,7 +64,7 @@ class Ranks:
 
         told = tensor.to(self._device or tensor.device).contiguous()
         found = [torch.empty_like(told) for _ in range(self.size)]
-        with _answering():
+        with self._answering():
             dist.all_gather(found, told, group=self._group)
         return [each.to(tensor.device) for each in found]
 
@@ -78,9 +85,21 @@ class Ranks:
 
         told = parts.to(self._device or parts.device).flatten(0, 1).contiguous()
         own = torch.empty_like(told[: parts.shape[1]])
-        with _answering():
+        with self._answering():
             dist.reduce_scatter_tensor(own, told, group=self._group)
         return own.to(parts.device)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Say what it means when a collective inside fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            _groups.pop(self._given, None)  # what has failed stays failed
+            raise MemstoreError(
+                f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
+                f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
+            ) from error
 
     def agree(self, *numbers: int) -> None:
         """Raise ``MemstoreError``, on all ranks, unless all say the same ``numbers``."""
@@ -119,18 +138,6 @@ def dividing(module: nn.Module) -> Any:
             if placement.is_shard():
                 return weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]  # of a DTensor
     return None
-
-
-@contextmanager
-def _answering() -> Iterator[None]:
-    """Say what it means when a collective inside fails."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise MemstoreError(
-            f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
-            f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
-        ) from error
 
 
 class _Join(torch.autograd.Function):

@@ -69,6 +69,17 @@ def work(rank: int, size: int, folder: str, case: str) -> None:
     dist.destroy_process_group()
 
 
+def work_again(rank: int, size: int, folder: str, case: str) -> None:
+    """Be a rank that attaches, and attaches again: what the first left open is what is open at the end."""
+    join(rank, size, folder)
+    answer(f"{folder}/m", case, dist.group.WORLD)
+    first = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(3):
+        answer(f"{folder}/m", case, dist.group.WORLD)
+    assert len(list(Path("/dev/fd").iterdir())) == first
+    dist.destroy_process_group()
+
+
 def work_on_a_device(rank: int, size: int, folder: str, case: str) -> None:
     """Be a rank whose model is on a device, in a group that refuses what is not, as NCCL does."""
     join(rank, size, folder)

@@ -97,6 +97,11 @@ def test_the_digest_of_divided_weights_waits_for_nobody_who_has_kept_it(tmp_path
     assert run_ranks(ranks.work_on_computers_of_their_own, 2, str(tmp_path)) == [0, 0]
 
 
+def test_attaching_again_and_again_opens_no_more_sockets(tmp_path: Path) -> None:
+    ranks.read(tmp_path / "m", "model", (200,))
+    assert run_ranks(ranks.work_again, 2, str(tmp_path), "model") == [0, 0]
+
+
 def test_groups_of_ranks_beside_each_other_answer_what_each_is_asked(tmp_path: Path) -> None:
     """Data parallelism along one dimension of a mesh, ranks along the other."""
     ranks.read(tmp_path / "m", "model", ranks.lengths("model"))
