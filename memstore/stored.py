@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from memstore.errors import DamagedError, InvalidArgument
@@ -203,3 +203,8 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
     """``value`` must be a whole number from ``least`` to ``most``: no text, no float, no bool."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")
+
+
+def on_one_line(names: Iterable[str]) -> str:
+    """Names that somebody else wrote, on one line."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in sorted(names))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from memstore.errors import DamagedError, ForeignMemory
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, Batch, BlockStore, Key, Record, Table
-from memstore.stored import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
+from memstore.stored import anything, array, fit, maybe, members, on_one_line, parse, ranges, row, table, text, whole
 
 HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""
@@ -149,7 +149,7 @@ def _state(entry: bytes) -> DocumentState:
     values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
     if unknown := values.keys() - _FIELDS:
         raise ForeignMemory(
-            f"a newer memstore wrote this memory: a document has {', '.join(unknown)}; upgrade memstore"
+            f"a newer memstore wrote this memory: a document has {on_one_line(unknown)}; upgrade memstore"
         )
     spans = tuple((int(owner), int(start), int(stop)) for owner, start, stop in values.pop("spans", ()))
     dropped = tuple((int(start), int(stop)) for start, stop in values.pop("dropped", ()))

@@ -19,7 +19,7 @@ from memstore.memory.catalog import Catalog
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
 from memstore.store.records import Misplaced
-from memstore.stored import Check, array, check_whole, fit, maybe, members, number, row, table, text, whole
+from memstore.stored import Check, array, check_whole, fit, maybe, members, number, on_one_line, row, table, text, whole
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which reads rules, does not
     from memstore.store.cache import BlockCache
@@ -184,11 +184,10 @@ class Rules(Generic[K]):
         """
         fit(values, schema, "the value with the rules of a memory")
         if unknown := set(values) - {each.name for each in fields(cls)}:
-            raise ForeignMemory(f"a newer memstore wrote this memory: its rules have {', '.join(unknown)}; upgrade")
+            raise ForeignMemory(f"a newer memstore wrote this memory: its rules have {on_one_line(unknown)}; upgrade")
         if values["when_full"] not in get_args(WhenFull):
-            raise ForeignMemory(
-                f"a newer memstore wrote this memory: when full, it should {values['when_full']}; upgrade"
-            )
+            asked = on_one_line([values["when_full"]])
+            raise ForeignMemory(f"a newer memstore wrote this memory: when full, it should {asked}; upgrade")
         maps = {name: dict(values[name]) for name in ("expires", "reads") if name in values}
         return cls(**{**values, **maps, "pinned": frozenset(values["pinned"])})
 

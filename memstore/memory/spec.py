@@ -13,7 +13,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMe
 from memstore.memory.entry import HEADER, DocumentState
 from memstore.memory.urls import Blank
 from memstore.store.contract import Batch, BlockStore, Layout, Record
-from memstore.stored import anything, array, fit, maybe, members, row, table, text, whole
+from memstore.stored import anything, array, fit, maybe, members, on_one_line, row, table, text, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ FINGERPRINT = table(
 
 def check_names(what: str, values: Mapping[str, Any], known: set[str]) -> None:
     """Raise ``ForeignMemory`` unless ``values`` has the ``known`` names and no others."""
-    if unknown := sorted(set(values) - known):
+    if unknown := set(values) - known:
         raise ForeignMemory(
-            f"a newer memstore wrote this memory: its {what} has {', '.join(unknown)}; upgrade memstore"
+            f"a newer memstore wrote this memory: its {what} has {on_one_line(unknown)}; upgrade memstore"
         )
     if missing := sorted(known - set(values)):
         raise ForeignMemory(
