@@ -36,7 +36,7 @@ from memstore import Retrieval
 from memstore.eval.resources import hardware
 from memstore.store.zarr import store as zarr_store
 from memstore.tools.models import LoadedModel, load_model
-from tests.store.seaweed import BUCKET, HOST, SETTINGS, Seaweed
+from tests.store.seaweed import BUCKET, HOST, Seaweed
 
 RESULTS = Path(__file__).parent / "results" / "bucket.json"
 LOCAL = -1.0
@@ -63,13 +63,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     zarr_store.SHARD_BYTES = SHARD_BYTES  # type: ignore[attr-defined]  # for as long as this process lives
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        os.environ |= {**SETTINGS, "XDG_DATA_HOME": scratch}
         spawned = multiprocessing.get_context("spawn")
         delay, asked, port = spawned.Value("d", 0.0), spawned.Value("q", 0), spawned.Queue()
         server = Seaweed(Path(scratch) / "server")
         way = spawned.Process(target=serve, args=(server.port, delay, asked, port), daemon=True)
         way.start()
-        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port.get()}"
+        os.environ |= server.environment | {"AWS_ENDPOINT_URL": f"http://{HOST}:{port.get()}", "XDG_DATA_HOME": scratch}
         try:
             rows = measured(options, Path(scratch), delay, asked)
         finally:
@@ -144,7 +143,7 @@ def answered(loaded: LoadedModel, place: str, ids: torch.Tensor, every: int, new
 def row(every: int, case: float, times: dict[float, list[Row]], new: int) -> Row:
     """What the rounds of one case come to, beside those of the folder and those without a delay."""
     own = times[case]
-    rest = {each: sum(map(min, *(one["rest"] for one in some))) for each, some in times.items()}
+    rest = {each: sum(map(min, zip(*(one["rest"] for one in some), strict=True))) for each, some in times.items()}
     lists = (new - 1) // every if every else 0
     waits = (rest[case] - rest[0]) / lists / case * 1e3 if lists and case > 0 and 0 in rest else None
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -123,9 +124,9 @@ class Safetensors(Full):
 class Pickled(Stock):
     """Another cache of transformers: pickled as a whole, and copied for each question."""
 
+    @abstractmethod
     def empty(self) -> Any:
         """A new cache."""
-        raise NotImplementedError
 
     def read(self, text: str) -> None:
         """One pass over the text."""
@@ -135,7 +136,8 @@ class Pickled(Stock):
 
     def restore(self) -> None:
         """Load the cache."""
-        kept = torch.load(self.folder / "cache.pt", weights_only=False)  # written by ourselves
+        # The file is our own. It holds objects, not tensors alone: a layer of each kind has scales and lengths too.
+        kept = torch.load(self.folder / "cache.pt", weights_only=False)
         self.cache, self.tokens = kept["cache"], kept["tokens"]
 
     def copied(self) -> Any:

@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import memstore
+from memstore import Memory
 from memstore.errors import NotFound
 from memstore.testing.processes import Say, run
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
-from tests.faults.world import STORES, World, Wrong, check_all, digest, moved, sound
+from tests.faults.world import STORES, State, World, Wrong, check_all, digest, moved, sound
 
 STEPS = 4  # of a round that nobody kills
 ROUNDS = 25  # on one memory; the next round makes a new one, so that creation is killed too
@@ -40,14 +41,20 @@ class _Killed:
         self._states = world.history(ROUNDS * STEPS)
         self._done = 0
         self._exists = False
+        self._published = -1
+        """Steps that another computer must see, if not more; -1: it need not even find the memory."""
 
     def round(self, killer: Killer) -> None:
         """Kill once, and look at what is left."""
         way, ending = killer.kill(self._write, self._outcome.counts)
         if ending.code > 0:
             self._outcome.crashes.append(f"{self._where(way)} could not go on: {ending.last}")
-        self._exists |= bool(ending.lines)
         acknowledged = max([self._done, *(int(line) for line in ending.lines if line.isdigit())])
+        if ending.code == 0:  # to close it publishes
+            self._published = acknowledged
+        elif self._exists and "open" in ending.lines:  # so does to open it after a kill
+            self._published = self._done
+        self._exists |= bool(ending.lines)
         looking = run(lambda say: say(self._look(acknowledged)))
         if looking.last.isdigit():
             self._outcome.counts["commits checked"] += int(looking.last) - self._done
@@ -90,17 +97,23 @@ class _Killed:
         return f"verify found: {findings}" if findings else str(found)
 
     def _check_published(self, found: int) -> None:
-        """Whether another computer reads a state that was committed, whole."""
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            suppress(NotFound),  # it may be that nothing is published yet
-            memstore.open(moved(self._url, Path(folder)), mode="r") as memory,
-        ):
-            for state in reversed(self._states[: found + 1]):
-                with suppress(Wrong):
-                    return check_all(self._world, memory, state)
-            raise Wrong("what is published is no state that was committed")
-        return None
+        """Whether another computer reads a state that was committed, whole, and no older one than it must."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                memory = memstore.open(moved(self._url, Path(folder)), mode="r")
+            except NotFound as error:
+                if self._published < 0:
+                    return
+                raise Wrong(f"it was published, and is not found: {error}") from error
+            with memory:
+                if not any(self._is(memory, state) for state in self._states[max(self._published, 0) : found + 1]):
+                    raise Wrong("what is published is no state that was committed, or an older one than it must be")
+
+    def _is(self, memory: Memory, state: State) -> bool:
+        with suppress(Wrong):
+            check_all(self._world, memory, state)
+            return True
+        return False
 
     def compare(self, other: str) -> None:
         """The next run resumes, and ends with the bytes of an undisturbed memory."""

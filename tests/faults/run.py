@@ -8,7 +8,6 @@ up to the machine). ``--save FILE`` keeps the counts with date, versions and har
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import logging
 import os
@@ -38,7 +37,7 @@ from tests.faults.readers import read_beside_a_writer
 from tests.faults.rolled_back import roll_back
 from tests.faults.truncations import truncate_files
 from tests.faults.world import STORES, warm_up
-from tests.store.seaweed import HOST, SETTINGS, Seaweed
+from tests.store.seaweed import shared
 
 DISKS = ["lmdb", "zarr"]
 """Stores on a disk alone: two harnesses that fill it or forbid it fork in mid-work, which a bucket's client forbids."""
@@ -131,9 +130,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     stores = options.store or DISKS
     if "bucket" in stores:
-        server = Seaweed(Path(tempfile.mkdtemp(prefix="memstore-bucket-")))
-        atexit.register(server.close)
-        os.environ |= {**SETTINGS, "AWS_ENDPOINT_URL": f"http://{HOST}:{server.port}"}
+        os.environ |= shared().environment
     for store in stores:
         for name in [name for name in options.only or FAULTS if store in FAULTS[name].stores]:
             rounds, start = _rounds(name, options), time.monotonic()

