@@ -6,6 +6,7 @@ import signal
 import sys
 
 from memstore.tools.interrupts import listen
+from memstore.tools.leaving import leave
 
 MISSING = 3
 """The exit code for what is not there."""
@@ -13,7 +14,7 @@ MISSING = 3
 
 # Nothing heavy is imported here, so that Ctrl-C while the rest is loaded ends in one line. An interrupted import may
 # surface as any error later, so once Ctrl-C was pressed every error is that.
-def main() -> int:
+def run() -> int:
     """Run the command line; the exit code.
 
     Loading it takes a moment, in which Ctrl-C is to end it in one line as at any other time. It owns the process: once
@@ -21,9 +22,9 @@ def main() -> int:
     """
     listen()
     try:
-        from memstore.tools.app import main as run
+        from memstore.tools.app import main as run_verb
 
-        return run()
+        return run_verb()
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
@@ -34,6 +35,13 @@ def main() -> int:
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def main() -> int:
+    """The program ``memstore``: run the command line and leave; the exit code where Python is to end the process."""
+    code = run()
+    leave(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def asking(folder: Path) -> set[str]:
 
 def command(arguments: list[str]) -> None:
     """Run ``memstore`` in this process, in silence."""
-    from memstore.__main__ import main as run
+    from memstore.__main__ import run
 
     before, sys.argv = sys.argv, ["memstore", *arguments]
     out = io.StringIO()

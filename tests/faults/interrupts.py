@@ -17,7 +17,7 @@ from pathlib import Path
 
 import memstore
 import memstore.tools.app  # a command that begins with imports would be interrupted in these
-from memstore.__main__ import main
+from memstore.__main__ import run as run_command
 from memstore.errors import NotFound
 from memstore.testing.processes import Say, fork, run
 from tests.faults.kill_readings import same_beginning
@@ -79,7 +79,7 @@ def _read(text: Path, model: Path, url: str, errors: Path, say: Say) -> None:
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.argv = ["memstore", "read", str(text), url, "--document", "text", "--model", str(model), "--dtype", "float32"]
-    say(str(main()))
+    say(str(run_command()))
 
 
 def _look(url: str, whole: str, expected: int, say: Say) -> None:
