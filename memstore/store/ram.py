@@ -20,7 +20,6 @@ from memstore.store.contract import (
     check_batch,
     check_out,
     check_range,
-    document_ranges,
 )
 from memstore.store.records import fill_row
 
@@ -97,14 +96,6 @@ class RamStore(BlockStore):
         with self._locked():
             snapshot = [(key, self._values[key]) for key in self._sorted]
         return (ScannedValue(key, tuple(_copy(record) for record in records), None) for key, records in snapshot)
-
-    def delete(self, document: int) -> None:
-        """Delete everything of one document; META stays."""
-        self.write(Batch(deletes=document_ranges(document)))
-
-    def sync(self) -> None:
-        """Nothing to wait for."""
-        self._locked()
 
     def size_bytes(self) -> int:
         """Bytes of all payloads."""

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from memstore.store.zarr.extents import OBJECT
-from memstore.store.zarr.objects import Objects, RangeRead, absent
+from memstore.store.zarr.objects import Objects, RangeRead, absent, spread
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -156,7 +156,7 @@ class BucketObjects(Objects):
         except OSError as error:
             gone = isinstance(error.__cause__, FileNotFoundError)
             return [absent(path) if gone else f"its shard {path} cannot be read ({error})"] * len(reads)
-        return [_spread(read, memoryview(raw)) for read, raw in zip(reads, found, strict=True)]
+        return [spread(read, memoryview(raw)) for read, raw in zip(reads, found, strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
         """Every key below ``folder``; a request for each thousand."""
@@ -226,14 +226,3 @@ def reason(error: BaseException) -> str:
 
 def _tag(facts: Mapping[str, Any]) -> Tag:
     return {name: str(facts[name]) for name in ("e_tag", "version") if facts.get(name) is not None}
-
-
-def _spread(read: RangeRead, raw: memoryview) -> str | None:
-    """Copy what was read to where it goes."""
-    if raw.nbytes != read.nbytes:
-        return f"its shard {read.path} is truncated: {raw.nbytes} of {read.nbytes} bytes at offset {read.start}"
-    start = 0
-    for part in read.parts:
-        part[:] = raw[start : start + part.nbytes]
-        start += part.nbytes
-    return None

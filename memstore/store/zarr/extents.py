@@ -39,12 +39,16 @@ With ``"owner"``, a random name, where the shards do not lie beside the tail: th
 """
 
 
-def _owner(value: Any, at: str) -> None:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{32}", value):  # it becomes part of a path
+HEXADECIMAL = re.compile("[0-9a-f]{32}")
+
+
+def hexadecimal(value: Any, at: str) -> None:
+    """A name that becomes part of a path."""
+    if not isinstance(value, str) or not HEXADECIMAL.fullmatch(value):
         raise Unfit(f"{at} must be 32 hexadecimal digits")
 
 
-COUNTERS_VALUE = table({"owner": _owner}, next_extent=whole(0, 2**53), bytes=whole())
+COUNTERS_VALUE = table({"owner": hexadecimal}, next_extent=whole(0, 2**53), bytes=whole())
 
 
 class Series(NamedTuple):

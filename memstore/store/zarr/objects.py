@@ -210,7 +210,7 @@ class ZarrObjects(Objects):
         prototype = default_buffer_prototype()
         ranges = [RangeByteRequest(read.start, read.start + read.nbytes) for read in reads]
         work = [self._store.get(read.path, prototype, r) for read, r in zip(reads, ranges, strict=True)]
-        return [_spread(read, found) for read, found in zip(reads, _wait(*work), strict=True)]
+        return [_taken(read, found) for read, found in zip(reads, _wait(*work), strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
         """Every key below ``folder``."""
@@ -258,13 +258,15 @@ def _raise_os_error(result: Any) -> None:
         raise result
 
 
-def _spread(read: RangeRead, buffer: Any) -> str | None:
-    """Copy what was read to where it goes."""
-    if isinstance(buffer, BaseException):
-        return f"its shard {read.path} cannot be read ({buffer})".splitlines()[0]
-    if buffer is None:
-        return absent(read.path)
-    raw = memoryview(buffer.to_bytes())
+def _taken(read: RangeRead, found: Any) -> str | None:
+    """Copy what a store has ``found`` to where it goes; why not, where it cannot be read."""
+    if isinstance(found, BaseException):
+        return f"its shard {read.path} cannot be read ({found})".splitlines()[0]
+    return absent(read.path) if found is None else spread(read, memoryview(found.to_bytes()))
+
+
+def spread(read: RangeRead, raw: memoryview) -> str | None:
+    """Copy what was read to where it goes; why not, where it is too short."""
     if raw.nbytes != read.nbytes:
         return f"its shard {read.path} is truncated: {raw.nbytes} of {read.nbytes} bytes at offset {read.start}"
     start = 0

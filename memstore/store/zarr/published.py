@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
 from memstore.store import paths
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.zarr.bucket import BucketObjects, Lost, Tag
-from memstore.stored import Unfit, array, fit, parse, table, text, whole
+from memstore.store.zarr.extents import HEXADECIMAL, hexadecimal
+from memstore.stored import array, fit, parse, table, text, whole
 
 MANIFEST = "manifest.json"
 NOTE = "published.json"
@@ -39,24 +39,18 @@ PATIENCE = 30.0
 _FORMAT = 1
 _MOST_BYTES = 64 << 20  # of a manifest: it names a million pieces
 _ATTEMPTS = 5  # to fetch a version while newer ones are put
-_HASH = re.compile("[0-9a-f]{32}")
 
 logger = logging.getLogger(__name__)
 
 
-def _hash(value: Any, at: str) -> None:
-    if not isinstance(value, str) or not _HASH.fullmatch(value):  # it becomes part of a path
-        raise Unfit(f"{at} must be 32 hexadecimal digits")
-
-
 _MANIFEST = table(
     format=whole(1, _FORMAT),
-    owner=_hash,
+    owner=hexadecimal,
     number=whole(),
     nbytes=whole(0, 2**50),
     piece_bytes=whole(1, 2**31),
-    pieces=array(_hash, 2**21),
-    stale=array(_hash, 2**21),
+    pieces=array(hexadecimal, 2**21),
+    stale=array(hexadecimal, 2**21),
 )
 _NOTE = table(number=whole(), commit=whole(), next=text(32), swept=whole(0, 1))
 
@@ -233,7 +227,7 @@ class Publisher:
         """Those of ``names``, of objects below ``tail``, that are no pieces of the last version or the one before."""
         assert self._version is not None
         known = {piece_path(name) for name in (*self._version.pieces, *self._version.stale)}
-        return [name for name in names if name not in known and _HASH.fullmatch(name.removeprefix("tail/"))]
+        return [name for name in names if name not in known and HEXADECIMAL.fullmatch(name.removeprefix("tail/"))]
 
     def _note(self) -> dict[str, Any]:
         with suppress(OSError, DamagedError, ValueError):

@@ -44,7 +44,6 @@ from memstore.store.contract import (
     check_key,
     check_out,
     check_range,
-    document_ranges,
 )
 from memstore.store.keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
@@ -80,8 +79,6 @@ class ZarrStore(BlockStore):
         """Not for callers: use ``create`` or ``open``."""
         self.path = path
         self.read_only = tail.read_only
-        if isinstance(objects, BucketObjects):
-            self.capabilities = replace(self.capabilities, reads_ahead=READS_AHEAD)
         self._tail = tail
         self._objects = objects
         self._sealed = SealedBlocks(tail, objects)
@@ -89,8 +86,10 @@ class ZarrStore(BlockStore):
         self._sealer = Sealer(path, tail, objects, self._cache, SHARD_BYTES if shard_bytes is None else shard_bytes)
         self._garbage = Garbage(path, objects)
         self._writing = threading.RLock()
-        published = isinstance(objects, BucketObjects) and not self.read_only
-        self._publisher = Publisher(path, objects) if published and isinstance(objects, BucketObjects) else None
+        self._publisher: Publisher | None = None
+        if isinstance(objects, BucketObjects):
+            self.capabilities = replace(self.capabilities, reads_ahead=READS_AHEAD)
+            self._publisher = None if self.read_only else Publisher(path, objects)
         self._overtaken: MemoryInUse | None = None
         self._close = weakref.finalize(self, _release, tail, objects)
 
@@ -264,10 +263,6 @@ class ZarrStore(BlockStore):
                 yield from heapq.merge(snapshot.scan(), self._sealed.scan(snapshot), key=lambda scanned: scanned.key)
         finally:
             self._garbage.scans -= 1
-
-    def delete(self, document: int) -> None:
-        """Delete everything of one document in one transaction; META belongs to the memory and stays."""
-        self.write(Batch(deletes=document_ranges(document)))
 
     def sync(self) -> None:
         """Every commit is synced already; this asks the disk once more. What lies in a bucket is published.
