@@ -307,7 +307,6 @@ class LmdbStore(BlockStore):
 
         One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
         """
-        self._check_open()
         check_out(keys, layouts, out)
         reader = value_reader(tuple(layouts))
         step = max(1, _PIECE_BYTES // max(1, reader.size))
@@ -336,6 +335,7 @@ class LmdbStore(BlockStore):
     @contextmanager
     def _reading(self) -> Iterator[Transaction]:
         """A transaction to read in; notes whether the disk was waited for."""
+        self._check_open()
         try:
             with self._env.begin(buffers=True) as txn:
                 yield txn
@@ -360,34 +360,23 @@ class LmdbStore(BlockStore):
 
     def keys(self, first: Key, last: Key) -> list[Key]:
         """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
-        self._check_open()
         check_range(first, last)
-        try:
-            with self._env.begin(buffers=True) as txn:
-                return self.values.keys(txn, first, last)
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._reading() as txn:
+            return self.values.keys(txn, first, last)
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
         """Existing keys from ``first`` to ``last`` and their verified records, in one snapshot. See ``BlockStore``."""
-        self._check_open()
         check_range(first, last)
-        try:
-            with self._env.begin(buffers=True) as txn:
-                yield from self.values.walk(txn, first, last)
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._reading() as txn:
+            yield from self.values.walk(txn, first, last)
 
     def scan(self) -> Iterator[ScannedValue]:
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
         if what := self._tree_problem(large=True):
             yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self._url(self.path), what))
-        try:
-            with self._env.begin(buffers=True) as txn:
-                yield from self.values.scan(txn)
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._reading() as txn:
+            yield from self.values.scan(txn)
 
     def sync(self) -> None:
         """Every commit is synced already; this asks the disk once more."""

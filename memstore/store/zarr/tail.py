@@ -56,7 +56,6 @@ class Tail(LmdbStore):
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """One state of the tail and its manifest, whatever is written meanwhile."""
-        self._check_open()
         with self._reading() as txn:
             yield Snapshot(self, txn)
 
