@@ -110,7 +110,7 @@ class DocumentState:
         return replace(self, tokens=total, blocks=blocks, first=first)
 
     def cut(self, blocks: int, block_size: int) -> DocumentState:
-        """After a truncation to ``blocks``. Where they lie may have to change too, see ``Usage.truncation``."""
+        """After a truncation to ``blocks``. Where they lie may have to change too, see ``append.truncation``."""
         tokens = min(self.tokens, blocks * block_size)
         first = min(self.first, blocks)
         return replace(

@@ -279,7 +279,7 @@ def blocks_per_run(spec: MemorySpec) -> int:
 
 FORMAT = 1
 MOST_RUN_BYTES = 64 * 1024 * 1024
-"""Far more than ``layouts.RUN_BYTES`` ever was: what a run that holds several blocks may take."""
+"""Far more than ``RUN_BYTES`` ever was: what a run that holds several blocks may take."""
 FACTS = table(format=whole(1), library=text(1000), spec=anything, blocks_per_run=whole(1, 2**31))
 
 

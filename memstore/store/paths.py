@@ -220,8 +220,8 @@ def remove(root: Path, name: str) -> None:
 def walk(root: Path, name: str, *, bottom_up: bool = False) -> Iterator[tuple[str, list[str], list[str], int]]:
     """Each folder from ``name`` on: its own name below ``root``, those of folders and files in it, a descriptor.
 
-    What lies deeper than anything of ours is left out.
-    Links are listed and not followed. Nothing where there is no such folder. Raises ``NotAMemory`` and ``OSError``.
+    What lies deeper than anything of ours is left out. Links are listed and not followed. Nothing where there is no
+    such folder. Raises ``NotAMemory`` and ``OSError``.
     """
     with suppress(FileNotFoundError), opened_folder(root, name.rpartition("/")[0]) as folder:
         find(root / name, stat.S_IFDIR)

@@ -118,9 +118,9 @@ def survey(
 ) -> tuple[str | None, int | None]:
     """What is wrong with the tree of the commit ``transaction`` in the file ``data``; None if nothing is.
 
-    ``large`` looks at the first page of each large value too. And what the last four bytes of all keys, numbers with
-    their first byte in front, add up to, where that is
-    known: see ``runs.py``. A read transaction must hold that commit. Keys have ``key_bytes``.
+    And what the last four bytes of all keys, numbers with their first byte in front, add up to, where that is known:
+    see ``runs.py``. A read transaction must hold that commit. Keys have ``key_bytes``. ``large`` looks at the first
+    page of each large value too.
     """
     if not transaction or not is_known():
         return None, None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted
