@@ -26,6 +26,8 @@ LARGEST_CHUNK_BYTES = 1 << 28
 """Of keys on a GPU, if these are more: every chunk takes the same launches, however large it is."""
 GATHERED_NUMBERS = 1 << 18
 """Numbers of keys that are gathered at a time, to stay in the processor's cache."""
+SHARED = 4
+"""Queries for each block of a chunk from which on its keys are multiplied where they lie."""
 GATHERED_QUERIES = 1 << 10
 """Queries whose keys are gathered at a time on a GPU."""
 
@@ -295,20 +297,36 @@ class Chunks:
 
         Scores are float32, whatever the keys are; -inf and -1 for place -1.
         """
-        _, keys_per_block, dim = self.sizes
         if self.device.type != "cpu":
             return self._score_there(places, queries, head)
         scores = torch.full(places.shape, -torch.inf)
         offsets = torch.full_like(places, -1)
-        per_step = max(1, GATHERED_NUMBERS // (keys_per_block * dim))
         for number, chunk in self.by_number.items():
-            here = (places.div(PLACES, rounding_mode="floor") == number).nonzero()
-            for step in torch.split(here, per_step):
-                row, column = step.unbind(1)
-                keys = chunk.keys[head].flatten(1).index_select(0, places[row, column] % PLACES)
-                keys = self._numbers(keys)
-                products = keys.bmm(queries[row].unsqueeze(2)).squeeze(2)
-                scores[row, column], offsets[row, column] = products.max(1)
+            row, column = (places.div(PLACES, rounding_mode="floor") == number).nonzero().unbind(1)
+            blocks, keys = places[row, column] % PLACES, chunk.keys[head].flatten(1)
+            scores[row, column], offsets[row, column] = self._score_each(keys, blocks, queries, row)
+        return scores, offsets
+
+    def _score_each(self, keys: Tensor, blocks: Tensor, queries: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores ``[V]`` and offsets of ``blocks [V]``, rows of ``keys [n, P * D]``, for ``queries[row] [V, D]``."""
+        _, keys_per_block, dim = self.sizes
+        per_step = max(1, GATHERED_NUMBERS // (keys_per_block * dim))
+        if keys_per_block > 1 and len(blocks) > max(per_step, SHARED * len(keys)):
+            # Many queries found the same blocks: each block is multiplied with all of its queries where it lies.
+            by_block = blocks.argsort(stable=True)
+            found, counts = blocks[by_block].unique_consecutive(return_counts=True)
+            asking = row[by_block].split(counts.tolist())
+            best = [
+                (queries.index_select(0, rows) @ self._numbers(keys[block : block + 1])[0].T).max(1)
+                for block, rows in zip(found.tolist(), asking, strict=True)
+            ]
+            back = by_block.argsort()
+            return torch.cat([each.values for each in best])[back], torch.cat([each.indices for each in best])[back]
+        scores, offsets = torch.empty(len(blocks)), torch.empty_like(blocks)
+        for at in range(0, len(blocks), per_step):
+            step = slice(at, at + per_step)
+            products = self._numbers(keys.index_select(0, blocks[step])).bmm(queries[row[step]].unsqueeze(2))
+            scores[step], offsets[step] = products.squeeze(2).max(1)
         return scores, offsets
 
     def _score_there(self, places: Tensor, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:

@@ -178,6 +178,22 @@ def test_real_numbers_give_the_true_top_k_in_float32() -> None:
     torch.testing.assert_close(found.scores, expected.scores)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_many_queries_found_are_multiplied_as_for_one_query(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys, queries = torch.randn(40, 1, 64, 16).to(dtype).float(), torch.randn(1, 200, 16)
+    index = ExactIndex(1, 16, 64, dtype)
+    index.add(torch.arange(40), keys)
+    together, places = index.search(queries, 5), torch.arange(40).expand(200, -1)
+    assert places.numel() > chunks.SHARED * (chunks.FIRST_CHUNK_KEYS // 64) > 40  # this way for all, that for one
+    scores, offsets = index._chunks.score(places, queries[0], 0)
+    for row in range(0, 200, 37):
+        alone = index._chunks.score(places[row : row + 1], queries[0, row : row + 1], 0)
+        torch.testing.assert_close(scores[row], alone[0][0])
+        assert torch.equal(offsets[row], alone[1][0])
+        assert torch.equal(together.ids[0, row].sort().values, alone[0][0].topk(5).indices.sort().values)
+
+
 def test_bfloat16_finds_nearly_all_and_scores_what_it_found_in_float32() -> None:
     torch.manual_seed(0)
     keys, queries = torch.randn(5000, 1, 4, 16).bfloat16().float(), torch.randn(1, 50, 16)
