@@ -67,6 +67,18 @@ def faster(keys: str, batch: int = 1) -> str:
     return f"{index(keys, 'exact', batch) / index(keys, CLUSTERS, batch):.0f}"
 
 
+def layer_peers(size: int, side: str, figure: str) -> list[float]:
+    """Of the kNN layer with each key set."""
+    found = [row for row in rows("layer-peers")["rows"] if row["memory"] == size and side in row["side"]]
+    return [float(row[figure]) for row in sorted(found, key=lambda row: str(row["set"]))]
+
+
+def graph_reads_faster() -> list[float]:
+    """How many times as fast as exact search in tensors, ascending."""
+    graph, tensors = (layer_peers(65_536, side, "read_tokens_per_s") for side in ("memorizing", "tensors"))
+    return sorted(theirs / ours for theirs, ours in zip(graph, tensors, strict=True))
+
+
 def kilobytes(model: str, codec: str) -> str:
     """Of the keys and values of a token."""
     bits = next(each["bits_per_number"] for each in rows("codecs")["rows"] if each["codec"] == codec)
@@ -117,6 +129,14 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
             (r"[\d.]+ and [\d.]+ against [\d.]+ and ", LAYER_8, LISTS),
         )
     ),
+    (
+        "peers.md",
+        r"published memory finds ([\d.]+) to",
+        lambda: f"{min(layer_peers(65_536, 'memorizing', 'recall')):.2f}",
+    ),
+    ("peers.md", r"finds [\d.]+ to ([\d.]+) of", lambda: f"{max(layer_peers(8192, 'memorizing', 'recall')):.2f}"),
+    ("peers.md", r"graph reads ([\d.]+) to", lambda: f"{graph_reads_faster()[0]:.1f}"),
+    ("peers.md", r"graph reads [\d.]+ to ([\d.]+) times", lambda: f"{graph_reads_faster()[1]:.1f}"),
     ("indexes.md", r", DRT ([\d.]+) against", lambda: f"{index(DRT, CLUSTERS, 64):.2f}"),
     ("indexes.md", r", DRT [\d.]+ against ([\d.]+)", lambda: f"{index(DRT, LISTS, 64):.2f}"),
     ("indexes.md", r", clustered ([\d.]+) against", lambda: f"{index('clustered', CLUSTERS, 64):.2f}"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.peers import layers
 from benchmarks.peers.__main__ import table
 from tests.instruct import instruct_model, instruct_tokenizer
 
@@ -36,6 +39,7 @@ def test_peers_do_the_same_work_and_a_flipped_bit_changes_no_answer_of_memstore(
         assert f"| 1,536 | {peer} |" in table(results)
 
 
-def test_the_page_about_peers_has_the_measured_rows() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text("utf-8"))
-    assert table(results) in (ROOT / "docs" / "peers.md").read_text("utf-8")
+@pytest.mark.parametrize(("file", "as_table"), [("peers.json", table), ("layer-peers.json", layers.table)])
+def test_the_page_about_peers_has_the_measured_rows(file: str, as_table: Callable[[Any], str]) -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / file).read_text("utf-8"))
+    assert as_table(results) in (ROOT / "docs" / "peers.md").read_text("utf-8")
