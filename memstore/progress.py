@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from memstore.stored import on_one_line
+
 TOLD_SECONDS = 0.1
 """Time between two lines."""
 
@@ -16,7 +18,7 @@ def progress_bar(
     name: str, done: int, total: int | None, show: bool, verb: str = "reading"
 ) -> Iterator[Callable[[int], None]]:
     """A line on standard error, which is told how many tokens more are done. ``total``: None if nobody knows."""
-    shown = name if name.isprintable() else repr(name)  # a terminal is not to obey names
+    shown = on_one_line([name])
     begun = told = time.perf_counter()
     read = width = 0
 

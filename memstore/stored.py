@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -205,6 +206,26 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
         raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")
 
 
+def printable(text: str) -> str:
+    """``text`` that somebody else wrote, with control, format and other invisible characters spelled out as in Python.
+
+    Spaces, newlines and tabs stay. What is left never moves, reverses, hides or breaks the text around it, neither on a
+    terminal nor on a page.
+    """
+    return text if text.isprintable() else "".join(c if _shows(c) else _spelled(c) for c in text)
+
+
 def on_one_line(names: Iterable[str]) -> str:
-    """Names that somebody else wrote, on one line."""
-    return ", ".join(name if name.isprintable() else repr(name) for name in sorted(names))
+    """Names that somebody else wrote, ``printable`` and on one line."""
+    return ", ".join(printable(name).translate(_BREAKS) for name in sorted(names))
+
+
+def _shows(character: str) -> bool:
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+_BREAKS = {ord(each): _spelled(each) for each in "\n\t"}

@@ -11,9 +11,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
+from memstore.stored import printable
 from memstore.tools.models import LoadedModel, load_recorded
 from memstore.tools.options import Device, Filter, Index, MemoryUrl, Threads, TopK, use_threads
-from memstore.tools.output import Json, Page, Report, cell, index_bar, printable, waiting
+from memstore.tools.output import Json, Page, Report, cell, index_bar, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

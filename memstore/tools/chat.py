@@ -9,10 +9,11 @@ import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
+from memstore.stored import printable
 from memstore.tools.ask import attached, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name
 from memstore.tools.options import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads
-from memstore.tools.output import Page, Report, printable, waiting
+from memstore.tools.output import Page, Report, waiting
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
 

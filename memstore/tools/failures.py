@@ -21,7 +21,7 @@ from memstore.errors import (
     UnsupportedModel,
     WrongKey,
 )
-from memstore.tools.output import printable
+from memstore.stored import printable
 
 OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
 

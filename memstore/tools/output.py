@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
+from memstore.stored import on_one_line, printable
 
 if TYPE_CHECKING:
     from memstore.store.contract import Progress
@@ -149,17 +150,12 @@ def cell(value: object) -> str:
             return f"{value:,}"
         case float():
             return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return printable(str(value)).translate({ord("\n"): "\\n", ord("\t"): "\\t"})  # one row is one line
+    return on_one_line([str(value)])
 
 
 def counted(number: int, thing: str) -> str:
     """``1 token``, ``2 tokens``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def printable(text: str) -> str:
-    """``text`` without what a terminal would obey: control characters other than newline and tab are spelled out."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def verb(function: Callable[..., Report]) -> Callable[..., int]:

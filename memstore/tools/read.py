@@ -15,6 +15,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import encode
+from memstore.stored import printable
 from memstore.tools.ask import attached
 from memstore.tools.failures import FAILED, Interrupted
 from memstore.tools.files import digest, find
@@ -34,7 +35,7 @@ from memstore.tools.options import (
     taking,
     use_threads,
 )
-from memstore.tools.output import Json, Page, Report, counted, printable, waiting
+from memstore.tools.output import Json, Page, Report, counted, waiting
 from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, held, plan_of
 
 if TYPE_CHECKING:

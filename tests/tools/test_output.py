@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.tools.output import Page, cell, counted, printable
+from memstore.stored import on_one_line, printable
+from memstore.tools.output import Page, cell, counted
 
 
 @pytest.mark.parametrize(
@@ -15,9 +16,19 @@ def test_values_are_written_for_people(value: object, text: str) -> None:
     assert cell(value) == text
 
 
-def test_a_text_cannot_give_orders_to_the_terminal() -> None:
-    assert printable("red \x1b[31m\x07\r\u202e") == "red \\x1b[31m\\x07\\r\\u202e"
-    assert printable("two\nlines\tand Käse, 鲸") == "two\nlines\tand Käse, 鲸"
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("two\nlines\tand Käse, 鲸", "two\nlines\tand Käse, 鲸"),
+        ("\u3000 \xa0", "\u3000 \xa0"),
+        ("red \x1b[31m\x07\r\u202e", "red \\x1b[31m\\x07\\r\\u202e"),
+        ("\0\ud800\u2028\ufeff", "\\x00\\ud800\\u2028\\ufeff"),
+    ],
+)
+def test_a_text_cannot_give_orders_to_a_terminal_or_a_page(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert on_one_line([text]) == shown.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def test_a_cell_is_one_line() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import MemstoreError
 from memstore.readers.conversation import PREFIX, SAID
-from memstore.tools.inspector.words import readable
+from memstore.stored import printable
 from memstore.tools.models import named_model, recorded_name
 
 if TYPE_CHECKING:
@@ -85,6 +85,6 @@ def conversations(memory: Memory) -> dict[str, Any]:
     told = []
     for session, turns in said.items():
         last = [fact for _, fact in sorted(turns, key=lambda turn: turn[0])[-MOST_TURNS:]]
-        shown = [{name: readable(str(fact.get(name, ""))) for name in ("role", "text", "time")} for fact in last]
-        told.append({"session": readable(session), "document": readable(PREFIX + session), "turns": shown})
+        shown = [{name: printable(str(fact.get(name, ""))) for name in ("role", "text", "time")} for fact in last]
+        told.append({"session": printable(session), "document": printable(PREFIX + session), "turns": shown})
     return {"conversations": told}

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, NotFound
 from memstore.memory.search import Match, check_layer, search_block
+from memstore.stored import printable
 from memstore.tools.endpoint.shelf import name_of
 from memstore.tools.inspector.asking import can_ask
-from memstore.tools.inspector.words import Words, readable
+from memstore.tools.inspector.words import Words
 from memstore.tools.search import search_text
 from memstore.tools.show import filled, norm_summary
 
@@ -38,8 +39,8 @@ def overview(memory: Memory) -> dict[str, Any]:
     """What the page must know of a memory before it shows anything of it; reads no states and waits for nothing."""
     spec = memory.spec
     return {
-        "url": readable(memory.url),
-        "model": readable(str(memory.model_info().get("name") or spec.fingerprint.architecture)),
+        "url": printable(memory.url),
+        "model": printable(str(memory.model_info().get("name") or spec.fingerprint.architecture)),
         "layers": spec.layers,
         "index_layers": list(spec.index_layers),
         "block_size": spec.block_size,
@@ -73,7 +74,7 @@ def _document(document: Document) -> dict[str, Any]:
     live = document.blocks
     return {
         "id": document.id,
-        "name": readable(document.name),
+        "name": printable(document.name),
         "tokens": len(document),
         "first": live.start,
         "stop": live.stop,
@@ -100,12 +101,12 @@ def blocks(memory: Memory, words: Words, number: int, start: int, stop: int) -> 
     live = document.blocks
     there = rows(document, range(max(start, live.start), min(stop, live.stop)))
     return {
-        "name": readable(document.name),
+        "name": printable(document.name),
         "first": live.start,
         "stop": live.stop,
         "tokens": len(document),
         "blocks": [
-            {"block": block, "text": readable(words.of(ids)), "tokens": len(ids), "dropped": not ids}
+            {"block": block, "text": printable(words.of(ids)), "tokens": len(ids), "dropped": not ids}
             for block, ids in there
         ],
     }
@@ -192,7 +193,7 @@ def ask(memory: Memory, words: Words, number: int, text: str, count: int = 20) -
 
 
 def _found(document: Document, words: Words, found: list[Match]) -> list[dict[str, Any]]:
-    texts = [readable(words.of(document.tokens(each.block).tolist())) for each in found]
+    texts = [printable(words.of(document.tokens(each.block).tolist())) for each in found]
     return [{"block": each.block, "score": each.score, "text": text} for each, text in zip(found, texts, strict=True)]
 
 
@@ -216,7 +217,7 @@ def find(
         piece = range(at, min(at + _PIECE, live.stop))
         texts = [words.of(ids) for _, ids in rows(document, range(piece.start, piece.stop + beyond))]
         places = _matches(texts, words.between, query)
-        found += [{"block": at + place, "text": readable(texts[place])} for place in places if place < len(piece)]
+        found += [{"block": at + place, "text": printable(texts[place])} for place in places if place < len(piece)]
         at = piece.stop
     if len(found) > most:
         found = found[:most]

@@ -13,8 +13,9 @@ import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight
+from memstore.stored import printable
 from memstore.tools.inspector.data import sizes
-from memstore.tools.inspector.words import Words, readable
+from memstore.tools.inspector.words import Words
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -62,7 +63,7 @@ def _listed(trace: Trace, words: Words) -> dict[str, Any]:
     facts, steps = Facts.of(trace.info), len(trace)
     return {
         "number": trace.number,
-        "documents": [readable(name) for name in facts.documents[:3]],
+        "documents": [printable(name) for name in facts.documents[:3]],
         "steps": steps,
         "ended": facts.ended,
         "quiet": not facts.ended and _seconds_since(trace, facts, steps) > _QUIET,
@@ -83,7 +84,7 @@ def _seconds_since(trace: Trace, facts: Facts, steps: int) -> float:
 
 def _question(facts: Facts, words: Words) -> str:
     """What was asked, or the end of the prompt."""
-    return facts.question or readable(words.of(facts.prompt[-40:]))
+    return facts.question or printable(words.of(facts.prompt[-40:]))
 
 
 def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
@@ -91,7 +92,7 @@ def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
     found = words.answers.get(trace.number)
     if found is None:
         ids = [token for token in trace.tokens()[:_BEGUN] if token is not None]
-        found = readable(words.of(ids).strip())[:_LISTED]
+        found = printable(words.of(ids).strip())[:_LISTED]
         if ended:
             words.answers[trace.number] = found
     return found
@@ -142,7 +143,7 @@ def _step(step: Step, piece: str | None, layer: int | None, head: int | None) ->
         "seconds": step.seconds,
         "kept": bool(step.looks),
         "weight": sum(weight for *_, weight in used),
-        "blocks": [[readable(name), block, round(weight, 4)] for name, block, weight in used[:MOST_PARTS]],
+        "blocks": [[printable(name), block, round(weight, 4)] for name, block, weight in used[:MOST_PARTS]],
         "elsewhere": None if went is None else [round(part, 4) for part in went.tolist()],
         "tiers": counted(step),
         "search_us": _finite(sum(look.search_us for look in step.looks)),
@@ -270,7 +271,7 @@ def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]
         text = None
         if name in numbers:
             try:
-                text = readable(words.of(memory.document(name).tokens(block).tolist()))
+                text = printable(words.of(memory.document(name).tokens(block).tolist()))
             except NotFound:  # forgotten or cut since
                 text = None
         places.append(_place(name, numbers) | {"block": block, "text": text})
@@ -278,7 +279,7 @@ def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]
 
 
 def _place(name: str, numbers: dict[str, int | None]) -> dict[str, Any]:
-    return {"document": numbers.get(name), "name": readable(name)}
+    return {"document": numbers.get(name), "name": printable(name)}
 
 
 def _numbers(memory: Memory) -> dict[str, int | None]:
@@ -295,7 +296,7 @@ class Facts:
     """What a trace says of itself: ``Trace.info``, checked, for whoever recorded or sent it wrote that JSON.
 
     A fact of another kind than it should be is one that is not there, and one without end is cut. ``documents`` are
-    names as they are stored; all other texts are ``readable``.
+    names as they are stored; all other texts are ``printable``.
     """
 
     mechanism: str
@@ -328,7 +329,7 @@ class Facts:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         return ""
-    return readable(value if len(value) <= LONGEST_FACT else f"{value[:LONGEST_FACT]}…")
+    return printable(value if len(value) <= LONGEST_FACT else f"{value[:LONGEST_FACT]}…")
 
 
 def _all_of(kind: type[_Kind], values: object) -> list[_Kind]:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import threading
-import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from memstore.stored import printable
+
 if TYPE_CHECKING:
     from memstore.memory import Memory
-
-
-def readable(text: str) -> str:
-    """``text`` with control, format and other invisible characters spelled out as Python would.
-
-    Spaces, newlines and tabs stay. What is left never reverses, hides or breaks the text around it.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if _shows(c) else c.encode("unicode_escape").decode() for c in text)
-
-
-def _shows(character: str) -> bool:
-    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
-
 
 _LARGEST = (1 << 32) - 1  # what a tokenizer takes; what is larger, or negative, is no token of it
 
@@ -58,7 +44,7 @@ class Words:
         return "" if self.missing is None else " "
 
     def of(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, not yet ``readable``: to be searched."""
+        """The text of ``ids``, not yet ``printable``: to be searched."""
         if self.missing is not None:
             return " ".join(map(str, ids))
         with self._lock:
@@ -73,7 +59,7 @@ class Words:
             if now.endswith("\ufffd") and end < len(ids):
                 pieces.append("")
                 continue
-            pieces.append(readable(now[len(known) :]))
+            pieces.append(printable(now[len(known) :]))
             begin, read = read, end
         return pieces
 

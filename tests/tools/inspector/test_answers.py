@@ -16,7 +16,7 @@ from memstore.memory.search import search_block
 from memstore.tools.inspector.app import Inspector
 from memstore.tools.inspector.data import MOST_BLOCKS, MOST_DOCUMENTS
 from memstore.tools.inspector.guard import WRITE_HEADER
-from memstore.tools.inspector.words import Words, readable
+from memstore.tools.inspector.words import Words
 from tests.tools.conftest import Cli, tiny_spec
 from tests.tools.inspector.conftest import ANSWER, HOSTILE, NEEDLE, TOKENS, client_of, ids_of
 from tests.tools.inspector.pages import BLOCK, fill, look, small_spec
@@ -361,20 +361,6 @@ def test_what_would_be_obeyed_is_spelled_out(
         for text in (answer["name"], "".join(block["text"] for block in blocks)):
             assert "<script>window.hacked" in text
             assert not any(character in text for character in "\0\x1b\u202e")
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain", "plain"),
-        ("a\nb\tc", "a\nb\tc"),
-        ("\u3000 \xa0", "\u3000 \xa0"),
-        ("\0\x1b\u202e\ud800\u2028\ufeff", "\\x00\\x1b\\u202e\\ud800\\u2028\\ufeff"),
-        ("", ""),
-    ],
-)
-def test_readable_text(text: str, shown: str) -> None:
-    assert readable(text) == shown
 
 
 def test_pieces_join_to_the_text_also_of_letters_of_many_bytes(book: Path, encode: PreTrainedTokenizerFast) -> None:
