@@ -27,6 +27,7 @@ from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
+from memstore.store.keys import KeySource
 
 # A copy is made of appends, so what is there at any moment is a document like any other, and going on needs no record
 # of how far it came.
@@ -87,14 +88,21 @@ def copy_document(
 
 
 def copy_memory(
-    source: str | Path, target: str | Path, *, codec: str | None = None, progress: bool = False
+    source: str | Path,
+    target: str | Path,
+    *,
+    codec: str | None = None,
+    progress: bool = False,
+    key: KeySource | None = None,
+    target_key: KeySource | None = None,
 ) -> CopyResult:
     """Copy every document of the memory at ``source``, and what is stored beside them, into that at ``target``.
 
     The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
     again. Documents that share blocks share them in the target too. ``codec`` is the target's, where it shall store
     states in another way than the source, see ``MemorySpec``. Documents that the copy makes take their pins and times
-    to live along; the limit goes with a copy as a whole, see ``Memory.take_rules``. This is ``memstore.copy``.
+    to live along; the limit goes with a copy as a whole, see ``Memory.take_rules``. ``key`` opens the source, and the
+    target where ``target_key`` is not given, each as for ``memstore.open``. This is ``memstore.copy``.
 
     Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
     it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
@@ -103,8 +111,12 @@ def copy_memory(
     if _place(source) == _place(target):
         raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
     with (
-        open_memory(source, mode="r") as old,
-        open_memory(target, spec=old.spec if codec is None else replace(old.spec, codec=codec)) as new,
+        open_memory(source, mode="r", key=key) as old,
+        open_memory(
+            target,
+            spec=old.spec if codec is None else replace(old.spec, codec=codec),
+            key=key if target_key is None else target_key,
+        ) as new,
     ):
         documents, rules = old.documents(), old.rules()
         made = [document.name for document in documents if new.document(document.name).id is None]

@@ -31,6 +31,7 @@ from memstore.memory.tensors import decode_landmarks, no_states
 from memstore.progress import progress_bar
 from memstore.store import paths
 from memstore.store.contract import MAX_ITEM
+from memstore.store.keys import KeySource
 from memstore.stored import anything, array, fit, maybe, members, parse, row, table, text, whole
 
 FORMAT, VERSION = "memstore-export", 1
@@ -271,18 +272,20 @@ class ImportResult:
     """Tokens that were imported; the others were there already."""
 
 
-def import_memory(folder: str | Path, target: str | Path, *, progress: bool = False) -> ImportResult:
+def import_memory(
+    folder: str | Path, target: str | Path, *, progress: bool = False, key: KeySource | None = None
+) -> ImportResult:
     """Put the export in ``folder`` into the memory at ``target``, which is made if there is none.
 
     Documents that the memory has already, with the same content, are left as they are, so an import that was
-    interrupted can be run again. Rules come along as with a copy, see ``Memory.take_rules``. Raises ``NotFound``,
-    ``NotAMemory`` and ``DamagedError`` for an export that is not there or not whole (before anything is written, where
-    files are missing or cut), ``ForeignMemory`` for a memory of another model, ``InvalidArgument`` where another text
-    has the name of a document, and ``StoreFull``.
+    interrupted can be run again. Rules come along as with a copy, see ``Memory.take_rules``. ``key`` is that of the
+    memory, as for ``memstore.open``. Raises ``NotFound``, ``NotAMemory`` and ``DamagedError`` for an export that is not
+    there or not whole (before anything is written, where files are missing or cut), ``ForeignMemory`` for a memory of
+    another model, ``InvalidArgument`` where another text has the name of a document, and ``StoreFull``.
     """
     place = Path(folder)
     manifest = read_manifest(place)
-    with open_memory(target, spec=manifest.spec) as memory:
+    with open_memory(target, spec=manifest.spec, key=key) as memory:
         names = [entry.name for entry in manifest.documents]
         made = set(names) - {document.name for document in memory.documents()}
         _take_facts(place, manifest, memory)

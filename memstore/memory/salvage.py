@@ -36,6 +36,7 @@ from memstore.memory.tensors import no_states, read_rows
 from memstore.memory.urls import open_unchecked
 from memstore.memory.verify import DONE, lines_of_child, say
 from memstore.store.cache import empty_rows
+from memstore.store.keys import KeySource, MasterKey, read_key
 
 _MOST_CRASHES = 1000
 _PATIENCE = 300  # seconds for one block: a tree whose pages lead in a circle is walked for ever
@@ -60,15 +61,17 @@ class SavedDocument:
 
 # The tree is asked, not the file: pages that LMDB has freed hold forgotten documents and older states, whose checksums
 # are right too. A child reads and may die; after 1,000 deaths it is given up.
-def salvage(source: str | Path, target: str | Path) -> list[SavedDocument]:
+def salvage(source: str | Path, target: str | Path, *, key: KeySource | None = None) -> list[SavedDocument]:
     """Save what can be read of the memory at ``source`` into a new one at ``target``, document by document.
 
-    Documents that shared blocks share none in the new memory. Raises ``InvalidArgument`` where something is at
+    Documents that shared blocks share none in the new memory. ``key``, as for ``memstore.open``, is that of both.
+    Raises ``InvalidArgument`` where something is at
     ``target``, ``DamagedError`` where not even the header can be read, ``StoreFull`` and whatever opening raises.
     """
+    master = None if key is None else read_key(key)
     skip, again = set[At](), False
     while True:
-        child = _Child(source, target, skip, again=again)
+        child = _Child(source, target, skip, master, again=again)
         if child.end is None:
             return [SavedDocument(**each) for each in child.saved]
         if child.at is None or child.at in skip or len(skip) == _MOST_CRASHES:
@@ -83,8 +86,11 @@ def salvage(source: str | Path, target: str | Path) -> list[SavedDocument]:
 class _Child:
     """One run of the process that reads."""
 
-    def __init__(self, source: str | Path, target: str | Path, skip: set[At], *, again: bool) -> None:
+    def __init__(
+        self, source: str | Path, target: str | Path, skip: set[At], key: MasterKey | None, *, again: bool
+    ) -> None:
         order = {"source": str(source), "target": str(target), "skip": sorted(skip), "again": again}
+        order["key"] = None if key is None else key.raw.hex()
         lines, self.end = lines_of_child(python_module("memstore.memory.salvage"), json.dumps(order))
         for line in lines:
             if "failed" in line:
@@ -98,17 +104,19 @@ def main() -> None:
     """What the child does."""
     order = json.load(sys.stdin)
     try:
-        _save_all(order["source"], order["target"], {tuple(at) for at in order["skip"]}, again=order["again"])
+        key = None if order["key"] is None else MasterKey(bytes.fromhex(order["key"]))
+        _save_all(order["source"], order["target"], {tuple(at) for at in order["skip"]}, key, again=order["again"])
     except MemstoreError as error:
         say({"failed": type(error).__name__, "message": str(error)})
     else:
         say(DONE)
 
 
-def _save_all(source: str, target: str, skip: set[At], *, again: bool) -> None:
-    store = open_unchecked(source)
+def _save_all(source: str, target: str, skip: set[At], key: MasterKey | None, *, again: bool) -> None:
+    store = open_unchecked(source, key)
     old = SharedStore.opened(store, source, "r", "exact", None, {"host_bytes": 0})
-    with open_memory(target, spec=old.spec, mode="a" if again else "x") as new:
+    given = None if key is None else lambda: key.raw
+    with open_memory(target, spec=old.spec, mode="a" if again else "x", key=given) as new:
         say({"made": True})
         if _begin(_FACTS, skip):
             with _named_if_lost("facts"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,7 +24,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, Memsto
 from memstore.folders import user_folder
 from memstore.store.contract import Batch, BlockStore
 from memstore.store.encrypted import OVERHEAD, EncryptedStore, is_encrypted, sealed
-from memstore.store.keys import VARIABLE, KeySource, KeyTable, MasterKey, key_of_environment, read_key
+from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, KeyTable, MasterKey, key_of_environment, read_key
 from memstore.store.ram import RamStore
 
 if TYPE_CHECKING:
@@ -151,11 +151,7 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
     place = folder(url)
     if not is_encrypted(store, place):
         if key is not None:
-            raise WrongKey(
-                f"memory {url} is not encrypted, and a key was given: open it without. memstore copy makes an "
-                "encrypted one of it",
-                memory=str(url),
-            )
+            raise _needs_no_key(url)
         return store
     key = key or key_of_environment()
     if key is None:
@@ -166,6 +162,35 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
         )
     assert place is not None
     return EncryptedStore(store, KeyTable.open(place, key))
+
+
+def check_key_used(urls: Sequence[str | Path]) -> None:
+    """Raise ``WrongKey`` where memories lie at all of ``urls``, and none is encrypted: a key would do nothing there."""
+    if urls and all(map(_is_plain, urls)):
+        raise _needs_no_key(urls[0])
+
+
+def _is_plain(url: str | Path) -> bool:
+    """Whether a memory lies there that is not encrypted. What cannot be opened is told by whoever uses it."""
+    place = folder(url)
+    if place is None or os.path.lexists(place / KEYS_NAME):
+        return False
+    try:
+        store = open_locked(url)
+    except MemstoreError:
+        return False
+    try:
+        return not is_encrypted(store, place)
+    finally:
+        store.close()
+
+
+def _needs_no_key(url: str | Path) -> WrongKey:
+    return WrongKey(
+        f"memory {url} is not encrypted, and a key was given: open it without. memstore copy makes an encrypted one "
+        "of it",
+        memory=str(url),
+    )
 
 
 def _open(url: str | Path, mode: Mode, blank: Blank | None) -> OpenStore:

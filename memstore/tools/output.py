@@ -171,7 +171,8 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
     if not wants_json:
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
     parameters.append(inspect.Parameter("csv", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Csv))
-    if any(each.name == "memory" or _names_memory(each.annotation) for each in parameters):
+    memories = [each.name for each in parameters if each.name == "memory" or _names_memory(each.annotation)]
+    if memories:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("key_file", kind, default=None, annotation=KeyFile))
 
@@ -179,6 +180,8 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
     def command(*, json: bool = False, csv: bool = False, key_file: str | None = None, **arguments: Any) -> int:
         if json and csv:
             raise InvalidArgument("--json and --csv are two ways to print the same: choose one of them.")
+        if key_file is not None:
+            _check_key_used([arguments[name] for name in memories if name in arguments])
         with _key_from(key_file):
             report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
             if json:
@@ -200,7 +203,14 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
 def _names_memory(annotation: Any) -> bool:
     """Whether an argument of a verb is the path of a memory, or of several."""
     names = (getattr(each, "metavar", None) for each in getattr(annotation, "__metadata__", ()))
-    return any(name in ("MEMORY", "MEMORY...", "SOURCE") for name in names)
+    return any(name in ("MEMORY", "MEMORY...", "SOURCE", "TARGET", "[OTHER]", "NEW") for name in names)
+
+
+def _check_key_used(named: Sequence[str | Sequence[str] | None]) -> None:
+    """Raise ``WrongKey`` where no memory that is named needs a key: who names one believes that it is encrypted."""
+    from memstore.memory.urls import check_key_used
+
+    check_key_used([url for each in named for url in ([each] if isinstance(each, str) else each or ())])
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from torch import Tensor
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, WrongKey
 from memstore.memory import Memory, verify
+from memstore.memory.export import export_memory
+from memstore.memory.interchange import import_memory
 from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
 from memstore.store.contract import Key, Table
@@ -399,6 +401,29 @@ def test_the_environment_names_the_key(tmp_path: Path, key: Path, monkeypatch: p
         with memstore.open(url, mode="r", key=key) as memory:
             assert memory.encrypted
             check_content(memory.document("whale"), random_tokens(LONG))
+
+
+def test_whatever_makes_a_memory_takes_its_key_as_open_does(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch, children_are_forks: None
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with memstore.open(tmp_path / "plain", spec=make_spec()) as memory:
+        append(memory.document("whale"), random_tokens(LONG))
+        export_memory(memory, tmp_path / "export")
+    one, other = (lambda: bytes(range(32))), (lambda: bytes(32))
+    with pytest.raises(WrongKey, match="is not encrypted, and a key was given"):
+        memstore.copy(tmp_path / "plain", tmp_path / "none", key=one)
+    memstore.copy(tmp_path / "plain", tmp_path / "first", target_key=key)
+    memstore.copy(tmp_path / "first", tmp_path / "same", key=one)
+    memstore.copy(tmp_path / "first", tmp_path / "another", key=one, target_key=other)
+    salvage(tmp_path / "first", tmp_path / "saved", key=one)
+    import_memory(tmp_path / "export", tmp_path / "imported", key=one)
+    made: dict[str, KeySource] = {"same": key, "another": other, "saved": key, "imported": key}
+    for name, its in made.items():
+        with memstore.open(tmp_path / name, mode="r", key=its) as memory:
+            assert memory.encrypted
+            check_content(memory.document("whale"), random_tokens(LONG))
+    assert not (tmp_path / "none").exists()
 
 
 def test_an_index_that_keeps_landmarks_elsewhere_is_refused(tmp_path: Path, key: Path) -> None:

@@ -41,8 +41,24 @@ def test_an_encrypted_memory_from_the_command_line(
     assert changed.out == f"{target} has the key in {new} now; destroy the one before\n"
     assert cli("ls", target, "--key-file", key).code == 5
     assert cli("ls", target, "--key-file", new, "--json").json == {**listed, "memory": str(target)}
-    assert cli("ls", memory, "--key-file", new).code == 0, "a memory that is not encrypted is opened as it is"
     assert cli("rekey", memory, new).code == 2
+
+
+def test_a_key_for_memories_of_which_none_is_encrypted_or_new_is_refused(
+    cli: Cli, memory: Path, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a text would be read in the open by somebody who has named a key for it."""
+    whole = (memory / "data.mdb").read_bytes()
+    for arguments in (("ls", memory), ("forget", memory, "whale"), ("copy", memory, memory), ("diff", memory, memory)):
+        refused = cli(*arguments, "--key-file", keys[0])
+        assert (refused.code, len(refused.err.splitlines())) == (5, 1)
+        assert f"{memory} is not encrypted, and a key was given" in refused.err
+    assert (memory / "data.mdb").read_bytes() == whole
+    target = tmp_path / "encrypted"
+    assert cli("copy", memory, target, "--key-file", keys[0]).code == 0, "a new one"
+    assert cli("diff", memory, target, "--key-file", keys[0]).code == 0, "one of two"
+    monkeypatch.setenv(VARIABLE, str(keys[0]))
+    assert cli("ls", memory).code == 0, "the environment's is for those that have one"
 
 
 def test_verify_checks_what_it_can_without_the_key(
