@@ -193,9 +193,12 @@ def test_a_step_of_several_windows_learns_what_one_window_at_a_time_does(checkpo
 def test_the_trainer_trains_it(tmp_path: Path) -> None:
     model = make()
     model.float()  # type: ignore[no-untyped-call]
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     data = [{"input_ids": row, "labels": row} for row in tokens(12, rows=4)]
     arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no")
     Trainer(model, arguments, train_dataset=data).train()
+    same = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+    assert same == ["model.layers.1.attention.gate"]  # a call without a cache has nothing in its memory
 
 
 @pytest.mark.parametrize(
