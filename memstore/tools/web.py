@@ -40,7 +40,7 @@ def names_of(hosts: Iterable[str]) -> frozenset[str]:
     return frozenset({"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)})
 
 
-def is_known(host: str, names: frozenset[str]) -> bool:
+def host_is_known(host: str, names: frozenset[str]) -> bool:
     """Whether the header ``Host`` is an address or one of ``names``."""
     name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
     name = name.strip("[]").lower()

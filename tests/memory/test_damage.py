@@ -117,12 +117,13 @@ def test_a_flipped_bit_in_the_header_is_found(path: Path) -> None:
     assert [finding.kind for finding in verify.in_child(str(path))] == ["damaged"]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_damage_anywhere_in_the_file_is_found_or_harmless(path: Path, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("flips", [1, 20])  # one is harmless half the time: it hits what no value uses
+@pytest.mark.parametrize("seed", range(5))
+def test_damage_anywhere_in_the_file_is_found_or_harmless(path: Path, tmp_path: Path, seed: int, flips: int) -> None:
     random.seed(seed)
     shutil.copytree(path, tmp_path / "copy")
     data = bytearray((tmp_path / "copy" / "data.mdb").read_bytes())
-    for _ in range(20):
+    for _ in range(flips):
         data[random.randrange(len(data))] ^= 1 << random.randrange(8)
     (tmp_path / "copy" / "data.mdb").write_bytes(data)
     findings = verify.in_child(str(tmp_path / "copy"))

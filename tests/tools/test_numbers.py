@@ -40,6 +40,7 @@ def faults() -> int:
 ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("attach")}
 PROSE = next(row for row in rows("needles")["rows"] if row["tokens"] == 65_536)
 LONG = rows("eval-passkey-100m")["rows"][0]
+RIGHT = next(row for row in rows("questions-answers")[0]["answers"] if row["with"] == "the right paragraphs")
 GATHER = next(row for row in rows("store")["rows"] if row["what"] == "warm gather, LMDB")
 
 MILLION = [each for each in rows("index")["rows"] if each["what"] == "index" and each["keys"] == 1_048_576]
@@ -99,6 +100,8 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"([\d.]+) \(float32\)", lambda: f"{ATTACH['float32']['decode']['32768']['decode_ratio']:.2f}"),
     (r"of a memcpy's speed \| ([\d.]+) \|", lambda: f"{GATHER['ratio']:.2f}"),
     (r"truncations: ([\d,]+) on each store", lambda: f"{faults() // 1000 * 1000:,}"),
+    (r"without a memory, it answers (\d+) of", lambda: f"{RIGHT['has'] * RIGHT['answered']:.0f}"),
+    (r"without a memory, it answers \d+ of (\d+)", lambda: str(RIGHT["answered"])),
 ]
 
 
@@ -146,7 +149,14 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("choose.md", r"\d+ to (\d+) times as fast", lambda: faster(DRT)),
     ("choose.md", r"find the evidence of ([\d.]+) instead", lambda: f"{squad('memory', 16):.3f}"),
     ("choose.md", r"instead of ([\d.]+) of SQuAD", lambda: f"{squad('memory'):.3f}"),
-    ("choose.md", r"of a small model\) to (\d+) KB a token", lambda: kilobytes("Llama-3.1-8B", "none")),
+    *(
+        (page, rf"{before}(\d+){after}", lambda model=model, codec=codec: kilobytes(model, codec))
+        for page in ("choose.md", "troubleshooting.md", "../README.md")
+        for before, after, model, codec in (
+            ("", r" to \d+ KB", "Qwen2.5-0.5B", "int4"),
+            (r"\d+ to ", " KB", "Llama-3.1-8B", "none"),
+        )
+    ),
     *(
         ("../README.md", rf"\| {model} \| {before}(\d+) KB", lambda model=model, codec=codec: kilobytes(model, codec))
         for model in MODELS

@@ -21,7 +21,7 @@ from memstore.tools.endpoint.metrics import Metrics
 from memstore.tools.endpoint.request import Ask, Refused
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Worker, answer, converse
-from memstore.tools.web import body_of, is_known, names_of, same, status_of
+from memstore.tools.web import body_of, host_is_known, names_of, same, status_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -295,7 +295,7 @@ class Gate:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        if not is_known(headers.get("host", ""), self._hosts):
+        if not host_is_known(headers.get("host", ""), self._hosts):
             refusal = Refused("this server does not answer to that host name", status=403)
         # Whether it lives may be asked by those that watch over it, who need not know what it knows.
         elif (

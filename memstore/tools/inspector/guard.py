@@ -17,7 +17,7 @@ import secrets
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from memstore.tools.web import is_known, names_of, same
+from memstore.tools.web import host_is_known, names_of, same
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,7 +82,7 @@ class Guard:
     def _refusal(self, method: str, headers: dict[str, str], *, known: bool, asks: bool) -> str | None:
         """Why a request is refused; None where it is not."""
         host = headers.get("host", "")
-        if not is_known(host, self._hosts):
+        if not host_is_known(host, self._hosts):
             return "this server does not answer to that host name."
         if not known:
             return "the token is missing or wrong. Open the link that memstore view has printed."
