@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
 from memstore.stored import printable
 from memstore.tools.ask import attached
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader
     from memstore.readers.reading import ReadResult
 
-PAUSE = 2.0
-"""Seconds between two looks of ``--watch``."""
+PAUSE = 1.0
+"""Seconds between two looks of ``--watch``; after one at many files it rests as long as that took."""
 
 Texts = Annotated[
     list[str],
@@ -120,7 +121,7 @@ def read(options: Options) -> Report:
     before the change stay. A file that is gone is told, and forgotten with --prune. What was read is on disk segment by
     segment: after an interruption the same command goes on where it stopped. What it will cost is told before, and
     what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is 1 then. With
-    --watch it stays, looks every two seconds for what has changed, and ends with Ctrl-C.
+    --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
 
     Example:
 
@@ -135,17 +136,21 @@ def read(options: Options) -> Report:
         raise InvalidArgument("--document names one document: read one file with it, or leave it out.")
     noted = parse_meta(options.meta)
 
-    @cache
+    loaded: list[LoadedModel] = []
+
     def load(name: str, dtype: str) -> LoadedModel:
-        with waiting(f"loading {name}", show=not options.json):
-            use_threads(options.threads)
-            return load_model(name, dtype, device=options.device)
+        if not loaded:  # a watch goes on with the one that it has, whatever the memory calls it by then
+            with waiting(f"loading {name}", show=not options.json):
+                use_threads(options.threads)
+                loaded.append(load_model(name, dtype, device=options.device))
+        return loaded[0]
 
     def once() -> tuple[ReadPlan, Done]:
         return _once(options, noted, load)
 
     plan, done = once()
     if options.watch:
+        load(*_model_of(Contents.at(options.memory, options.model), options))  # for the first change not to wait
         _watch(once, plan, done, options)
     return _report(plan, done, options)
 
@@ -181,7 +186,7 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
 def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done, options: Options) -> None:
     """Go on until Ctrl-C, and add what was done to ``done``."""
     told: set[str] = set()
-    news = (plan, done)
+    news, took = (plan, done), 0.0
     try:
         while True:
             now, changed = news
@@ -195,8 +200,10 @@ def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done
                 same = counted(len(plan.unchanged), "file")
                 typer.echo(f"{same} as before; watching {', '.join(options.text)}, Ctrl-C ends it.", err=True)
             told |= {*lines}  # what stays gone or bad is told once
-            time.sleep(PAUSE)
+            time.sleep(max(PAUSE, took))
+            begun = time.perf_counter()
             news = once()
+            took = 0.0 if news[1] else time.perf_counter() - begun
             done += news[1]
     except KeyboardInterrupt:  # how a watch is ended
         plan.gone, plan.bad, plan.unchanged = now.gone, now.bad, now.unchanged
@@ -234,9 +241,8 @@ def _read_all(
     load: Callable[[str, str], LoadedModel],
 ) -> Done:
     """Read what ``plan`` says; what cannot be read is added to ``plan.bad``."""
-    model = options.model or (None if known is None else known.model) or SMOLLM2
-    # A memory goes on in the precision that it was begun in, also where another one would be faster.
-    loaded = load(model, options.dtype or (None if known is None else known.dtype) or "auto")
+    model, dtype = _model_of(known, options)
+    loaded = load(model, dtype)
     made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
     how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
     with attached(loaded, options.memory, document=plan.read[0].document, **how) as reader:
@@ -252,21 +258,43 @@ def _read_all(
             again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
             theirs = [(each, ids) for each, ids in texts if _for_many(reader, each, there[each.document])]
             by_many = _read_by_many(reader, again, theirs, options, noted)
-        done: Done = []
-        for each, ids in texts:
-            try:
-                read = by_many.get(each.document)
-                done.append(_read_one(reader, each, ids, noted, many=len(texts) > 1, read=read))
-            except KeyboardInterrupt:
-                there = {document.name: len(document) for document in reader.memory.documents()}
-                of = f" of {each.document!r}" if len(texts) > 1 else ""
-                raise Interrupted(
-                    f"interrupted after {there.get(each.document, 0):,} tokens{of}; run the same command again to go on"
-                ) from None
-            except InvalidArgument as error:
-                if len(texts) == 1:
-                    raise
-                plan.bad.append({"path": str(each.file.path), "error": str(error)})
+        total = new if len(texts) > 1 and new >= TOLD and options.ray is None and not options.json else 0
+        with progress_bar(counted(len(texts), "file"), 0, total, show=total > 0) as advance:
+            return _read_each(reader, texts, by_many, noted, plan, advance)
+
+
+def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
+    """The name and precision of the model to read with."""
+    model = options.model or (None if known is None else known.model) or SMOLLM2
+    # A memory goes on in the precision that it was begun in, also where another one would be faster.
+    return model, options.dtype or (None if known is None else known.dtype) or "auto"
+
+
+def _read_each(
+    reader: Reader,
+    texts: list[tuple[FileText, list[int]]],
+    by_many: Mapping[str, ReadResult],
+    noted: Mapping[str, str],
+    plan: ReadPlan,
+    advance: Callable[[int], None],
+) -> Done:
+    """Read one after the other, and tell ``advance`` of the new tokens of each."""
+    done: Done = []
+    for each, ids in texts:
+        try:
+            read = by_many.get(each.document)
+            done.append(_read_one(reader, each, ids, noted, many=len(texts) > 1, read=read))
+            advance(done[-1]["new_tokens"])
+        except KeyboardInterrupt:
+            there = {document.name: len(document) for document in reader.memory.documents()}
+            of = f" of {each.document!r}" if len(texts) > 1 else ""
+            raise Interrupted(
+                f"interrupted after {there.get(each.document, 0):,} tokens{of}; run the same command again to go on"
+            ) from None
+        except InvalidArgument as error:
+            if len(texts) == 1:
+                raise
+            plan.bad.append({"path": str(each.file.path), "error": str(error)})
     return done
 
 

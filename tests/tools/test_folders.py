@@ -265,6 +265,14 @@ def test_it_is_told_beforehand_what_reading_costs(cli: Cli, tmp_path: Path, mode
     assert "less than a minute" in done.err
 
 
+def test_many_short_files_tell_how_far_the_whole_is(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    for name in "ab":
+        (tmp_path / "notes" / f"{name}.txt").write_text(name * 2100)
+    done = cli("read", tmp_path / "notes", tmp_path / "notes.mem", "--model", model_folder)
+    assert "reading 2 files 4,200 of 4,200 tokens" in done.err, done
+
+
 def test_the_words_of_a_page_are_what_people_see() -> None:
     page = "<h1>Title</h1><script>x()</script><p>One <b>bold</b> word</p><ul><li>a<li>b</ul><pre>  code\n x</pre>"
     assert html_text(page) == "Title\n\nOne bold word\n\na\nb\n  code\n x\n"
@@ -517,6 +525,7 @@ def test_a_watch_reads_what_changes_until_ctrl_c(notes: Path, memory_path: Path)
         assert process.stdout is not None
         assert process.stderr is not None
         assert "4 files as before; watching " in process.stderr.readline()
+        assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()  # the first change waits for no model
         (notes / "new.md").write_text("A note.")
         assert "read notes/new.md: 7 new tokens" in process.stdout.readline()
         (notes / "bakery.md").unlink()
