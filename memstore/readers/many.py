@@ -167,8 +167,8 @@ def read_parts(
         if failed:
             why = "; ".join(f"{name!r}: {' '.join(str(error).split())[:200]}" for name, error in failed.items())
             raise MemstoreError(f"{len(failed)} of {len(texts)} documents were not read ({why}); all others were")
-        if place.exists() and not any(place.iterdir()):
-            place.rmdir()
+    if place.is_dir():
+        _clear(reader, place, tokens, stretch)
     return [
         ReadResult(name, len(reader.memory.document(name)), len(ids) - stored[name], stored[name], seconds[name])
         for name, ids in tokens.items()
@@ -197,6 +197,16 @@ def _take(memory: Memory, job: Stretch, place: Path, advance: Callable[[int], No
     with open_memory(place, mode="r") as part:
         copy_document(part.document(NAME), memory, job.name, advance)
     shutil.rmtree(place)
+
+
+def _clear(reader: Reader, place: Path, texts: Mapping[str, Tensor], stretch: int) -> None:
+    """Remove what was left in ``place`` of parts that are copied: whoever copied them may have been killed then."""
+    _, arrays = reader.memory.facts()
+    for name, tokens in texts.items():
+        for job in stretches(reader, name, tokens, 0, stretch):
+            shutil.rmtree(place / _address(reader, arrays, job), ignore_errors=True)
+    if not any(place.iterdir()):
+        place.rmdir()
 
 
 class _Folder:

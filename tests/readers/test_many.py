@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,26 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     killer.join()
     assert [each.tokens for each in read] == [4000, 3000]
     assert len(load.processes()) == 4, "one was started again"
+    check(tmp_path, texts)
+
+
+@pytest.mark.slow
+def test_what_is_left_of_a_part_that_was_copied_goes_with_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends while it removes the part of the last document that is copied."""
+    load, texts = Loader(tmp_path / "processes"), {"a": tokens(400, seed=1)}
+
+    def broken_off(part: Path) -> None:
+        (part / "data.mdb").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(many, "shutil", SimpleNamespace(rmtree=broken_off))
+        with pytest.raises(KeyboardInterrupt):
+            read_many(load, texts, tmp_path / "m", **SIZES)
+    assert (tmp_path / "m.parts").exists()
+    assert [each.new_tokens for each in read_many(load, texts, tmp_path / "m", **SIZES)] == [0]
     check(tmp_path, texts)
 
 
