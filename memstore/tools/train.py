@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -211,15 +211,22 @@ def _train(
 
 
 def _recipe(name: str, given: Mapping[str, Any]) -> Any:
-    from dataclasses import replace
-
     from memstore.train.recipes import find_recipe
 
     recipe = find_recipe(name)
     if "groups" in given:
         recipe = recipe.with_groups(given["groups"])
+    return with_optimisation(recipe, given)
+
+
+def with_optimisation(recipe: Any, given: Mapping[str, Any]) -> Any:
+    """A recipe, trained as the options say."""
+    return replace(recipe, optimisation=replace(recipe.optimisation, **_optimisation(given)))
+
+
+def _optimisation(given: Mapping[str, Any]) -> dict[str, Any]:
     changes = {name: given[name] for name in OPTIMISATION if name in given}
-    return replace(recipe, optimisation=replace(recipe.optimisation, **changes))
+    return {"steps": None, **changes} if "epochs" in changes else changes
 
 
 def optimisation_of(given: Mapping[str, Any]) -> Any:
@@ -227,7 +234,7 @@ def optimisation_of(given: Mapping[str, Any]) -> Any:
     from memstore.train.settings import FINE_TUNING_RATE, LEARNING_RATES, Optimisation
 
     rate = FINE_TUNING_RATE if "init" in given else LEARNING_RATES.get(given.get("preset", "tiny"), FINE_TUNING_RATE)
-    return Optimisation(**{"learning_rate": rate, **{name: given[name] for name in OPTIMISATION if name in given}})
+    return Optimisation(**{"learning_rate": rate, **_optimisation(given)})
 
 
 def _config(given: Mapping[str, Any]) -> Any:

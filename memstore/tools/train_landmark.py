@@ -97,13 +97,9 @@ def _train(texts: list[str], name: str | None, out: Path, given: dict[str, Any],
 
 
 def _on_needles(recipe: Any, out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
-    from dataclasses import replace
-
     from memstore.train import train_recipe
 
-    changes = {name: given[name] for name in train.OPTIMISATION if name in given}
-    recipe = replace(recipe, optimisation=replace(recipe.optimisation, **changes))
-    return train_recipe(recipe, out, init=given.get("init"), runtime=runtime)
+    return train_recipe(train.with_optimisation(recipe, given), out, init=given.get("init"), runtime=runtime)
 
 
 def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
@@ -122,18 +118,11 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
         init=given.get("init"),
         lora=given.get("lora"),
         **settings,
-        optimisation=_optimisation(recipe, given),
+        optimisation=train.optimisation_of(given)
+        if recipe is None
+        else train.with_optimisation(recipe, given).optimisation,
         runtime=runtime,
     )
-
-
-def _optimisation(recipe: Any, given: Mapping[str, Any]) -> Any:
-    from dataclasses import replace
-
-    changes = {name: given[name] for name in train.OPTIMISATION if name in given}
-    if "epochs" in changes:
-        changes.setdefault("steps", None)
-    return train.optimisation_of(given) if recipe is None else replace(recipe.optimisation, **changes)
 
 
 def _config(recipe: Any, given: Mapping[str, Any]) -> Any:

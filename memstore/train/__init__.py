@@ -1,8 +1,8 @@
 """Training the models of ``memstore.models`` on texts, on recipes that need no data, and on prompts with answers.
 
-``train_on_texts``, ``train_recipe`` and ``train_on_pairs`` are what ``memstore train drt`` calls, and
-``train_on_documents`` and ``train_stock_memory`` are what ``memstore train memorizing`` does, ``train_router`` is
-``memstore train router``. They need transformers and accelerate: ``pip install "torch-memstore[train]"``.
+``memstore train drt`` calls ``train_on_texts``, ``train_recipe`` and ``train_on_pairs``, ``train landmark`` the first
+two of them, ``train memorizing`` ``train_on_documents`` and ``train_stock_memory``, and ``train router``
+``train_router``. They need transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
 from memstore.eval.pairs import align

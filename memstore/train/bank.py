@@ -17,16 +17,13 @@ MEMORY = 0.95
 """How much of what was found in the steps before counts, at each step."""
 
 
-# Distractors open as needles are found: the bank of blocks of earlier steps grows exponentially while nine of ten first
-# answer tokens are right, and the choice's noise falls to 0.2 by then, for noise over n blocks hides what leads by less
-# than log n. docs/notes/drt.md has the runs that failed.
 class Bank:
     """What rows may retrieve beside their own blocks.
 
     It listens to the block encoder and keeps the latest blocks, without gradients. It opens as long as needles are
     found, and closes when they are not: among ``n`` distractors the Gumbel noise of the choice reaches ``log n``, so a
     block that does not lead them by as much is not taken, and what is not taken gets no gradient. Each doubling asks
-    for the same growth of that lead.
+    for the same growth of that lead. ``docs/notes/drt.md`` has the runs that failed.
     """
 
     opened: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -18,7 +17,7 @@ from memstore.train.memorizing import MemorizingTrainer
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
-from memstore.train.streams import Streams, collate, segments_of, shared_out
+from memstore.train.streams import Streams, collate
 
 LATE_GATE = -2.0
 """Where the gates of a model begin that was trained without a memory: an eighth of what is found."""
@@ -96,11 +95,8 @@ def _on_documents(opened: Session, start: Start, documents: Documents, refresh_e
     with opened.state.main_process_first():
         tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, config.vocab_size))
     end = config.vocab_size - 1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    rows = wanted.batch * opened.state.num_processes
-    streamed = shared_out(encoded(documents, tokenizer), rows, end)
-    segments = sum(segments_of(each, config.window) for each in streamed)
-    steps = wanted.steps or math.ceil(wanted.epochs * segments / (rows * wanted.accumulate))
-    data = Streams(streamed, window=config.window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)
+    shape = {"window": config.window, "processes": opened.state.num_processes, "end": end}
+    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
     model = start.model(tokenizer, wanted.seed)
     model.config.memory_size = config.memory_size
     if late:
@@ -116,7 +112,4 @@ def _on_documents(opened: Session, start: Start, documents: Documents, refresh_e
         fresh=start.init is None,
         refresh_every=refresh_every,
     )
-    return opened.fit(
-        trainer,
-        lambda: {"documents": len(streamed), "segments": segments, "memory_size": config.memory_size},
-    )
+    return opened.fit(trainer, lambda: {**data.facts, "memory_size": config.memory_size})

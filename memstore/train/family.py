@@ -46,18 +46,20 @@ class Family:
         return kind_in(folder) is self.kind
 
 
+def load_weights(kind: Any, folder: str | Path) -> Any:
+    """The model in ``folder``, in float32, by the class ``kind``. Raises ``DamagedError`` where it cannot be loaded."""
+    try:
+        return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedError(f"the model {folder} cannot be loaded: {error}") from None
+
+
 def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:
     """A landmark model with the weights of the stock model in ``folder``.
 
     Raises ``DamagedError`` for one that cannot be loaded, ``UnsupportedModel`` for one of another architecture.
     """
-    try:
-        stock = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedError(f"the model {folder} cannot be loaded: {error}") from None
-    made = make_landmark(stock, **changes)
+    made = make_landmark(load_weights(AutoModelForCausalLM, folder), **changes)
     assert isinstance(made, LandmarkForCausalLM)
     return made
 

@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 from memstore.errors import InvalidArgument
 from memstore.train.corpora import Tokens
 
-NeedleRows = NDArray[np.int32]
+Rows = NDArray[np.int32]
 
 
-def cut(documents: Iterable[Tokens], context: int, end: int) -> NeedleRows:
+def cut(documents: Iterable[Tokens], context: int, end: int) -> Rows:
     """Segments ``[N, context]`` of ``documents``. Raises ``InvalidArgument`` where they do not fill a single one."""
     rows: list[Tokens] = []
     rest: list[Tokens] = []
@@ -40,7 +40,7 @@ def cut(documents: Iterable[Tokens], context: int, end: int) -> NeedleRows:
     return np.stack(rows)
 
 
-def held_out(rows: NeedleRows, fraction: float) -> tuple[NeedleRows, NeedleRows]:
+def held_out(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     """``rows`` to train on, and the ``fraction`` of them that is kept for measuring: evenly spaced over the corpus."""
     if not 0 <= fraction < 1:
         raise InvalidArgument(f"--valid is the part of the text that is held out, from 0 to below 1, not {fraction}")

@@ -14,10 +14,11 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
+from memstore.readers.kinds import quiet_transformers
 from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
 from memstore.train.segments import ShuffledItems
 from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import Folder, quiet
+from memstore.train.start import Folder
 from memstore.train.trainer import MemoryTrainer, arguments
 
 Report = dict[str, Any]
@@ -89,7 +90,7 @@ def session(
         run = Run(Path(out).expanduser(), {**settings, "processes": state.num_processes})
         if state.is_main_process and run.report is None:
             run.drop_incomplete()
-    with quiet(), saying_what_is_safe(run.out):
+    with quiet_transformers(), saying_what_is_safe(run.out):
         yield Session(run, state, optimisation, runtime)
 
 

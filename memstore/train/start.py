@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 import xxhash
-from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, NotFound
 from memstore.models.drt import DRTConfig
 from memstore.models.landmark.convert import lora_config
-from memstore.readers.kinds import kind_in
-from memstore.train.family import DRT, Family
+from memstore.readers.kinds import kind_in, quiet_transformers
+from memstore.train.family import DRT, Family, load_weights
 from memstore.train.run import Run
 
 Folder = str | Path
@@ -80,10 +77,7 @@ class Start:
         if self.adopted is not None:
             return self.adopted
         if self.init is not None:
-            try:
-                model = self.family.model.from_pretrained(self.init, dtype=torch.float32)
-            except (OSError, SafetensorError, ValueError) as error:
-                raise DamagedError(f"the model {self.init} cannot be loaded: {error}") from None
+            model = load_weights(self.family.model, self.init)
             grows = self.family.grow is not None and model.config.to_dict() != self.config.to_dict()
             return self.family.grow(model, self.config) if grows and self.family.grow else model
         self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -113,7 +107,7 @@ def starting(
         chosen.vocab_size = chosen.vocab_size if size is None else size
         return Start(chosen, init, tokenizer, family)
     if family.adopt is not None and not family.has(init):
-        with quiet():
+        with quiet_transformers():
             adopted = family.adopt(init, **(changes or {}))
         return Start(adopted.config, init, tokenizer, family, adopted, lora)
     chosen = load_config(init, family)
@@ -171,27 +165,13 @@ def load_config(folder: Folder, family: Family = DRT) -> Any:
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
     """The tokenizer in ``folder``."""
     try:
-        with quiet():
+        with quiet_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except (OSError, ValueError) as error:
         raise NotFound(f"no tokenizer in {folder}: {str(error).strip().partition(chr(10))[0]}") from None
     return tokenizer
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and printing advice inside the block."""
-    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        if bars:
-            transformers.logging.enable_progress_bar()
 
 
 def digest_of_files(folder: Path, pattern: str) -> str:

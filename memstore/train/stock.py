@@ -6,24 +6,22 @@ without its memory is the stock model itself, and what it gains with the memory,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from memstore.errors import DamagedError, InvalidArgument
+from memstore.errors import InvalidArgument
 from memstore.models.memorizing import KNNMemory, add_knn_memory
 from memstore.train.corpora import Documents, encoded
+from memstore.train.family import load_weights
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, digest_of_files, load_tokenizer
-from memstore.train.streams import Streams, StreamTrainer, collate, segments_of, shared_out
+from memstore.train.streams import Streams, StreamTrainer, collate
 
 LAYER = -6
 """Of the layers of SmolLM2-135M, the one whose heads gain most."""
@@ -117,11 +115,8 @@ def _on_documents(opened: Session, init: Folder, documents: Documents, window: i
         tokenizer.save_pretrained(opened.run.out)
     model, memory = _closed(init, window, settings)
     end = int(tokenizer.eos_token_id or 0)
-    rows = wanted.batch * opened.state.num_processes
-    streamed = shared_out(encoded(documents, tokenizer), rows, end)
-    segments = sum(segments_of(each, window) for each in streamed)
-    steps = wanted.steps or math.ceil(wanted.epochs * segments / (rows * wanted.accumulate))
-    data = Streams(streamed, window=window, rows=rows, steps=steps * wanted.accumulate, seed=wanted.seed)
+    shape = {"window": window, "processes": opened.state.num_processes, "end": end}
+    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
     trainer = StockTrainer(
         opened.run,
         model,
@@ -134,18 +129,13 @@ def _on_documents(opened: Session, init: Folder, documents: Documents, window: i
         memory=memory,
     )
     trained = sum(each.numel() for each in memory.parameters())
-    measured = {"trained_parameters": trained, "documents": len(streamed), "segments": segments, **settings}
+    measured = {"trained_parameters": trained, **data.facts, **settings}
     return opened.fit(trainer, lambda: measured)
 
 
 def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, KNNMemory]:
     """The stock model with a memory whose gates are closed, and with nothing else to train."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            init, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedError(f"the model {init} cannot be loaded: {error}") from None
+    model = load_weights(AutoModelForCausalLM, init)
     if hasattr(model.config, "knn_memory"):
         raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.train.corpora import Tokens
+from memstore.train.settings import Optimisation
 from memstore.train.trainer import MemoryTrainer
 
 NO_LABEL = -100
@@ -52,7 +53,19 @@ class Streams(Dataset[Segment]):
         self._documents = documents
         self._window = window
         self._steps = steps
-        self._turns = _turns([segments_of(each, window) for each in documents], rows, steps, seed)
+        segments = [segments_of(each, window) for each in documents]
+        self.facts = {"documents": len(documents), "segments": sum(segments)}
+        """How much there is to read."""
+        self._turns = _turns(segments, rows, steps, seed)
+
+    @classmethod
+    def of(cls, texts: Iterable[Tokens], optimisation: Optimisation, *, window: int, processes: int, end: int) -> Self:
+        """The batches of a training on ``texts``, each closed by the token ``end``; see ``shared_out``."""
+        rows = optimisation.batch * processes
+        documents = shared_out(texts, rows, end)
+        segments = sum(segments_of(each, window) for each in documents)
+        steps = optimisation.steps or math.ceil(optimisation.epochs * segments / (rows * optimisation.accumulate))
+        return cls(documents, window=window, rows=rows, steps=steps * optimisation.accumulate, seed=optimisation.seed)
 
     def __len__(self) -> int:
         return self.rows * self._steps
