@@ -127,7 +127,7 @@ def ask(
         with waiting("loading the model", show=not json):
             loaded = load_recorded(opened, model, dtype, device=device)
         with several(loaded, opened, document, top_k=top_k) as reader:
-            tell = None if json else _say
+            tell = None if json else say
             given = {"system": system} if system is not None else {}
             most = max_tokens or (256 if not raw and getattr(loaded.tokenizer, "chat_template", None) else 40)
             answer = reader.ask(question, raw=raw, tail=tail, max_tokens=most, tell=tell, trace=trace, **given)
@@ -188,7 +188,8 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _say(piece: str) -> None:
+def say(piece: str) -> None:
+    """Write a piece of an answer as it comes."""
     sys.stdout.write(printable(piece))
     sys.stdout.flush()
 

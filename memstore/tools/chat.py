@@ -9,8 +9,7 @@ import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
-from memstore.stored import printable
-from memstore.tools.ask import attached, source_line
+from memstore.tools.ask import attached, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name
 from memstore.tools.options import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report, waiting
@@ -111,7 +110,7 @@ def _talk(reader: Reader, conversation: Conversation, max_tokens: int) -> list[s
                 case [command, *rest] if command.startswith("/"):
                     last = _obey(reader, conversation, command, rest[0].strip() if rest else "", last)
                 case _:
-                    last = conversation.say(words.strip(), tell=_say, max_tokens=max_tokens, trace=True)
+                    last = conversation.say(words.strip(), tell=say, max_tokens=max_tokens, trace=True)
                     answers.append(last.text)
                     _line("")
         except KeyboardInterrupt:
@@ -163,10 +162,5 @@ def _obey(reader: Reader, conversation: Conversation, command: str, rest: str, l
     return last
 
 
-def _say(piece: str) -> None:
-    sys.stdout.write(printable(piece))
-    sys.stdout.flush()
-
-
 def _line(text: str) -> None:
-    _say(f"{text}\n")
+    say(f"{text}\n")

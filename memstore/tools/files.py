@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ignoring, parsing
+from memstore.tools.options import on_disk
 from memstore.tools.parsing import chats, html_text
 from memstore.tools.texts import STDIN, read_text
 
@@ -122,10 +123,7 @@ def _walk(
                 continue
             if is_folder:
                 # A memory within a folder of notes is none of the notes.
-                if len(place.parts) <= DEEPEST and not any(
-                    os.path.exists(os.path.join(entry.path, name))  # noqa: PTH110, PTH118 - where one may not look too
-                    for name in ("data.mdb", "tail")
-                ):
+                if len(place.parts) <= DEEPEST and not on_disk(entry.path):
                     yield from _walk(Path(entry.path), place, rules)
             elif entry.is_file():
                 yield Path(entry.path), False
