@@ -110,3 +110,8 @@ class TrainingDiverged(MemstoreError, ArithmeticError):
     """The loss or the weights are no longer finite; training has stopped."""
 
     code = "diverged"
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, as far as it goes into a line of ours; its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

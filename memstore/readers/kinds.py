@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
+from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel, first_line
 
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
 """Models that come with the package: two DRTs, and a landmark model."""
@@ -174,9 +174,9 @@ def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()
         tokenizers = resolve_name(kind.tokenizer)
         tokenizer = tokenizers.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
-        raise NotFound(f"the model {folder} cannot be loaded: {_first_line(error)}") from None
+        raise NotFound(f"the model {folder} cannot be loaded: {first_line(error)}") from None
     except (SafetensorError, ValueError) as error:
-        raise DamagedError(f"the model {folder} is damaged: {_first_line(error)}. Copy or train it again.") from None
+        raise DamagedError(f"the model {folder} is damaged: {first_line(error)}. Copy or train it again.") from None
     if len(tokenizer) > model.config.vocab_size:
         raise UnsupportedModel(
             f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "
@@ -216,10 +216,6 @@ def shipped_folder(name: str) -> Path | None:
 
 def _shipped(name: str) -> Path:
     return Path(str(files("memstore"))) / "models" / "shipped" / name
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def require_transformers() -> ModuleType:

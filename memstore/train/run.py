@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from memstore.errors import DamagedError, DifferentRun, InvalidArgument, MemstoreError, StoreFull
+from memstore.errors import DamagedError, DifferentRun, InvalidArgument, MemstoreError, StoreFull, first_line
 
 SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
 
@@ -155,8 +155,7 @@ def saying_what_is_safe(out: Path) -> Iterator[None]:
         last = last_checkpoint(out)
         where = f"goes on from step {complete(last)['step']:,}" if last else "starts anew: there is no checkpoint yet"
         raise StoreFull(
-            f"{out} cannot be written ({str(error).partition(chr(10))[0]}). Make room, and run the same command again; "
-            f"it {where}"
+            f"{out} cannot be written ({first_line(error)}). Make room, and run the same command again; it {where}"
         ) from error
 
 

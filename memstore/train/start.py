@@ -13,7 +13,7 @@ import transformers
 import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, NotFound, first_line
 from memstore.models.drt import DRTConfig
 from memstore.models.landmark.convert import lora_config
 from memstore.readers.kinds import kind_in, quiet_transformers
@@ -170,7 +170,7 @@ def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except (OSError, ValueError) as error:
-        raise NotFound(f"no tokenizer in {folder}: {str(error).strip().partition(chr(10))[0]}") from None
+        raise NotFound(f"no tokenizer in {folder}: {first_line(error)}") from None
     return tokenizer
 
 
