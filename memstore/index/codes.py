@@ -25,6 +25,7 @@ from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels import best_products
+from memstore.kernels._largest import filled, largest
 
 LARGEST = 127
 PRUNED = "pruned"
@@ -242,8 +243,7 @@ class CodeIndex(VectorIndex):
 
     def _search_head(self, queries: Tensor, head: int, rows: Tensor, k: int) -> SearchResult:
         near = self._maxima(self._keys, queries, head, rows)
-        count = min(k, rows.numel())
-        best = _top(near, count)  # [R, count]
+        best = largest(near, min(k, rows.numel())).sort(dim=1).values  # [R, count]
         scores, offsets = torch.empty(best.shape), torch.empty(best.shape, dtype=torch.int64)
         for row, query in enumerate(queries):
             chosen = rows[best[row]]
@@ -252,12 +252,10 @@ class CodeIndex(VectorIndex):
             if keys:
                 scores[row], offsets[row] = (torch.stack(keys).float() @ query).max(1)
         order = scores.argsort(dim=1, descending=True, stable=True)
-        pad = (len(queries), k - count)
-        none = torch.full(pad, -1)
         return SearchResult(
-            torch.cat((scores.gather(1, order), torch.full(pad, -torch.inf)), 1),
-            torch.cat((self._ids[rows[best.gather(1, order)]], none), 1),
-            torch.cat((offsets.gather(1, order), none), 1),
+            filled(scores.gather(1, order), k, -torch.inf),
+            filled(self._ids[rows[best.gather(1, order)]], k, -1),
+            filled(offsets.gather(1, order), k, -1),
         )
 
 
@@ -274,11 +272,6 @@ def _summed_runs(codes: Tensor) -> tuple[Tensor, Tensor]:
     runs = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[2] % RUN)).float().unflatten(2, (-1, RUN)).sum(3)
     scales = runs.abs().amax((2, 3)).clamp_(min=1).div_(LARGEST)
     return runs.div_(scales[:, :, None, None]).round_().to(torch.int8), scales
-
-
-def _top(scores: Tensor, k: int) -> Tensor:
-    """Columns of the ``k`` largest of ``scores [R, n]``, ascending; of equal ones the first."""
-    return scores.argsort(dim=1, descending=True, stable=True)[:, :k].sort(dim=1).values
 
 
 def _summed(scores: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from memstore.attention import place
 from memstore.errors import InvalidArgument
+from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory import Document
 from memstore.progress import progress_bar
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
@@ -186,12 +187,8 @@ def _last_scores(choice: StockChoice) -> Tensor:
 
 def _scores(queries: Tensor, keys: Tensor, options: dict[str, Any]) -> Tensor:
     """Scores ``[H, T, M]`` of ``queries [H, T, D]`` and ``keys [heads, M, D]``, in float32 at least."""
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    keys = keys.to(dtype).repeat_interleave(len(queries) // len(keys), 0)
     scale = queries.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-    scores: Tensor = (queries.to(dtype) @ keys.transpose(-1, -2)) * scale
-    cap = options["softcap"]
-    return scores if cap is None else cap * torch.tanh(scores / cap)
+    return masked_scores(queries[None], keys[None], mask=None, scale=scale, softcap=options["softcap"])[0]
 
 
 def _block_scores(call: Call, seen: list[_LastToken], advance: Callable[[int], None]) -> Tensor:
