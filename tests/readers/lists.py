@@ -1,4 +1,4 @@
-"""The lists of blocks that a stock model with a memory has searched for, as an observer hears of them."""
+"""The lists of blocks that a stock model with a memory has searched for, as an observer hears of them, and fetched."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from memstore.memory import Document
 from memstore.readers.observer import Choice, Observer
-from memstore.readers.stock import reading
+from memstore.readers.stock import call, reading
 from memstore.readers.stock.call import Call, StockChoice
+from memstore.readers.stock.visible import gather
 
 
 class Entry(NamedTuple):
@@ -64,3 +65,15 @@ def lists_of_reading(patch: pytest.MonkeyPatch) -> Lists:
     lists = Lists()
     patch.setattr(reading, "Call", partial(Call, observers=[lists]))
     return lists
+
+
+def layers_fetched(patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The layers that states of lists are fetched for from now on, those of one copy together."""
+    found: list[list[int]] = []
+
+    def fetch(located: Any, layers: Any, device: Any) -> Any:
+        found.append([*layers])
+        return gather(located, layers, device)
+
+    patch.setattr(call, "gather", fetch)
+    return found

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from memstore import Retrieval
 from memstore.readers.stock.reader import StockReader
-from tests.readers.lists import lists_of, lists_of_reading
+from tests.pretended import on_device, pretended
+from tests.readers.lists import layers_fetched, lists_of, lists_of_reading
 from tests.readers.models import attach, tiny, tokens
 
 SIZES: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -53,6 +54,17 @@ def answer(model: PreTrainedModel, retrieval: Retrieval, ids: Tensor, **more: An
     with reading(model, retrieval, **more) as attached:
         result = logits(model, ids)
         return [entry.blocks for entry in lists_of(attached)], result
+
+
+# Which layers
+
+
+def test_no_states_are_fetched_for_layers_that_a_pass_ends_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading ends with the keys of the last layer."""
+    fetched = layers_fetched(monkeypatch)
+    with pretended(), reading(on_device(tiny("llama")), Retrieval(top_k="all")):
+        assert fetched
+        assert {*fetched[-1]} == {0, 1, 2}
 
 
 # How often

@@ -20,8 +20,9 @@ import torch
 import memstore
 from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
 from tests import forks
+from tests.pretended import on_device, pretended
 from tests.readers.child import RETRIEVAL, SIZES, answer
-from tests.readers.lists import lists_of, lists_of_reading
+from tests.readers.lists import layers_fetched, lists_of, lists_of_reading
 from tests.readers.models import attach, tiny, tokens
 from tests.readers.test_restart import assert_same, read_here
 
@@ -170,6 +171,18 @@ def test_a_block_that_cannot_be_read_leaves_the_others_as_likely(folder: Path) -
         payload = memory.document("text").layer(3).gather([5])["k"][0].numpy().tobytes()
     flip(folder / "data.mdb", payload)
     assert (likely() != before).nonzero().flatten().tolist() == [5]
+
+
+def test_a_damaged_layer_is_not_tried_with_every_layer_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memstore.open(folder, mode="r") as memory:
+        flip(folder / "data.mdb", memory.document("text").layer(3).gather([5])["k"][0].numpy().tobytes())
+    together = layers_fetched(monkeypatch)
+    miss = replace(RETRIEVAL, top_k="all", on_error="miss")
+    with pretended(), torch.no_grad():  # where the states of many layers are copied at once
+        model = on_device(tiny("llama"))
+        with attach(model, folder, document="text", mode="r", retrieval=miss, **SIZES):
+            model(tokens(9)[None].to(model.device))
+    assert together == [[0, 1, 2, 3], [0], [1], [2], [3], [3]]
 
 
 def test_reading_never_leaves_a_block_out(folder: Path) -> None:

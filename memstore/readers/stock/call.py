@@ -61,6 +61,8 @@ class Call(LocalTokens):
         if self.sharded and observers:
             raise InvalidArgument("what several ranks retrieve cannot be watched or asked for; use generate")
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
+        self.attending = len(self.layers) - reading
+        """Layers that attend in a forward pass; it may end before the others do."""
         self.reset()
 
     def reset(self) -> None:
@@ -132,7 +134,7 @@ class Call(LocalTokens):
         if wanted and self.routed:
             wanted[0].searched = True
         if self.last_chosen is None or not self.last_chosen.same(chosen):
-            layers = [states.plan.index for states in wanted]
+            layers = [states.plan.index for states in wanted if states.plan.index < self.attending]
             for document, blocks in self._located(self._fetchable(chosen).chosen)[1] if layers else ():
                 document.prefetch(layers, blocks)
         self.last_chosen = chosen
@@ -301,6 +303,7 @@ class Call(LocalTokens):
         except DamagedError:
             if self.reading or self.selection.retrieval.on_error == "raise":
                 raise
+        self.memo["damaged", id(chosen)] = chosen
         left = chosen.without(self._lost(plan, chosen))
         return (left, [self._gathered(plan, left)]) if left.numbers.numel() else (None, [])
 
@@ -331,8 +334,11 @@ class Call(LocalTokens):
         On a CPU only where nobody has to wait for them: else they are read while the layers before compute.
         """
         if (plan.index, id(chosen)) not in self._ahead:
-            later = [each.plan.index for each in self.layers[plan.index + 1 :] if each.stale and each.chosen is chosen]
-            wanted = [plan.index, *later][: self._layers_at_once(located)]
+            later = self.layers[plan.index + 1 : self.attending]
+            # Whatever layer is damaged, all that are gathered with it would be tried again.
+            together = 1 if ("damaged", id(chosen)) in self.memo else self._layers_at_once(located)
+            wanted = [plan.index, *(each.plan.index for each in later if each.stale and each.chosen is chosen)]
+            wanted = wanted[:together]
             if self.device.type == "cpu" and not all(each.at_hand(wanted, blocks) for each, blocks in located):
                 wanted = wanted[:1]
             with along(self.numbered(chosen), self.device) as where:

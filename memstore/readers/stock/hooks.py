@@ -126,10 +126,9 @@ class Hooks:
         return {layer: tapped[layer] for layer in layers}
 
     def asking(self, tokens: Tensor) -> dict[int, Tensor]:
-        """What the prompt ``tokens [T]`` would choose blocks by, in each layer that has landmarks.
+        """Position-free queries ``[H, T, D]`` by which each layer would choose blocks for the prompt ``tokens [T]``.
 
-        That is position-free queries ``[H, T, D]`` where layers choose for themselves, else hidden states
-        ``[T, hidden]``. It leaves no trace.
+        Where layers choose for themselves. It leaves no trace.
         """
         call, self._tap = self._new_call(), {}
         call.observers = ()
@@ -152,6 +151,7 @@ class Hooks:
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         call = self._next if self._next is not None else self._call_of(given)
         tokens = inputs.shape[1]
+        call.attending = self._attending
         call.begin(tokens, _padding(given.get("attention_mask"), call.length + tokens), inputs.device)
         if self._next is None:
             call.observers = self._observers
@@ -185,6 +185,13 @@ class Hooks:
         if self._loose is not None:
             self._loose.release()
             self._loose = None
+
+    @property
+    def _attending(self) -> int:
+        """Layers that attend in the pass that begins; it ends before the others do."""
+        if self._tap is not None and not self.selection.by_layer:
+            return self.selection.index_layers[-1]
+        return len(self.architecture.layers) - self._states_only
 
     # One forward pass at a time: a second thread is told so.
     def _claim(self) -> None:
