@@ -60,6 +60,27 @@ def test_a_question_is_answered_as_if_none_had_been_asked_before(name: str) -> N
         assert torch.equal(later, logits(reader, SECOND))
 
 
+def test_a_question_under_autocast_leaves_nothing_to_those_after_it() -> None:
+    with asked() as reader:
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = logits(reader, FIRST)
+        later = logits(reader, SECOND)
+    with asked() as reader:
+        assert torch.equal(later, logits(reader, SECOND))
+        plain = logits(reader, FIRST)
+    assert not torch.equal(cast, plain)
+    assert float((cast - plain).abs().max() / plain.abs().max()) < 0.05, "8 bits of a product of a few layers"
+
+
+def test_a_question_chooses_the_same_under_autocast() -> None:
+    found = []
+    for cast in (False, True):
+        with asked() as reader, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            logits(reader, FIRST)
+            found.append([(each.blocks, each.scores) for each in lists_of(reader)])
+    assert found[0] == found[1]
+
+
 def test_an_opening_does_not_see_what_is_retrieved() -> None:
     with asked() as reader:
         assert not torch.allclose(logits(reader, SECOND), logits(reader, SECOND, opening=0), atol=1e-3)

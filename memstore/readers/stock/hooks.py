@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument
+from memstore.memory.tensors import own_types
 from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
@@ -244,8 +245,9 @@ class Hooks:
         """Let ``call`` attend to what ``query`` chooses, also at later choices of the same generation."""
         if call.query is not query:
             layer = self.selection.index_layers[-1]
-            codes = self.selection.encode(layer, self.query_states(query, layer)[None])
-            call.query, call.by_query = query, self.selection.route(call.candidates, layer, list(codes), query)
+            with own_types():  # as a search does
+                codes = self.selection.encode(layer, self.query_states(query, layer)[None])
+                call.query, call.by_query = query, self.selection.route(call.candidates, layer, list(codes), query)
         assert call.by_query is not None, "it was just chosen"
         call.set_chosen(call.by_query, from_layer=self.selection.first_layer)
 

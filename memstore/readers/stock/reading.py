@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memstore.attention import sub_block_means
 from memstore.memory import Document, MemorySpec
-from memstore.memory.tensors import as_stored
+from memstore.memory.tensors import as_stored, own_types
 from memstore.readers.reading import Job
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
@@ -290,7 +290,8 @@ class Opening:
         """That of the prompts that begin with ``tokens [n]``, by ``call``, which is released."""
         call.observers, call.routed = (), False
         try:
-            hooks.forward(call, tokens, whole=True)
+            with own_types():  # whoever asks next may ask in others
+                hooks.forward(call, tokens, whole=True)
             return cls(tokens, [layer.all_states() for layer in call.layers])
         finally:
             call.release()
