@@ -59,7 +59,6 @@ def main() -> None:
         return
     pythons = dict(each.split("=", 1) for each in options.python)
     about = {
-        "date": datetime.now(UTC).date().isoformat(),
         **{name: getattr(options, name) for name in ("model", "dtype", "threads", "seed", "window", "kept", "top_k")},
         **hardware(),
     }
@@ -72,7 +71,13 @@ def main() -> None:
         work = _work(tokens, options)
         _put(results["limits"], {"tokens": tokens, **limits(options.threads, options.dtype)})
         for peer in options.peers:
-            row = {"peer": peer, "tokens": tokens, **_measured(peer, work, pythons.get(peer, sys.executable), options)}
+            day = datetime.now(UTC).date().isoformat()
+            row = {
+                "peer": peer,
+                "tokens": tokens,
+                "date": day,
+                **_measured(peer, work, pythons.get(peer, sys.executable), options),
+            }
             _put(results["rows"], row)
             print(json.dumps(row), flush=True)
             if options.out:
@@ -99,7 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1, help="seconds are those of all of them")
     parser.add_argument("--window", type=int, default=2048, help="tokens that the window keeps")
-    parser.add_argument("--kept", type=float, default=0.1, help="the share of states that kvpress keeps")
+    parser.add_argument("--kept", type=float, default=0.5, help="the share of states that kvpress keeps")
     parser.add_argument("--top-k", type=int, default=8, help="blocks of 64 tokens that a search puts into the prompt")
     parser.add_argument("--flips", type=int, default=3, help="times that one bit is flipped")
     parser.add_argument("--seed", type=int, default=0)
@@ -111,12 +116,37 @@ def _options() -> argparse.Namespace:
 
 COLUMNS = (
     "tokens", "", "right: own words", "plain questions", "each answer, s", "first answer, s", "read, tokens/s",
-    "on disk, MB", "RAM to read, MB", "RAM to ask, MB", "flipped bits: refused, other answers", "version",
+    "on disk, MB", "RAM to read, MB", "RAM to ask, MB", "flipped bits: refused, other answers", "date", "version",
 )  # fmt: skip
 
 
+FIELDS = (
+    "right", "right_plain", "answer_s", "first_answer_s", "read_tokens_per_s",
+    "disk_bytes", "read_peak_bytes", "ask_peak_bytes",
+)  # fmt: skip
+"""What ``leaders`` compares: ``COLUMNS`` from the third on."""
+LARGEST = ("right", "right_plain", "read_tokens_per_s")
+"""Of these more is better."""
+
+
+def leaders(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table: who has the best figure of each column, and the place of memstore where that is another."""
+    lines = [f"| best | {' | '.join(COLUMNS[2 : 2 + len(FIELDS)])} |", "|---" * (1 + len(FIELDS)) + "|"]
+    for tokens in dict.fromkeys(row["tokens"] for row in rows if "failed" not in row):
+        line = f"| {tokens:,} |"
+        for field in FIELDS:
+            figures = {row["peer"]: row[field] for row in rows if row["tokens"] == tokens and field in row}
+            best = (max if field in LARGEST else min)(figures.values())
+            names = [peer for peer, figure in figures.items() if figure == best]
+            ours, sign = figures.get("memstore", best), -1 if field in LARGEST else 1
+            place = 1 + sum(sign * figure < sign * ours for figure in figures.values())
+            line += f" {', '.join(names)}{f' (memstore {place} of {len(figures)})' if place > 1 else ''} |"
+        lines.append(line)
+    return lines
+
+
 def table(results: dict[str, Any]) -> str:
-    """Limits and rows as two tables in Markdown."""
+    """Limits, rows and who leads as three tables in Markdown."""
     lines = [
         "| tokens | copy, GB/s | product, TFLOP/s | disk written and synced, MB/s | read, MB/s |",
         "|---" * 5 + "|",
@@ -129,7 +159,7 @@ def table(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         start = f"| {row['tokens']:,} | {row['peer']} | "
         if "failed" in row:
-            lines.append(f"{start}{'| ' * (len(COLUMNS) - 3)}{row['failed']} |")
+            lines.append(f"{start}{'| ' * (len(COLUMNS) - 4)}{row['date']} | {row['failed']} |")
             continue
         flips, questions = row["flips"], row["questions"]
         cells = [
@@ -142,10 +172,11 @@ def table(results: dict[str, Any]) -> str:
             f"{row['read_peak_bytes'] / 1e6:,.0f}",
             f"{row['ask_peak_bytes'] / 1e6:,.0f}",
             f"{row['flips_refused']}, {row['flips_other_answers']} of {flips}" if flips else "",
+            row["date"],
             row["version"],
         ]
         lines.append(start + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *leaders(results["rows"])])
 
 
 def _work(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
