@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -223,14 +224,18 @@ def _open(url: str | Path, mode: Mode, blank: Blank | None) -> OpenStore:
 def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> OpenStore:
     """A store of another package that makes what it lacks when it is opened: as a memory, in every mode.
 
-    Nothing was ever committed where ``store.version()`` is 0. Raises ``NotFound`` and ``InvalidArgument``.
+    Nothing was ever committed where ``store.version()`` is 0. It is closed where this raises ``NotFound`` or
+    ``InvalidArgument``.
     """
-    if mode == "x" and store.version():
-        raise InvalidArgument(f"there is a memory at {url} already; open it with mode 'a', or choose another path.")
-    if not store.version():
-        if mode == "r" or blank is None:
-            raise _missing(url, mode)
-        store.write(blank.batch)
+    with ExitStack() as refused:
+        refused.callback(store.close)
+        if mode == "x" and store.version():
+            raise InvalidArgument(f"there is a memory at {url} already; open it with mode 'a', or choose another path.")
+        if not store.version():
+            if mode == "r" or blank is None:
+                raise _missing(url, mode)
+            store.write(blank.batch)
+        refused.pop_all()
     return OpenStore(store)
 
 

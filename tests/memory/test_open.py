@@ -196,3 +196,14 @@ def test_headers_of_other_versions_are_refused() -> None:
         store.write(Batch(puts=[(HEADER, (Record.from_json(header | changes),))]))
         with pytest.raises(ForeignMemory, match=message):
             read_header(store, "it")
+
+
+@pytest.mark.parametrize("mode", ["r", "x"])
+def test_a_store_of_another_package_is_closed_where_it_is_refused(mode: Mode) -> None:
+    store = RamStore()
+    if mode == "x":
+        store.write(Batch())
+    with pytest.raises((NotFound, InvalidArgument)):
+        urls.opened(store, "theirs:it", mode, None)
+    with pytest.raises(InvalidArgument, match="closed"):
+        store.version()
