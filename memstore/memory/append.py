@@ -15,7 +15,8 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
-from memstore.memory.entry import READING, DocumentState, Home, Places, put_home, told
+from memstore.memory import recurrent
+from memstore.memory.entry import READING, Address, DocumentState, Home, Places, put_home, told
 from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
@@ -82,6 +83,9 @@ def forking(
     if blocks > whole:
         _copy_block(batch, shared, parent, places, whole, fork.tokens - whole * size)
     batch.put(places.entry, fork.to_record())
+    if shared.spec.recurrent and of is not None:
+        for place in recurrent.kept(shared.store, of, fork.tokens)[-1:]:
+            batch.put(Address(number).recurrent(place), *(shared.store.get(Address(of).recurrent(place)) or ()))
     return batch, fork
 
 
@@ -130,6 +134,7 @@ class Append:
         self._shared = shared
         self._commit = commit
         self._layers: dict[int, _Layer] = {}
+        self._recurrent: dict[int, list[Record]] = {}
         self.before = state
         """State of the document that this append starts from."""
         self.after = state.grown(len(tokens), shared.spec.block_size, shared.spec.capacity)
@@ -173,6 +178,23 @@ class Append:
         incomplete = [last[name].detach().cpu() for name in self._shared.spec.fields]
         self._layers[layer] = _Layer(list(complete), incomplete, self._checked_landmarks(layer, landmarks))
 
+    def put_recurrent(self, states: Sequence[Tensor], *, at: int | None = None) -> None:
+        """What layers that do not attend remember of the document, as ``spec.recurrent`` says; none has to be put.
+
+        ``at``: after so many of its tokens, some of which are appended here; by default after all. Raises
+        ``InvalidArgument``.
+        """
+        place, spec = self.after.tokens if at is None else at, self._shared.spec
+        if not self.before.tokens < place <= self.after.tokens:
+            raise InvalidArgument(f"recurrent states after token {place} do not go with what is appended here.")
+        found = [(tensor.dtype, tuple(tensor.shape)) for tensor in states]
+        expected = [(TORCH_DTYPES[each.dtype], each.shape) for each in spec.recurrent]
+        if not expected or found != expected:
+            raise InvalidArgument(f"recurrent states: expected {expected}, not {found}.")
+        if not all(finite(tensor) for tensor in states):
+            raise InvalidArgument("recurrent states contain NaN or infinity. Find out where they come from.")
+        self._recurrent[place] = [to_record(tensor.detach().cpu()) for tensor in states]
+
     def __enter__(self) -> Self:
         return self
 
@@ -196,6 +218,9 @@ class Append:
         self._put_history(batch, places, rows)
         for number, layer in sorted(self._layers.items()):
             self._put_layer(batch, places, number, layer)
+        if self._recurrent:
+            step = self._shared.spec.recurrent_step
+            recurrent.put(batch, self._shared.store, document, self.before.tokens, self._recurrent, step)
         batch.put(places.entry, self.after.to_record())
         return batch
 

@@ -61,7 +61,8 @@ class Finding:
     tokens: tuple[int, int] | None = None
     """Positions in the document that are concerned, first and last, both included."""
     table: str | None = None
-    """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks`` or ``history``."""
+    """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks``, ``history``, or a ``recurrent``
+    state, which can be computed again."""
     remedy: str | None = None
     """``"restore"``: nothing helps but a copy, see ``MemstoreError.remedy``."""
 
@@ -101,7 +102,10 @@ class Check:
         self.numbers: set[int] = set()
         """Numbers under which any value lies."""
         self.unknown: list[tuple[Key, Key]] = []
-        """First and last key of what nothing refers to. Means little while there are damaged entries."""
+        """First and last key of what nothing refers to, or what is damaged and nothing needs.
+
+        Means little while there are damaged entries.
+        """
         self._homes = Homes(store)
         self._places: dict[int, Home] = {}
         self._layers: dict[tuple[Table, int], set[int]] = {}
@@ -205,12 +209,14 @@ class Check:
                 self.damaged_entries.add(key.document)
             if key.document and key == Address(key.document).branch:
                 self.damaged_branches.add(key.document)
+            if key.table == Table.RECURRENT:
+                self.unknown.append((key, key))
             yield from self._named(kind, key, problem)
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         """What is wrong with a whole value, by itself and by the entry of its document."""
         layouts = [record.layout for record in records]
-        if key.table not in (Table.META, Table.DOCUMENTS) and not self._used(key):
+        if key.table not in (Table.META, Table.DOCUMENTS, Table.RECURRENT) and not self._used(key):
             return None  # that nobody uses it is a finding of its own
         match key.table:
             case Table.META:
@@ -227,6 +233,8 @@ class Check:
                 return _differs(layouts, self._layouts_of(key, layouts))
             case Table.LANDMARKS:
                 return _differs(layouts, [run_layout(self._header.spec, self._rows_of(key))])
+            case Table.RECURRENT:
+                return _differs(layouts, list(self._header.spec.recurrent))
             case Table.HISTORY:
                 # A document without a digest may have left its hashes here.
                 least, most = self._rows_of(key), self._rows_of(key, Table.LANDMARKS)
@@ -281,6 +289,9 @@ class Check:
         return {Table.LANDMARKS: self._header.blocks_per_run, Table.HISTORY: HASHES_PER_RUN}.get(table, 1)
 
     def _blocks_of(self, key: Key, items: int) -> range:
+        if key.table == Table.RECURRENT:  # an item is a number of tokens
+            last = max(key.item - 1, 0) // self._header.spec.block_size
+            return range(last, last + 1)
         length = self._length(key.table)
         return range(key.item * length, (key.item + items) * length)
 
@@ -331,7 +342,11 @@ class Check:
         for layer in spec.index_layers:
             yield from self._compare(Table.LANDMARKS, owner, layer, blocks)
         yield from self._compare(Table.HISTORY, owner, 0, self._hashes_of.get(owner, []), allowed=blocks)
-        for table, known in ((Table.BLOCKS, range(spec.layers)), (Table.LANDMARKS, spec.index_layers)):
+        state = self.documents.get(owner) if spec.recurrent else None
+        places = [] if state is None else [range(1, state.tokens + 1)]
+        yield from self._compare(Table.RECURRENT, owner, 0, [], allowed=places)
+        layers = {Table.BLOCKS: range(spec.layers), Table.LANDMARKS: spec.index_layers, Table.RECURRENT: (0,)}
+        for table, known in layers.items():
             for layer in sorted(self._layers.get((table, owner), set()) - set(known)):
                 key = Key(table, owner, layer)
                 self.unknown.append((key, key._replace(item=MAX_ITEM)))
@@ -373,7 +388,9 @@ class Check:
             yield Finding(kind=kind, message=message)
         elif key.table in (Table.META, Table.DOCUMENTS):
             yield Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
-        elif users := list(islice(self._usage.documents(key.document, blocks), _MOST)):
+        elif key.table != Table.RECURRENT and (
+            users := list(islice(self._usage.documents(key.document, blocks), _MOST))
+        ):
             for number, part in users:
                 yield self._finding(kind, key, message, part, self.documents[number])
         else:
@@ -387,7 +404,7 @@ class Check:
             kind=kind,
             message=f"{place}: {message}",
             document=name,
-            layer=None if key.table in (Table.TOKENS, Table.HISTORY) else key.layer,
+            layer=None if key.table in (Table.TOKENS, Table.HISTORY, Table.RECURRENT) else key.layer,
             block=blocks.start,
             tokens=(blocks.start * size, blocks.stop * size - 1),
             table=key.table.name.lower(),

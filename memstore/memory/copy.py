@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory.append import Append
 from memstore.memory.document import Document
 from memstore.memory.entry import common
@@ -183,6 +184,19 @@ def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -
     with target.append(ids[done - live.start * size :]) as batch:
         for put in layers:
             put(batch)
+        for place, states in recurrent_between(source, batch.before.tokens, batch.after.tokens):
+            batch.put_recurrent(states, at=place)
+
+
+def recurrent_between(document: Document, first: int, last: int) -> Iterator[tuple[int, list[Tensor]]]:
+    """The recurrent states that are kept behind the first ``first`` tokens, up to ``last``; after how many each is.
+
+    Raises ``DamagedError``.
+    """
+    for place in document.recurrent_places():
+        if first < place <= last:
+            with suppress(NotFound):  # who appends takes the last one away, and who needs it computes it again
+                yield place, document.recurrent(place)
 
 
 def _read(source: Document, layer: int, live: range, complete: range | None) -> Callable[[Append], None]:

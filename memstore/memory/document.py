@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
+from memstore.memory.recurrent import kept, read
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
@@ -229,6 +230,23 @@ class Document:
         from memstore.memory.view import prefetch
 
         prefetch([self.layer(layer) for layer in layers], blocks)
+
+    def recurrent_places(self) -> list[int]:
+        """After how many of its tokens its recurrent state is kept, ascending; see ``recurrent``."""
+        state = self._handle.current()
+        if self._handle.id is None or not self._shared.spec.recurrent:
+            return []
+        return kept(self._shared.store, self._handle.id, state.tokens)
+
+    def recurrent(self, tokens: int) -> list[Tensor]:
+        """What layers that do not attend remember of its first ``tokens`` tokens; one of ``recurrent_places``.
+
+        As ``spec.recurrent`` says. Raises ``NotFound`` where it is not kept, and ``DamagedError``.
+        """
+        if tokens not in self.recurrent_places():
+            raise NotFound(f"document {self.name!r}: the recurrent state after {tokens} tokens is not kept.")
+        assert self._handle.id is not None
+        return read(self._shared.store, self._shared.spec.recurrent, self._handle.id, tokens)
 
     @property
     def reads_ahead(self) -> int:

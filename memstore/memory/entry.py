@@ -216,6 +216,10 @@ class Address:
         """Of the landmarks of a run of blocks."""
         return Key(Table.LANDMARKS, self.id, layer, run)
 
+    def recurrent(self, tokens: int) -> Key:
+        """Of the recurrent state of a document after so many tokens, see ``recurrent.py``."""
+        return Key(Table.RECURRENT, self.id, 0, tokens)
+
 
 def stored_state(store: BlockStore, document: int) -> DocumentState | None:
     """The entry of a document; None where there is none. Raises ``DamagedError`` and ``ForeignMemory``."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, StoreFull
-from memstore.memory.copy import Beginnings
+from memstore.memory.copy import Beginnings, recurrent_between
 from memstore.memory.document import Document
 from memstore.memory.interchange import (
     FACTS,
@@ -257,7 +257,9 @@ class _Pieces:
         return {f"layer.{layer}.landmarks": encode_landmarks(found, self._spec.key_dtype)}
 
     def _write(self, tensors: dict[str, Tensor], blocks: range) -> None:
-        tokens = len(tensors["tokens"])
+        tokens, begin = len(tensors["tokens"]), blocks.start * self._spec.block_size
+        for place, states in recurrent_between(self._document, begin, begin + tokens):
+            tensors |= {f"recurrent.{place}.{number}": state for number, state in enumerate(states)}
         name = f"document-{self._number:04}-{len(self._files) + 1:06}.safetensors"
         self._files.append(self._writer.write(name, tensors, blocks=(blocks.start, blocks.stop), tokens=tokens))
         self._advance(tokens)

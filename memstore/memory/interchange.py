@@ -142,7 +142,8 @@ def read_manifest(folder: Path) -> Manifest:
             "folder that memstore export made."
         )
     manifest = _parsed(path)
-    most = max(MOST_FILE_BYTES, 2 * block_bytes(manifest.spec))
+    recurrent = sum(layout.nbytes for layout in manifest.spec.recurrent)
+    most = max(MOST_FILE_BYTES, 2 * (block_bytes(manifest.spec) + recurrent))
     for entry in manifest.files():
         if not FILE.fullmatch(entry.name):
             raise DamagedError(f"{path} is damaged: no file of an export is called {entry.name!r}. Export again.")
@@ -413,6 +414,9 @@ def _append(folder: Path, file: FileEntry, document: Document, count: Callable[[
                     batch.put_stored(layer, list(own.values()), no_states(spec), landmarks=decoded)
                 else:
                     batch.put(layer, landmarks=decoded, **own)
+            for place in sorted({int(name.split(".")[1]) for name in tensors if name.startswith("recurrent.")}):
+                states = [tensors[f"recurrent.{place}.{number}"] for number in range(len(spec.recurrent))]
+                batch.put_recurrent(states, at=place)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise damaged(folder, file, f"it does not hold what a memory stores ({error})") from None
     count(file.tokens)

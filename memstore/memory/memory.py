@@ -15,6 +15,7 @@ from memstore.memory import verify
 from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
+from memstore.memory.recurrent import kept
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import NamedValues, SharedStore, not_found
@@ -398,6 +399,11 @@ class Memory:
         stored = sum(len(part) for owner in usage.owners() for part in usage.used(owner))
         incomplete = sum(1 for state, parts in live if parts and state.tokens % self.spec.block_size)
         disk = self._shared.store.size_bytes()
+        nbytes = self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete)
+        if self.spec.recurrent:
+            each = sum(layout.nbytes for layout in self.spec.recurrent)
+            places = [kept(self._shared.store, number, state.tokens) for number, state in states if state is not None]
+            nbytes["recurrent"] = each * sum(map(len, places))
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]
         return {
@@ -405,7 +411,7 @@ class Memory:
             "documents": len(live),
             "tokens": tokens,
             "blocks": blocks,
-            "bytes": self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete),
+            "bytes": nbytes,
             "disk_bytes": disk,
             "disk_bytes_per_token": disk / tokens if tokens else None,
             "used_bytes": self._shared.store.used_bytes(),

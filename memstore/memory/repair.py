@@ -179,11 +179,11 @@ class Repair:
                 )
 
     def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[RepairStep]:
-        """Values that nothing refers to."""
+        """Values that nothing refers to, and recurrent states that are damaged."""
         for first, last in unknown:
             batch.delete(first, last)
         if unknown:
-            yield RepairStep(message=f"values that no document refers to were removed, in {len(unknown)} places")
+            yield RepairStep(message=f"values that no document needs were removed, in {len(unknown)} places")
 
     def _indexes(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Kept indexes that are damaged: they are built anew, so they go."""
@@ -200,7 +200,7 @@ class Repair:
         size = self._shared.spec.block_size
         ends: dict[str, int] = {}
         for finding in findings:
-            if finding.document is not None and finding.block is not None and finding.kind != "unknown":
+            if finding.document is not None and finding.block is not None and _lost(finding):
                 ends[finding.document] = min(finding.block, ends.get(finding.document, finding.block))
         for name, end in ends.items():
             document = self._document(name)
@@ -216,7 +216,7 @@ class Repair:
         shared, size, batch = self._shared, self._shared.spec.block_size, Batch()
         blocks, hashes = defaultdict[str, list[range]](list), defaultdict[str, list[range]](list)
         for finding in findings:
-            if finding.document is not None and finding.tokens is not None and finding.kind != "unknown":
+            if finding.document is not None and finding.tokens is not None and _lost(finding):
                 first, last = finding.tokens
                 lost = hashes if finding.table == Table.HISTORY.name.lower() else blocks
                 lost[finding.document].append(range(first // size, last // size + 1))
@@ -241,6 +241,11 @@ class Repair:
             tokens = _tokens(states[number], size) - stay
             message = f"document {left.name!r} goes on without {gone} damaged blocks: {tokens} tokens are lost"
             yield RepairStep(message=f"{message}, {stay} stay", document=left.name, tokens_lost=tokens)
+
+
+def _lost(finding: Finding) -> bool:
+    """Whether a document has lost what was found wrong: recurrent states are computed again."""
+    return finding.kind != "unknown" and finding.table != Table.RECURRENT.name.lower()
 
 
 def _tokens(state: DocumentState, block_size: int) -> int:

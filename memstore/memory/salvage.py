@@ -14,8 +14,9 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from memstore import errors
 from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.memory import recurrent
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
 from memstore.memory.entry import Address, DocumentState, Places
@@ -197,6 +199,7 @@ class _Rescue:
             if not _begin((self._number, block), self._skip):
                 raise DamagedError("reading it ended the process that read")
             found = _read(self._old, places, state, block)
+            found.recurrent.update(self._recurrent(state, block))
         except (DamagedError, NotFound) as error:
             self._lost.append(f"block {block}: {error}")
             self._flush(target)
@@ -207,6 +210,15 @@ class _Rescue:
         self._waiting.append(found)
         if sum(each.nbytes for each in self._waiting) >= TRANSACTION_BYTES:
             self._flush(target)
+
+    def _recurrent(self, state: DocumentState, block: int) -> dict[int, list[Tensor]]:
+        """The recurrent states in a block, by their places; those that are damaged can be computed again."""
+        found, spec, store = dict[int, list[Tensor]](), self._old.spec, self._old.store
+        for place in recurrent.kept(store, self._number, state.tokens) if spec.recurrent else ():
+            if block * self._size < place <= (block + 1) * self._size:
+                with suppress(DamagedError):
+                    found[place] = recurrent.read(store, spec.recurrent, self._number, place)
+        return found
 
     def _flush(self, target: Document) -> None:
         blocks, self._waiting = self._waiting, []
@@ -222,6 +234,9 @@ class _Rescue:
                 }
                 marks = [block.landmarks[layer] for block in blocks if layer in block.landmarks]
                 batch.put_stored(layer, stored, last, landmarks=torch.cat(marks) if marks else None)
+            for block in blocks:
+                for place, states in block.recurrent.items():
+                    batch.put_recurrent(states, at=place)
 
     def _told(self, target: Document, state: DocumentState, places: Places) -> dict[str, Any]:
         there = sum(map(len, target.present(target.blocks))) * self._size - (-len(target) % self._size)
@@ -245,11 +260,13 @@ class _Block:
     """``[layers, ...]`` for each of the layouts"""
     landmarks: Mapping[int, Tensor]
     """Layer -> ``[1, G, P, D]`` float32"""
+    recurrent: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Place of the document, in tokens -> the recurrent state there."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its states."""
-        return sum(states.nbytes for states in self.states)
+        return sum(states.nbytes for states in (*self.states, *chain(*self.recurrent.values())))
 
 
 def _read(old: SharedStore, places: Places, state: DocumentState, block: int) -> _Block:

@@ -12,7 +12,7 @@ from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory
 from memstore.memory.entry import HEADER, DocumentState
 from memstore.memory.urls import Blank
-from memstore.store.contract import Batch, BlockStore, Layout, Record
+from memstore.store.contract import MAX_DIMENSIONS, Batch, BlockStore, Layout, Record
 from memstore.stored import anything, array, fit, maybe, members, on_one_line, row, table, text, whole
 
 
@@ -86,6 +86,11 @@ MOST_LAYERS = 2**16
 MOST_NUMBERS = 2**29
 """In the states, or the landmarks, of one block of one layer: 2 GiB of float32, near what a store can hold in one."""
 
+MOST_RECORDS = 255
+"""In one value."""
+RECURRENT_SHARE = 4
+"""Blocks take so many times what the recurrent states take that are kept beside them."""
+
 _SIZE = whole(1, 2**31)
 SPEC = table(
     layers=_SIZE,
@@ -99,6 +104,7 @@ SPEC = table(
     key_dtype=text(64),
     capacity=maybe(_SIZE),
     codec=text(64),
+    recurrent=array(row(text(64), array(_SIZE, MAX_DIMENSIONS)), MOST_RECORDS),
     fingerprint=members(anything, 100),
 )
 
@@ -119,6 +125,8 @@ class MemorySpec:
         key_dtype: Element type of the landmarks as stored: float32, bfloat16, or bit (the signs, one bit each).
         capacity: Blocks per document; the oldest leave when there are more. None: no limit.
         codec: How complete blocks are stored: none (as they are), int8, fp8 or int4, see ``memstore.store.codecs``.
+        recurrent: Element type and shape of each tensor that layers which do not attend go on from; none for most
+            models.
         fingerprint: What must agree before the states are reused.
     """
 
@@ -133,11 +141,14 @@ class MemorySpec:
     key_dtype: str = "float32"
     capacity: int | None = None
     codec: str = "none"
+    recurrent: tuple[Layout, ...] = ()
     fingerprint: Fingerprint
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", {name: tuple(shape) for name, shape in self.fields.items()})
         object.__setattr__(self, "index_layers", tuple(self.index_layers))
+        recurrent = tuple(Layout(dtype, tuple(shape)) for dtype, shape in self.recurrent)
+        object.__setattr__(self, "recurrent", recurrent)
         for name in ("layers", "key_heads", "key_dim", "block_size", "keys_per_block"):
             _positive(name, getattr(self, name))
         if self.capacity is not None:
@@ -149,6 +160,7 @@ class MemorySpec:
             raise InvalidArgument(f"layers must be at most {MOST_LAYERS:,}, not {self.layers:,}.")
         self._check_fields()
         self._check_index()
+        self._check_recurrent()
 
     def differences(self, other: MemorySpec) -> list[str]:
         """What differs between this spec and the ``other``, which is the memory's; the fingerprint first."""
@@ -164,6 +176,10 @@ class MemorySpec:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # A list of pairs, for the order of the fields is the order of the records and must survive sorted JSON.
         values["fields"] = [[name, list(shape)] for name, shape in self.fields.items()]
+        # Those that have none are what they always were, and older versions know no others.
+        values["recurrent"] = [[dtype, list(shape)] for dtype, shape in self.recurrent]
+        if not self.recurrent:
+            del values["recurrent"]
         return values | {"index_layers": list(self.index_layers), "fingerprint": self.fingerprint.to_dict()}
 
     @classmethod
@@ -173,11 +189,19 @@ class MemorySpec:
         Raises ``ForeignMemory`` for what this version does not know, ``DamagedError`` for what none can have written.
         """
         fit(values, members(anything, 100), "the spec of a memory")
+        values = {"recurrent": [], **values}
         check_names("spec", values, {item.name for item in fields(cls)})
         fit(values, SPEC, "the spec of a memory")
         shapes = {name: tuple(shape) for name, shape in values["fields"]}
         fingerprint = Fingerprint.from_dict(values["fingerprint"])
         return cls(**{**values, "fields": shapes, "fingerprint": fingerprint})
+
+    @property
+    def recurrent_step(self) -> int:
+        """Tokens between the places whose recurrent states are kept."""
+        states = sum(layout.nbytes for layout in self.recurrent)
+        block = self.layers * sum(layout.nbytes for layout in plain_layouts(self))
+        return max(self.block_size, RECURRENT_SHARE * states * self.block_size // block)
 
     def _check_fields(self) -> None:
         if not self.fields:
@@ -204,6 +228,17 @@ class MemorySpec:
         numbers = self.key_heads * self.keys_per_block * self.key_dim
         if numbers > MOST_NUMBERS:
             raise InvalidArgument(f"landmarks of a block have {numbers:,} numbers, and {MOST_NUMBERS:,} is the most.")
+
+    def _check_recurrent(self) -> None:
+        if len(self.recurrent) > MOST_RECORDS:
+            raise InvalidArgument(f"recurrent has {len(self.recurrent)} tensors, and {MOST_RECORDS} is the most.")
+        for dtype, shape in self.recurrent:
+            _one_of("recurrent", dtype, DTYPES)
+            for size in shape:
+                _positive("recurrent", size)
+        numbers = sum(prod(shape) for _, shape in self.recurrent)
+        if numbers > MOST_NUMBERS:
+            raise InvalidArgument(f"recurrent has {numbers:,} numbers, and {MOST_NUMBERS:,} is the most.")
 
 
 def _positive(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memstore.memory import recurrent
 from memstore.memory.entry import Address, DocumentState, Home, Piece, common, lacking, merged
 from memstore.store.contract import MAX_ITEM, Batch
 
@@ -202,6 +203,8 @@ class Deletion:
         for number in numbers:
             self._usage.remove(number, self._homes.pop(number))
             batch.delete(Address(number).entry)
+            if self._shared.spec.recurrent:
+                recurrent.cut(batch, number, 0)
         self._release(batch)
         return batch
 
@@ -216,6 +219,8 @@ class Deletion:
             if home.number != before.number:
                 self._usage.remove(number, before)
             batch.put(Address(number).entry, after.to_record())
+            if self._shared.spec.recurrent:
+                recurrent.cut(batch, number, after.tokens)
         self._release(batch)
 
     def used_by_others(self, number: int) -> list[range]:

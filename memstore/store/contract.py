@@ -44,7 +44,7 @@ MAX_ITEM = 2**32 - 1
 
 
 class Table(IntEnum):
-    """The six tables of a memory."""
+    """The seven tables of a memory."""
 
     META = 0
     DOCUMENTS = 1
@@ -52,6 +52,7 @@ class Table(IntEnum):
     BLOCKS = 3
     LANDMARKS = 4
     HISTORY = 5
+    RECURRENT = 6
 
 
 _KEY = struct.Struct(">BIII")

@@ -47,7 +47,10 @@ NONCE, TAG = 12, 16
 OVERHEAD = NONCE + TAG + 2 + 4 * MAX_DIMENSIONS
 """The most bytes that a record takes beside its payload."""
 _KIND = struct.Struct("<BB")  # dtype and dimensions, behind the dimensions
-_SEARCHED = (Table.DOCUMENTS, Table.META, Table.HISTORY, Table.LANDMARKS, Table.TOKENS, Table.BLOCKS)  # fewest first
+# Fewest first.
+_SEARCHED = (
+    Table.DOCUMENTS, Table.META, Table.RECURRENT, Table.HISTORY, Table.LANDMARKS, Table.TOKENS, Table.BLOCKS,
+)  # fmt: skip
 
 
 class EncryptedStore(BlockStore):

@@ -265,7 +265,8 @@ class StoreTests:
         store.write(Batch(puts=[(Key(table, 1), value(table)) for table in Table if table != Table.BLOCKS]))
         found = list(store.scan())
         expected = [Key(table, 1) for table in (Table.META, Table.DOCUMENTS, Table.TOKENS)]
-        expected += [block(item) for item in range(10)] + [Key(Table.LANDMARKS, 1), Key(Table.HISTORY, 1)]
+        expected += [block(item) for item in range(10)]
+        expected += [Key(table, 1) for table in (Table.LANDMARKS, Table.HISTORY, Table.RECURRENT)]
         assert [scanned.key for scanned in found] == expected
         assert not any(scanned.damage for scanned in found)
         assert same(found[4].records, value(1))

@@ -219,7 +219,8 @@ def check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell:
 def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
     """Bytes on disk of one token's states, about."""
     numbers: int = sum(math.prod(shape) for shape in spec.fields.values()) * spec.layers // spec.block_size
-    return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2)
+    recurrent = sum(layout.nbytes for layout in spec.recurrent) / spec.recurrent_step
+    return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2) + recurrent
 
 
 def _seconds_per_token(reader: Reader) -> float:

@@ -32,9 +32,9 @@ def read_sealed(url: str, length: int) -> None:
     read(url, length)
 
 
-def read_until_killed(folder: str, length: int, says: Connection) -> None:
+def read_until_killed(folder: str, length: int, name: str, says: Connection) -> None:
     """Say so, read, and wait: it is going to be killed, be it a moment late."""
-    with attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+    with attach(tiny(name), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         says.send("reading")
         attached.read(tokens(length))
         signal.pause()
@@ -46,9 +46,9 @@ def logits(folder: str, file: str) -> None:
         torch.save(answer(memory), Path(file))
 
 
-def answer(memory: memstore.Memory) -> dict[str, Any]:
+def answer(memory: memstore.Memory, name: str = "llama") -> dict[str, Any]:
     """Logits of a question to ``memory``, the lists behind it, and all stored states."""
-    model = tiny("llama")
+    model = tiny(name)
     document = memory.document("text")
     with attach(model, memory, document="text", retrieval=RETRIEVAL, **SIZES) as attached, torch.no_grad():
         lists_of(attached)

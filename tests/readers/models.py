@@ -43,6 +43,14 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 40, "num_hidden_layers": 4},
     "mistral": {"sliding_window": 100},
     "gpt_oss": {"sliding_window": 40, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+        "num_experts": 4,
+    },
     "opt": {
         "head_dim": None,
         "num_key_value_heads": None,

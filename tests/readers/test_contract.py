@@ -35,6 +35,13 @@ class TestStockByLayer(ReaderTests):
         return tiny("qwen3", seed=seed)
 
 
+class TestStockHybrid(ReaderTests):
+    options: ClassVar[dict[str, Any]] = SIZES
+
+    def model(self, seed: int = 0) -> Any:
+        return tiny("lfm2", seed=seed)
+
+
 class TestDRT(ReaderTests):
     def model(self, seed: int = 0) -> Any:
         return drt.make("rope", seed=seed)

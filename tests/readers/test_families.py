@@ -36,8 +36,9 @@ def test_dense_models_experts_and_compressed_states_are_exact(name: str) -> None
         ("doge", "makes masks of its own"),
         ("moshi", "turns its keys itself"),
         ("roberta", "learned positions begin elsewhere"),
-        ("zaya", "convolutions"),
-        ("qwen3_next", "of its 4 layers attend"),
+        ("zaya", "attend and remember in another way at once"),
+        ("jamba", "read in two parts, a text comes out otherwise"),
+        ("hrm_text", "of its 32 layers attend"),
         ("mamba", "do not call the attention interface"),
     ],
 )

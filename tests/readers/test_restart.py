@@ -19,8 +19,8 @@ from tests.readers.models import tiny, tokens
 LENGTH = 3_000
 
 
-def read_here(folder: Path, length: int = LENGTH) -> None:
-    with memstore.attach(tiny("llama"), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
+def read_here(folder: Path, length: int = LENGTH, name: str = "llama") -> None:
+    with memstore.attach(tiny(name), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
         attached.read(tokens(length))
 
 
@@ -42,14 +42,17 @@ def test_another_process_answers_bit_for_bit(tmp_path: Path) -> None:
     assert_same(here, torch.load(tmp_path / "there.pt", weights_only=True))
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_reading_resumes_to_the_same_memory(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [("llama", 8), *(pytest.param(name, 50, marks=pytest.mark.slow) for name in ("llama", "qwen3_next"))],
+)
+def test_killed_at_random_moments_reading_resumes_to_the_same_memory(tmp_path: Path, name: str, kills: int) -> None:
     """SIGKILL again and again, each some milliseconds into reading; the last reader finishes."""
-    read_here(tmp_path / "undisturbed")
+    read_here(tmp_path / "undisturbed", name=name)
     rng, folder, held, met = random.Random(0), tmp_path / "m", 0, set[int]()
     longest = 0.3  # seconds; longer where nothing was committed, so that slow machines are met at work too
     for number in range(kills):
-        kill_while_reading(folder, LENGTH, delay=rng.uniform(0.0, longest))
+        kill_while_reading(folder, name, delay=rng.uniform(0.0, longest))
         before, held = held, check_what_is_left(folder)
         assert held >= before, "what was committed must stay"
         met.add(held)
@@ -57,13 +60,13 @@ def test_killed_at_random_moments_reading_resumes_to_the_same_memory(tmp_path: P
         if held == LENGTH and number < kills - 1:
             folder, held = tmp_path / f"m{number}", 0
     assert len(met) > kills // 5, "the kills should have met reading at many places"
-    read_here(folder)
+    read_here(folder, name=name)
     with memstore.open(tmp_path / "undisturbed", mode="r") as a, memstore.open(folder, mode="r") as b:
-        assert_same(answer(a), answer(b))
+        assert_same(answer(a, name), answer(b, name))
 
 
-def kill_while_reading(folder: Path, length: int, *, delay: float) -> None:
-    process = forks.begun(read_until_killed, str(folder), length)
+def kill_while_reading(folder: Path, name: str, *, delay: float) -> None:
+    process = forks.begun(read_until_killed, str(folder), LENGTH, name)
     time.sleep(delay)  # the moment of the kill is what is tried
     process.kill()
     process.join()

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def cut_off(model: PreTrainedModel) -> int | None:
     """Take the layers behind the routing one out of ``model``, which then cannot answer; the number of that layer.
 
-    None, and the model stays whole, where some of its layers see a few tokens only: which ones need the memory could
-    not be told from the first layers.
+    None, and the model stays whole, where some of its layers see a few tokens only, or do not attend: which ones need
+    the memory could not be told from the first layers.
     """
-    plans = examine(model).layers
-    if any(plan.local for plan in plans):
+    architecture = examine(model)
+    plans = architecture.layers
+    if architecture.linear is not None or any(plan.local for plan in plans):
         return None
     layer = usual_routing_layer(len(plans))
     (blocks,) = (each for each in model.modules() if isinstance(each, nn.ModuleList) and plans[0].block in set(each))

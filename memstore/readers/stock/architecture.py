@@ -23,6 +23,7 @@ from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.ranks import dividing
 from memstore.readers.stock.heads import counts
+from memstore.readers.stock.linear import LinearLayers, find_linear_layers, has_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,6 +89,7 @@ class LayerPlan:
     """One attention layer of the model."""
 
     index: int
+    """Its number among the layers that attend, which is its number in the memory."""
     module: nn.Module
     block: nn.Module
     """The decoder layer around it, whose input are the hidden states."""
@@ -119,6 +121,8 @@ class Architecture:
     """The position encoding in words, for the fingerprint."""
     divided: Any = None
     """The process group that the heads of each layer are divided among; the plans count all of them."""
+    linear: LinearLayers | None = None
+    """The layers of a hybrid that do not attend, and which of its layers the others are."""
 
 
 @dataclass
@@ -163,19 +167,29 @@ def _examine(model: PreTrainedModel) -> Architecture:
     expected = int(config.num_hidden_layers)
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
-    if len(seen) < expected:
+    once, linear = all(entry.calls == 1 for entry in seen), None
+    if has_linear_layers(model) and once:
+        with torch.no_grad(), _probing(model, _values):
+            found = find_linear_layers(model, len(seen))
+        if isinstance(found, str):
+            raise _unsupported(
+                model,
+                f"what its linear attention, state spaces or convolutions remember cannot be handed on: {found}",
+            )
+        linear = found
+    elif len(seen) < expected:
         raise _unsupported(
-            model,
-            f"only {len(seen)} of its {expected} layers attend, and what the others remember (linear attention, state "
-            "spaces, convolutions) is not kept",
+            model, f"only {len(seen)} of its {expected} layers attend, and what the others remember is not kept"
         )
-    if len(seen) != expected or any(entry.calls != 1 for entry in seen):
+    if linear is None and (len(seen) != expected or not once):
         raise _unsupported(
             model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each"
         )
     if any(isinstance(part, nn.Conv1d) for entry in seen for part in entry.module.modules()):
         raise _unsupported(model, "its attention layers have convolutions, whose states are not kept")
     divided = dividing(seen[0].module)
+    if divided is not None and linear is not None:
+        raise _unsupported(model, "some of its layers do not attend, and they are divided among processes")
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
@@ -197,6 +211,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
         learned_positions=learned,
         positions=_describe_positions(config, learned),
         divided=divided,
+        linear=linear,
     )
 
 
@@ -397,8 +412,13 @@ def _note_keys(
 ) -> tuple[Tensor, None]:
     """An attention function that tells ``again`` its keys."""
     again[module] = k
-    heads = q.shape[1] // v.shape[1]
-    return v.repeat_interleave(heads, 1).transpose(1, 2).contiguous(), None
+    return _values(module, q, k, v)
+
+
+def _values(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:  # noqa: ARG001 - as transformers calls it
+    """An attention function by which each token sees itself alone."""
+    own = v[:, :, v.shape[2] - q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return own.transpose(1, 2).contiguous(), None
 
 
 def _find_rotary(

@@ -49,13 +49,15 @@ class Call(LocalTokens):
         reading: bool = False,
         retrieve: bool = True,
         observers: Sequence[Observer] = (),
+        recurrent: Sequence[Tensor] | None = None,
     ) -> None:
         """``states`` reads those of tokens of ``seen``; without them the call sees no memory.
 
-        ``observers`` are told what every layer retrieves.
+        ``observers`` are told what every layer retrieves. ``recurrent`` is what layers that do not attend go on from,
+        see ``LinearLayers``; without it they have read nothing.
         """
         super().__init__(selection, seen, seen.candidates if retrieve else Candidates(()))
-        self.states, self.reading, self.observers = states, reading, observers
+        self.states, self.reading, self.observers, self.recurrent = states, reading, observers, recurrent
         self.room = 0 if reading else ROOM
         self.sharded = selection if isinstance(selection, ShardedSelection) else None
         if self.sharded and observers:
@@ -532,6 +534,8 @@ class LayerStates(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget the local tokens and what was retrieved for them."""
+        if self.call.selection.architecture.linear is not None:  # whose layers of the cache cannot go back
+            raise InvalidArgument("the cache of a hybrid cannot be used again; start with a new one")
         self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()

@@ -22,6 +22,7 @@ from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
 from memstore.readers.stock.heads import DividedHeads
+from memstore.readers.stock.linear import cache_with
 from memstore.readers.stock.selection import Selection
 from memstore.transfer import to_device
 
@@ -91,14 +92,20 @@ class Hooks:
         Without ``logits`` it ends with what the last layer stores; ``whole``: that layer attends too.
         """
         outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
-        self._next, self._states_only = call, not (logits or whole)
+        linear = self.architecture.linear  # layers that do not attend may come after the last one that does
+        self._next, self._states_only = call, not (logits or whole or linear)
         try:
             ids = to_device([tokens], self.model.device)[0]
             rows = ids if ids.dim() == 2 else ids[None]
+            model = self.model if logits else self.architecture.decoder
+            layers = None if linear is None else linear.layers(call.layers, call.recurrent, len(rows))
+            cache = {} if layers is None else {"past_key_values": cache_with(layers)}
+            result = model(input_ids=rows, use_cache=bool(cache), **cache)
+            if linear is not None and layers is not None:
+                call.recurrent = linear.states(layers)
             if logits:
-                result: Tensor = self.model(input_ids=rows, use_cache=False).logits
-                return result if ids.dim() == 2 else result[0]
-            self.architecture.decoder(input_ids=rows, use_cache=False)
+                told: Tensor = result.logits
+                return told if ids.dim() == 2 else told[0]
         except _Enough:
             pass
         finally:
@@ -150,10 +157,13 @@ class Hooks:
         if isinstance(given.get("attention_mask"), dict):  # of masks by the kind of layer, which nobody needs here
             given["attention_mask"] = self._given_mask
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-        call = self._next if self._next is not None else self._call_of(given)
+        call = self._next if self._next is not None else self._call_of(given, len(inputs))
         tokens = inputs.shape[1]
+        padding = _padding(given.get("attention_mask"), call.length + tokens)
+        if padding is not None and self.architecture.linear is not None:
+            raise InvalidArgument("layers that do not attend would read the padding: give rows of one length")
         call.attending = self._attending
-        call.begin(tokens, _padding(given.get("attention_mask"), call.length + tokens), inputs.device)
+        call.begin(tokens, padding, inputs.device)
         if self._next is None:
             call.observers = self._observers
             ids = given.get("input_ids")
@@ -166,7 +176,7 @@ class Hooks:
             if self.query is not None:
                 self._choose_by_query(call, self.query)
             elif self.selection.retrieval.passes == 2 and not call.length:
-                self._choose_in_a_first_pass(call, given)
+                self._choose_in_a_first_pass(call, given, len(inputs))
         self._call = call
         given["attention_mask"] = None
         if self.architecture.learned_positions:
@@ -201,30 +211,35 @@ class Hooks:
             raise InvalidArgument("another thread is using this attached model; let them take turns")
         self._thread = threading.get_ident()
 
-    def _call_of(self, given: dict[str, Any]) -> Call:
-        """The call that a forward pass belongs to, through its cache; a new one where the cache is empty or missing."""
+    def _call_of(self, given: dict[str, Any], rows: int) -> Call:
+        """The call that a pass over ``rows`` belongs to, by its cache; a new one where that is empty or missing."""
         cache = given.get("past_key_values")
-        if cache is not None and cache.layers and isinstance(cache.layers[0], LayerStates):
-            call: Call = cache.layers[0].call
+        ours = next((layer for layer in cache.layers if isinstance(layer, LayerStates)), None) if cache else None
+        if ours is not None:
+            call: Call = ours.call
             if call.selection is not self.selection:
                 raise InvalidArgument("this cache belongs to another attached memory; start with a new one")
             return call
         call = self._new_call()
+        wanted = _wants_cache(self.model, given)
         if cache is not None:
-            _take_over(cache, call)
+            _take_over(cache, call, rows)
             finalize(cache, call.release)
-        elif _wants_cache(self.model, given):
-            given["past_key_values"] = cache_of(call)
-        else:
+        elif wanted or self.architecture.linear is not None:  # whose states lie in a cache during a single pass too
+            given["past_key_values"] = cache_of(call, rows)
+        if cache is None and not wanted:
             self._loose = call
         return call
 
-    def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any]) -> None:
+    def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any], rows: int) -> None:
         """Run the prompt up to the last layer that has landmarks, and let ``call`` attend to what was chosen there."""
-        first = Call(self.selection, call.seen, call.states)
+        first = Call(self.selection, call.seen, call.states, recurrent=call.recurrent)
         self._next, self._tap = first, {}
         try:
-            keep = {name: given[name] for name in ("input_ids", "inputs_embeds", "attention_mask") if name in given}
+            names = ("input_ids", "inputs_embeds", "attention_mask")
+            keep: dict[str, Any] = {name: given[name] for name in names if name in given}
+            if self.architecture.linear is not None:
+                keep["past_key_values"] = cache_of(first, rows)
             self.architecture.decoder(**keep, use_cache=False)
         except _Enough:
             pass
@@ -344,21 +359,22 @@ def _wants_cache(model: PreTrainedModel, given: dict[str, Any]) -> bool:
     return bool(model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache)
 
 
-def cache_of(call: Call) -> Cache:
+def cache_of(call: Call, rows: int = 1) -> Cache:
     """A cache of transformers that goes on with ``call``."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    _take_over(cache, call)
+    _take_over(cache, call, rows)
     finalize(cache, call.release)
     return cache
 
 
-def _take_over(cache: Cache, call: Call) -> None:
-    """Let the (still empty) cache that transformers made hold our layers."""
+def _take_over(cache: Cache, call: Call, rows: int) -> None:
+    """Let the (still empty) cache that transformers made hold our layers, and those that do not attend beside them."""
     if getattr(cache, "is_compileable", False) or not hasattr(cache, "layers"):
         raise InvalidArgument(f"an attached model needs a dynamic cache, got {type(cache).__name__}")
     if cache.get_seq_length():
         raise InvalidArgument("this cache was filled before the memory was attached; start with a new one")
-    cache.layers = list(call.layers)
+    linear = call.selection.architecture.linear
+    cache.layers = list(call.layers) if linear is None else linear.layers(call.layers, call.recurrent, rows)
     cache.layer_class_to_replicate = None

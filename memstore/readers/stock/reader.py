@@ -27,7 +27,7 @@ from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
-from memstore.readers.stock.reading import Opening, SegmentReading
+from memstore.readers.stock.reading import Opening, SegmentReading, ending, recurrent_at_end
 from memstore.readers.stock.selection import SAMPLE_TOKENS, CandidateLists, Selection, load_router, router_samples
 from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
@@ -171,6 +171,8 @@ class StockReader(Reader):
             return Selection(*options)
         if self.retrieval.rerank:
             raise InvalidArgument("Retrieval.rerank is for one process: leave it out, or process_group")
+        if self.architecture.linear is not None:
+            raise InvalidArgument("a model with layers that do not attend is for one process: leave process_group out")
         return ShardedSelection(self.share, *options)
 
     def _install(self, stack: ExitStack) -> None:
@@ -235,7 +237,17 @@ class StockReader(Reader):
             self.share.ranks.agree(len(seen.candidates), own.state.tokens)
         states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
         states.prefetch(self.selection.architecture.layers, seen)
-        return Call(self.selection, seen, states.read, observers=self.observers)
+        recurrent = None
+        if self.architecture.linear is not None and self._tail:
+            recurrent = self._kept("recurrent", lambda: self._recurrent(own.document))
+        return Call(self.selection, seen, states.read, observers=self.observers, recurrent=recurrent)
+
+    def _recurrent(self, document: Document) -> Sequence[Tensor] | None:
+        """What layers that do not attend go on from, at the end of the document that is continued."""
+        now = {"window": self.window, "sink": self.sink, "segment": self.segment}
+        then = document.reading or {}
+        sizes = {name: then.get(name, size) for name, size in now.items()}
+        return recurrent_at_end(self.hooks, document, self.memory.spec, **sizes).states
 
     def _visible(self) -> tuple[AttachedDocument, Visible] | None:
         """The document that is continued, and what is seen; None where nothing is stored."""
@@ -270,7 +282,7 @@ class StockReader(Reader):
         """See ``Reader``."""
         if text.dim() != 2 or not 0 < opening < text.shape[1]:
             raise InvalidArgument(f"expected an opening of less than the prompt {list(text.shape)}, got {opening}")
-        if len(text) > 1 or self._tail or self.share is not None:
+        if len(text) > 1 or self._tail or self.share is not None or self.architecture.linear is not None:
             return {}
         call = self._new_call()
         if not call.routed:  # a list of all there is would be the same for every question: the whole prompt sees it
@@ -341,10 +353,13 @@ class StockReader(Reader):
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment}
-        reading = SegmentReading(self.hooks, job, self.memory.spec, **sizes)
+        after = recurrent_at_end(self.hooks, job.document, self.memory.spec, **sizes)
+        reading = SegmentReading(self.hooks, job, self.memory.spec, after, **sizes)
         # Blocks of the segment before may be retrieved already, where the window is shorter than a segment.
         ahead = self.window >= self.segment
-        for made in pipelined(segments, reading.compute, reading.commit, ahead=ahead):
+        hybrid = self.architecture.linear is not None  # the last one keeps what the next call goes on from
+        pieces = ending(segments) if hybrid else ((segment, False) for segment in segments)
+        for made in pipelined(pieces, lambda each: reading.compute(each[0], last=each[1]), reading.commit, ahead=ahead):
             yield len(made.tokens)
 
     def _described(self) -> dict[str, Any]:
@@ -484,6 +499,7 @@ def _spec(
         "block_size": size,
         "dtype": fingerprint.dtype,
         "codec": codec,
+        "recurrent": () if architecture.linear is None else architecture.linear.layouts,
         "fingerprint": fingerprint,
     }
     if retrieval.share == "model":

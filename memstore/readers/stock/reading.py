@@ -8,19 +8,21 @@ closing the memory in between, computes the same states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention import sub_block_means
+from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.tensors import as_stored, own_types
-from memstore.readers.reading import Job
+from memstore.readers.reading import Job, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
@@ -34,8 +36,10 @@ class SegmentStates(NamedTuple):
     blocks: list[tuple[Tensor, Tensor]]
     """Keys and values of each layer, ``[n, G, S, D]``, from the incomplete last block on."""
     landmarks: dict[int, Tensor]
+    recurrent: Sequence[Tensor]
+    """What layers that do not attend remember now, where it is to be kept."""
     arrived: Callable[[], None]
-    """Waits until blocks and landmarks are in host memory."""
+    """Waits until all of it is in host memory."""
 
 
 class SegmentReading:
@@ -46,15 +50,18 @@ class SegmentReading:
         hooks: Hooks,
         job: Job,
         spec: MemorySpec,
+        after: Recurrent,
         *,
         window: int,
         sink: int,
         segment: int,
     ) -> None:
+        """``after``: what it goes on from, mostly that of the document's end."""
         self.hooks, self.job, self.document, self.spec = hooks, job, job.document, spec
         self.window, self.sink, self.segment = window, sink, segment
         self.selection = hooks.selection
-        self.tokens = len(job.document)
+        self.tokens, self.recurrent = after
+        self.kept_at = (job.document.recurrent_places() or [0])[-1]
         self._last_logits: Tensor | None = None
         sliding = [plan.sliding or 0 for plan in hooks.architecture.layers if plan.local]
         span = self.selection.retrieval.span
@@ -77,9 +84,14 @@ class SegmentReading:
             kept = stored[:, 0].flatten(0, 1)[: self.tokens - first]
             codes.extend(to_device([kept], self.hooks.model.device)[0], at=first)
 
-    def compute(self, tokens: Tensor) -> SegmentStates:
-        """Read the next ``tokens [T]``, which lie within one segment."""
-        tokens = tokens.long()
+    def compute(self, tokens: Tensor, *, last: bool = True) -> SegmentStates:
+        """Read the next ``tokens [T]``, which lie within one segment; ``last``: no other one follows for now."""
+        self._read(tokens.long())
+        made = self._made(tokens.long(), last=last)
+        self.tokens += len(tokens)
+        return made
+
+    def _read(self, tokens: Tensor) -> None:
         begin = self.tokens // self.segment * self.segment
         seen = visible(
             [AttachedDocument(self.document, 0)],
@@ -89,17 +101,16 @@ class SegmentReading:
             sink=self.sink,
             window=self.window,
         )
-        call = Call(self.selection, seen, self.states.read, reading=True, retrieve=self.job.retrieve)
+        options: dict[str, Any] = {"reading": True, "retrieve": self.job.retrieve, "recurrent": self.recurrent}
+        call = Call(self.selection, seen, self.states.read, **options)
         with along([tokens], self.hooks.model.device) as there:  # with what the index takes up before it is searched
             if call.routed and not self.selection.by_layer:
                 self._choose(call, begin)
         logits = self.hooks.forward(call, there()[0], logits=self._scores(len(tokens)))
         self._score(tokens, logits)
         self._keep(call)
+        self.recurrent = call.recurrent
         call.release()
-        made = self._made(tokens)
-        self.tokens += len(tokens)
-        return made
 
     # Lists come from the tokens before the segment, not from its own: strictly causal, so a perplexity measured while
     # reading is honest, and a text gives the same states however it is cut. Layers that choose for themselves have no
@@ -119,7 +130,7 @@ class SegmentReading:
         for layer, recent in self.codes.items():
             recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
-    def _made(self, tokens: Tensor) -> SegmentStates:
+    def _made(self, tokens: Tensor, *, last: bool) -> SegmentStates:
         """States of all layers as blocks, and landmarks, from the incomplete last block on."""
         size, layers = self.spec.block_size, self.spec.index_layers
         stretch = range(self.tokens // size * size, self.tokens + len(tokens))
@@ -129,11 +140,17 @@ class SegmentReading:
             landmarks = [sub_block_means(blocks[layer][0], self.spec.keys_per_block) for layer in layers]
         else:
             landmarks = [as_blocks(self.codes[layer].read(stretch)[None], size) for layer in layers]
-        copies, arrived = to_host([*chain(*blocks), *landmarks])
-        count = 2 * len(blocks)
+        recurrent, end = self.recurrent or [], self.tokens + len(tokens)
+        if recurrent and (last or end - self.kept_at >= self.spec.recurrent_step):
+            self.kept_at = end
+        else:
+            recurrent = []
+        copies, arrived = to_host([*chain(*blocks), *landmarks, *recurrent])
+        count, marks = 2 * len(blocks), 2 * len(blocks) + len(landmarks)
         of_layers = list(zip(copies[:count:2], copies[1:count:2], strict=True))
         self._settle(blocks, len(tokens))
-        return SegmentStates(tokens, of_layers, dict(zip(layers, copies[count:], strict=True)), arrived)
+        of_index = dict(zip(layers, copies[count:marks], strict=True))
+        return SegmentStates(tokens, of_layers, of_index, copies[marks:], arrived)
 
     # With a codec reading goes on with what the memory gives back of complete blocks, so a text that was interrupted
     # between segments ends in the same states, bit for bit. One that is read in pieces that end within a segment has
@@ -156,6 +173,8 @@ class SegmentReading:
         with self.document.append(made.tokens, reading=options) as batch:
             for layer, (keys, values) in enumerate(made.blocks):
                 batch.put(layer, landmarks=made.landmarks.get(layer), k=keys, v=values)
+            if made.recurrent:
+                batch.put_recurrent(made.recurrent)
 
     def _scores(self, new: int) -> bool:
         return (
@@ -172,6 +191,65 @@ class SegmentReading:
         )
         first = self.tokens + len(tokens) - len(nll)
         self.job.nll.append(nll[max(0, self.job.score_from - first) :].cpu())
+
+
+class Recurrent(NamedTuple):
+    """What layers that do not attend remember of the first tokens of a document."""
+
+    tokens: int
+    states: Sequence[Tensor] | None
+    """As ``LinearLayers`` has them; None where they have read nothing, or there are none."""
+
+
+def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> Recurrent:
+    """That of a document: as it is kept, or computed again from the last that is, by reading what lies behind it.
+
+    Raises ``InvalidArgument`` where not all of that is there any more.
+    """
+    tokens = len(document)
+    if hooks.architecture.linear is None:
+        return Recurrent(tokens, None)
+    after = _last_kept(document, hooks.model.device)
+    if after.tokens == tokens:
+        return after
+    begin = after.tokens // spec.block_size
+    behind = range(begin, document.n_blocks)
+    if document.blocks.start > begin or document.present(behind) != [behind]:
+        raise InvalidArgument(
+            f"document {document.name!r} has lost blocks behind token {after.tokens}, and what layers that do not "
+            "attend remember of them: read the text under another name"
+        )
+    job = Job(document, None, (document.reading or {}).get("retrieve", True))
+    reading = SegmentReading(hooks, job, spec, after, **sizes)
+    rest = document.tokens(behind)[after.tokens - begin * spec.block_size :]
+    with own_types():  # whoever asks may do so in others
+        for segment in segments(iter([rest]), after.tokens, reading.segment):
+            reading.compute(segment)
+    return Recurrent(tokens, reading.recurrent)
+
+
+def _last_kept(document: Document, device: torch.device) -> Recurrent:
+    """The last that is kept and whole."""
+    for place in reversed(document.recurrent_places()):
+        with suppress(DamagedError, NotFound):  # verify names it; what was lost is computed again
+            return Recurrent(place, to_device(document.recurrent(place), device))
+    return Recurrent(0, None)
+
+
+def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Each of ``segments``, and whether it is the last one; that before an error is."""
+    before: Tensor | None = None
+    try:
+        for segment in segments:
+            if before is not None:
+                yield before, False
+            before = segment
+    except Exception:
+        if before is not None:
+            yield before, True
+        raise
+    if before is not None:
+        yield before, True
 
 
 class RecentStates(DocumentStates):

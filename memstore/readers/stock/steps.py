@@ -25,8 +25,8 @@ class CallSteps(Steps):
         call = self.cache
         if call.reading or not call.length or call.padding is not None or call.observers or call.selection.ended:
             return None
-        if call.sharded:  # what ranks tell each other is not recorded
-            return None
+        if call.sharded or call.selection.architecture.linear is not None:
+            return None  # what ranks tell each other is not recorded, nor are states that layers go on from
         if call.routed and call.slots:
             alone = call.selection.by_layer
             missing = any(each.chosen is None and not each.plan.local for each in call.layers)

@@ -1,0 +1,143 @@
+"""Layers of a hybrid that do not attend: linear attention, state spaces, convolutions.
+
+Each keeps one state of all that was read and goes on from it. transformers runs them with its own layers of a cache,
+which stand beside ours. Here their states are carried between such caches and lists of tensors, which a memory stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memstore.memory.tensors import to_record
+from memstore.store.contract import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FIRST, TOKENS = 7, 12
+"""Tokens of the probe: of its first part, and in all."""
+NOISE = 0.2
+"""How much of what states are worth may be lost where they are handed on: roundings, in types of few bits."""
+
+
+class _Slot(NamedTuple):
+    """Where one state lies in a cache."""
+
+    layer: int
+    number: int
+    kind: Literal["conv", "recurrent"]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayers:
+    """The layers that do not attend, and how their states lie in a cache."""
+
+    config: Any
+    """The model's."""
+    attending: tuple[int, ...]
+    """Numbers of the other layers, that attend."""
+    slots: tuple[_Slot, ...]
+    layouts: tuple[Layout, ...]
+    """Of the state in each slot, of one row."""
+
+    def layers(self, attending: Sequence[Any], states: Sequence[Tensor] | None, rows: int) -> list[Any]:
+        """Layers of a cache: ``attending`` in their places, and others that go on from ``states`` in ``rows`` rows.
+
+        Without ``states`` they have read nothing.
+        """
+        made = _empty(self.config)
+        for place, layer in zip(self.attending, attending, strict=True):
+            made[place] = layer
+        for slot, state in zip(self.slots, states, strict=True) if states is not None else ():
+            layer, all_rows = made[slot.layer], state.expand(rows, *state.shape)
+            if slot.kind == "conv":
+                layer.update_conv_state(all_rows, slot.number)
+            else:
+                layer.update_recurrent_state(all_rows, slot.number)
+            layer.has_previous_state[slot.number] = True
+        return made
+
+    def states(self, layers: Sequence[Any]) -> list[Tensor]:
+        """The states in the layers of a cache of one row, which the next pass over that cache changes."""
+        return [state[0] for state in _states(layers, self.slots)]
+
+
+def has_linear_layers(model: PreTrainedModel) -> bool:
+    """Whether a cache of ``model`` has layers for what is no key and no value."""
+    try:
+        return any(hasattr(layer, "conv_states") for layer in _empty(model.config))
+    except (AttributeError, KeyError, TypeError, ValueError):  # its layers are of no kind that transformers keeps
+        return False
+
+
+def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers | str:
+    """The layers of ``model`` that do not attend, where ``attending`` others do; or why it cannot go on from states.
+
+    It is tried: tokens that see themselves alone where they attend, read in two parts with nothing between these but
+    the states, come out as they do in one; and otherwise without the states of either kind. Positions begin anew in
+    the second part: a layer must not know any.
+    """
+    tokens = torch.arange(1, TOKENS + 1, device=model.device)[None]
+    tokens = tokens % int(model.config.get_text_config(decoder=True).vocab_size)
+    whole = _run(model, tokens, _empty(model.config))[:, FIRST:]
+    first = _empty(model.config)
+    _run(model, tokens[:, :FIRST], first)
+    places = tuple(place for place, layer in enumerate(first) if getattr(layer, "keys", None) is not None)
+    slots = tuple(_slots(first))
+    if len(places) != attending or any(slot.layer in places for slot in slots):
+        return "its layers attend and remember in another way at once"
+    states = _states(first, slots)
+    found = LinearLayers(model.config, places, slots, tuple(to_record(state[0]).layout for state in states))
+
+    def lost(kinds: set[str]) -> float:
+        """How far the second part is from what it is in the whole, without the states of ``kinds``."""
+        given = [state * (slot.kind not in kinds) for slot, state in zip(slots, found.states(first), strict=True)]
+        unread = _empty(model.config)
+        layers = found.layers([unread[place] for place in places], given, 1)
+        return float((_run(model, tokens[:, FIRST:], layers) - whole).float().abs().mean())
+
+    worth = min(lost({kind}) for kind in {slot.kind for slot in slots})
+    return found if lost(set()) < NOISE * worth else "read in two parts, a text comes out otherwise than in one"
+
+
+def _run(model: PreTrainedModel, tokens: Tensor, layers: list[Any]) -> Tensor:
+    """The states ``[1, T, hidden]`` that ``tokens [1, T]`` come out with."""
+    return model.base_model(input_ids=tokens, past_key_values=cache_with(layers), use_cache=True)[0]  # type: ignore[no-any-return]
+
+
+def cache_with(layers: list[Any]) -> Any:
+    """A cache of transformers with these layers."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.layers, cache.layer_class_to_replicate = layers, None
+    return cache
+
+
+def _empty(config: Any) -> list[Any]:
+    """The layers of a new cache."""
+    from transformers import DynamicCache
+
+    return list(DynamicCache(config=config).layers)
+
+
+def _slots(layers: Sequence[Any]) -> list[_Slot]:
+    """The states that there are."""
+    found = []
+    for place, layer in enumerate(layers):
+        for number in getattr(layer, "conv_states", ()):
+            if layer.is_conv_states_initialized[number]:
+                found.append(_Slot(place, number, "conv"))
+            if layer.is_recurrent_states_initialized[number]:
+                found.append(_Slot(place, number, "recurrent"))
+    return found
+
+
+def _states(layers: Sequence[Any], slots: Sequence[_Slot]) -> list[Tensor]:
+    kinds = {"conv": "conv_states", "recurrent": "recurrent_states"}
+    return [getattr(layers[slot.layer], kinds[slot.kind])[slot.number] for slot in slots]
