@@ -259,11 +259,6 @@ class SharedLayer(LayerView):
         own = super().gather(ids[owners == self._share.ranks.rank], device=device)
         return dict(zip(own, self._together(list(own.values()), owners), strict=True))
 
-    def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
-        """See ``LayerView``: each rank reads its own ahead."""
-        ids = torch.as_tensor(blocks, dtype=torch.int64).cpu()
-        super().prefetch(ids[self._share.mine(self._document, ids)])
-
     def _candidates(self, allowed: range | Tensor | None) -> Tensor:
         """Complete blocks ``[n]`` that are there and ``allowed``."""
         complete = self._document.complete_blocks
