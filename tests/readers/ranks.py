@@ -14,12 +14,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from memstore import Retrieval
-from memstore.errors import InvalidArgument, MemstoreError
+from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.readers import ranks as module
 from memstore.readers.fingerprint import digest_of_weights
 from tests.pretended import CUDA, on_device, pretended, real
@@ -143,6 +144,19 @@ def work_loaded_in_parts(rank: int, size: int, folder: str, case: str) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert len(weight.to_local()) == len(weight) // size
     torch.save(answer(f"{folder}/m", case, model=model), f"{folder}/{size}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def work_fully_sharded(rank: int, size: int, folder: str) -> None:
+    """Write down how a model is refused whose weights are brought together layer by layer."""
+    join(rank, size, folder)
+    model = tiny("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    try:
+        attach(fully_shard(model), f"{folder}/m", mode="r")
+    except UnsupportedModel as error:
+        Path(f"{folder}/{rank}.txt").write_text(str(error))
     dist.destroy_process_group()
 
 

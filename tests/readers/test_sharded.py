@@ -93,6 +93,11 @@ def test_a_model_that_transformers_divides_answers_as_the_whole_one(tmp_path: Pa
     check(tmp_path, alone, 2)
 
 
+def test_a_model_that_is_brought_together_layer_by_layer_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(ranks.work_fully_sharded, 2, str(tmp_path)) == [0, 0]
+    assert "fully_shard brings its weights together" in (tmp_path / "1.txt").read_text()
+
+
 def test_the_digest_of_divided_weights_waits_for_nobody_who_has_kept_it(tmp_path: Path) -> None:
     assert run_ranks(ranks.work_on_computers_of_their_own, 2, str(tmp_path)) == [0, 0]
 

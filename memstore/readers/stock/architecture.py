@@ -162,6 +162,11 @@ def _examine(model: PreTrainedModel) -> Architecture:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:  # masks, rotations and states of the memory lie on one
         raise _unsupported(model, f"its weights lie on {' and '.join(devices)}; load it onto one, without device_map")
+    if dividing(model) is not None and _fully_sharded(model):  # a pass that ends early would leave them as they are
+        raise UnsupportedModel(
+            f"cannot attach a memory to {type(model).__name__}: fully_shard brings its weights together for each "
+            "layer that computes. Give each process the whole model, or divide the heads of its layers instead"
+        )
     config = model.config.get_text_config(decoder=True)
     seen = _run_probe(model, config)
     expected = int(config.num_hidden_layers)
@@ -213,6 +218,12 @@ def _examine(model: PreTrainedModel) -> Architecture:
         divided=divided,
         linear=linear,
     )
+
+
+def _fully_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: int) -> LayerPlan:
