@@ -2,8 +2,8 @@
 
     python benchmarks/framing.py --paragraphs 100
 
-SQuAD's first paragraphs; evidence among 8 blocks. ``search`` is given the whole prompt, ``ask`` what somebody says: it
-chooses with the longest question in it. (``generate(query=...)`` is given the question, and looks at nothing else.)
+SQuAD's first paragraphs; evidence among 8 blocks. ``search`` is given the whole text, as ``ask`` and
+``generate(query=...)`` are, and looks for the question in it. ``same``: how many questions it finds word for word.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import HALVES, Question
 from memstore.eval.questions.shallow import cut_off
 from memstore.eval.resources import hardware
-from memstore.readers.asking import wanted_in
+from memstore.readers.asking import asked_in
 from memstore.tools.models import load_model
 
 CHATTER = """
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--paragraphs", type=int, default=100)
     parser.add_argument("--questions", type=int)
     parser.add_argument("--half", choices=HALVES, default="held-out")
-    parser.add_argument("--frames", type=int, help="the first of them alone: long prompts take long")
+    parser.add_argument("--frames", type=int, help="the first of them alone")
     parser.add_argument("--words", type=float, default=2.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,7 +62,9 @@ def main() -> None:
         for name, frame in list(frames(tokenizer).items())[: options.frames]:
             ranker = MemoryRanker(reader, name)
             framed = [Question(each.id, frame(each.text), each.answers, each.evidence) for each in questions]
-            rows += recall(ranker, framed, pool, block_size=reader.memory.spec.block_size)
+            same = sum(asked_in(tokenizer, f.text) == each.text for f, each in zip(framed, questions, strict=True))
+            found = recall(ranker, framed, pool, block_size=reader.memory.spec.block_size)
+            rows += [{**row, "same": same} for row in found]
     facts = {"model": options.model, "tokens": len(pool.tokens), "half": options.half, "words": options.words}
     print(json.dumps({**facts, "rows": rows, **hardware()}))
 
@@ -77,12 +79,11 @@ def frames(tokenizer: Any) -> dict[str, Callable[[str], str]]:
 
     return {
         "bare": lambda question: question,
-        "ask, behind 500 words": lambda question: wanted_in(f"{chatter} {question}"),
-        "ask, before 500 words": lambda question: wanted_in(f"{question} {chatter}"),
         "Question: ... Answer:": lambda question: f"Question: {question}\nAnswer:",
         "chat template": in_template,
-        "search, behind 500 words": lambda question: f"{chatter} {question}",
-        "search, before 500 words": lambda question: f"{question} {chatter}",
+        "behind 500 words": lambda question: f"{chatter} {question}",
+        "before 500 words": lambda question: f"{question} {chatter}",
+        "chat template, behind 500 words": lambda question: in_template(f"{chatter} {question}"),
     }
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -33,8 +34,9 @@ THINK, THOUGHT = "<think>", "</think>"
 """Around what a model thinks aloud."""
 LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
-_SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
+_SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
 """Where a sentence ends: not behind "Dr." and the like."""
+_LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
@@ -335,6 +337,37 @@ def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
 
 
+def asked_in(tokenizer: Any, text: str) -> str:
+    """What is looked up for a query: the question in it, without the frame that it may be given in.
+
+    Of a conversation in the chat template that is what the user says last, of ``Question: ... Answer:`` what stands
+    between the labels (the last ones), and of a long message what is ``wanted_in`` it.
+    """
+    said = _said_last(tokenizer, text)
+    labelled = _LABELLED.fullmatch(said)
+    return wanted_in(labelled[1] if labelled else said)
+
+
+def _said_last(tokenizer: Any, text: str) -> str:
+    """What a user says last, where ``text`` begins as a rendered conversation does, with a control token; or all."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {*getattr(tokenizer, "all_special_tokens", []), *(str(each) for each in added if each.special)}
+    frame = None
+    if text.lstrip().startswith(tuple(names)):
+        with suppress(InvalidArgument):  # a template that does not work has rendered nothing
+            frame = Template.of(tokenizer)
+    if frame is None:
+        return text
+    control = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    backwards = zip(reversed(frame.opening), reversed(frame.following), strict=False)
+    before = "".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], backwards))[::-1]
+    end = control.match(before)  # of the turn before, which the first turn has none of
+    if end and control.search(before, end.end()):
+        before = before[end.end() :].lstrip()
+    _, found, said = text.rpartition(before)
+    return (control.split(said)[0].strip() if found and control.search(before) else "") or text
+
+
 def wanted_in(words: str) -> str:
     """What somebody wants to know who says ``words``: all of it, or the longest question in it, where it is long.
 
@@ -344,7 +377,7 @@ def wanted_in(words: str) -> str:
     if len(words.split()) <= LONG:
         return words
     *said, last = _SENTENCES.split(words.strip())
-    asked = [each for each in (*said, last) if each.rstrip().endswith(("?", "\uff1f"))]
+    asked = [each for each in (*said, last) if each.rstrip(" \"')\u201d\u2019").endswith(("?", "\uff1f"))]
     if last[-1:].isalnum() and _ASKING.search(last):  # the mark is often left out where a message ends
         asked.append(last)
     return max(reversed(asked), key=len, default=words)
@@ -358,7 +391,7 @@ def answered(
     options = {"do_sample": False, **options}
     if teller.frame is not None:
         if reader.kind in OPTIONS["query"] and reader.retrieval.share == "model":
-            options["query"] = wanted_in(question)  # not the template around it, which is the same for all questions
+            options["query"] = question  # not the template around it, which is the same for all questions
             opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
             if prompt[0, : len(opening)].tolist() == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)

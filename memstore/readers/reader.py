@@ -23,14 +23,14 @@ from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
 from memstore.memory.tensors import own_types
 from memstore.progress import progress_bar
-from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, framed
+from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
 from memstore.readers.attachment import Attachment
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import encode
 from memstore.readers.observer import Recording
 from memstore.readers.reading import Chunks, Job, ReadResult, common_tokens, compare, evaluating, is_flat, segments
-from memstore.readers.retrieval import check_options
+from memstore.readers.retrieval import OPTIONS, check_options
 
 
 class Reader(Attachment):
@@ -309,7 +309,10 @@ class Reader(Attachment):
 
     def _query(self, text: str | Tokens) -> Tensor:
         """Text that chooses blocks as tokens ``[n]`` int64."""
-        tokens = as_tokens(self._encoded(text) if isinstance(text, str) else text)
+        if isinstance(text, str):
+            asks = self.kind in OPTIONS["query"] and self.retrieval.share == "model"
+            text = self._encoded(asked_in(self.tokenizer, text) if asks else text)
+        tokens = as_tokens(text)
         if not len(tokens):
             raise InvalidArgument("a query needs at least one token")
         return self._checked(tokens).long()
@@ -475,6 +478,8 @@ class Reader(Attachment):
     def search(self, text: str | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
         """The ``top_k`` blocks that ``text``, tokens ``[n]`` or a string, finds after the document, best first.
 
+        Where a question chooses by itself, it is looked for in a string: the user's last words of a rendered
+        conversation, what stands between ``Question:`` and ``Answer:``, the longest question of more than 50 words.
         ``layer``: one that retrieves; which ones it may be, and what scores mean, is a matter of the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """

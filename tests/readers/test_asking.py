@@ -11,8 +11,9 @@ import pytest
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.readers.asking import wanted_in
+from memstore.readers.asking import asked_in, wanted_in
 from memstore.readers.reader import Reader
+from tests.eval.drts import byte_tokenizer
 from tests.instruct import TEMPLATE, instruct_model, instruct_tokenizer, saying
 
 LINES = [f"Line {i} of the log tells of nothing new." for i in range(30)]
@@ -156,6 +157,7 @@ def test_the_longest_question_in_a_long_message_chooses_and_not_the_message(read
     assert wanted_in(f"{letter}What did Dr. Ito say of the U.S. in May?") == "What did Dr. Ito say of the U.S. in May?"
     assert wanted_in(f"How was your week? {letter}what is new in line 7") == "what is new in line 7"
     assert wanted_in(f"How was your week? Where was Dyrrachium? {letter}") == "Where was Dyrrachium?"
+    assert wanted_in(f'Who wrote "Whose whale is it?" {letter}') == 'Who wrote "Whose whale is it?"'
     assert wanted_in(letter) == letter
     assert wanted_in(f"{letter}So long, Ada") == f"{letter}So long, Ada"
     assert wanted_in("It rained. Why?") == "It rained. Why?"
@@ -164,6 +166,56 @@ def test_the_longest_question_in_a_long_message_chooses_and_not_the_message(read
         return {block for _, block, _ in reader.ask(words, max_tokens=2).used}
 
     assert chosen(f"{letter}What is new in line 7?") == chosen("What is new in line 7?")
+
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe helpful.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ {'assistant': 'model'}.get(m['role'], m['role']) }}\n"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MARKED = {
+    "chatml": (CHATML, ("<|im_start|>", "<|im_end|>")),
+    "turns": (TURNS, ("<bos>", "<start_of_turn>", "<end_of_turn>")),
+    "names": (TEMPLATE, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
+}
+
+
+@pytest.mark.parametrize("form", MARKED)
+def test_the_question_is_found_in_a_rendered_conversation(form: str) -> None:
+    template, marks = MARKED[form]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    tokenizer.chat_template, tokenizer.bos_token = template, marks[0]
+    said = [{"role": "user", "content": "Hello\nthere."}, {"role": "assistant", "content": "What is it?"}]
+    asked = {"role": "user", "content": "What is new\nin line 7?"}
+    for turns in ([asked], [*said, asked], [{"role": "user", "content": "Be brief."}, said[1], asked]):
+        for answers in (True, False):
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answers)
+            assert asked_in(tokenizer, text) == asked["content"]
+    assert asked_in(tokenizer, f"What is {marks[0]}?") == f"What is {marks[0]}?"
+    assert asked_in(tokenizer, f"{marks[0]} is what?") == f"{marks[0]} is what?"
+
+
+def test_the_question_is_found_between_its_labels() -> None:
+    assert asked_in(None, "Question: Who came?\nAnswer:") == "Who came?"
+    assert asked_in(None, "Q: Who went?\nA: Ada.\n\nQ: Who\ncame?\nA: ") == "Who\ncame?"
+    for text in ("Question: Who came?", "The question: who came?\nAnswer: Ada.", "Answer: Ada"):
+        assert asked_in(None, text) == text
+
+
+def test_a_frame_around_a_question_finds_the_same(reader: Reader) -> None:
+    question = "What is new in line 7?"
+    turns = [{"role": "user", "content": question}]
+    template = reader.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    wanted = reader.search(question)
+    for text in (template, f"Question: {question}\nAnswer:", f"{'We stayed at home. ' * 20}{question}"):
+        assert reader.search(text) == wanted
+        assert reader.search(reader.tokenizer(text).input_ids) != wanted, "tokens are taken as they are"
 
 
 def test_raw_words_are_gone_on_from(reader: Reader) -> None:
