@@ -195,7 +195,7 @@ def test_the_question_is_found_in_a_rendered_conversation(form: str) -> None:
     asked = {"role": "user", "content": "What is new\nin line 7?"}
     for turns in ([asked], [*said, asked], [{"role": "user", "content": "Be brief."}, said[1], asked]):
         for answers in (True, False):
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answers)
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answers))
             assert asked_in(tokenizer, text) == asked["content"]
     assert asked_in(tokenizer, f"What is {marks[0]}?") == f"What is {marks[0]}?"
     assert asked_in(tokenizer, f"{marks[0]} is what?") == f"{marks[0]} is what?"
