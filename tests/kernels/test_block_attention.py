@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import block_attention, merge_attention
-from memstore.kernels.block_attention import attend
+from memstore.kernels.block_attention import attend, fused
 from tests.pairs import pairs
 from tests.pretended import pretended
 
@@ -179,6 +179,14 @@ def test_flash_attention_gives_the_log_sum_exp_of_the_reference(
     assert found[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert (found[0].double() - exact[0]).abs().max() <= limit
     torch.testing.assert_close(found[1].double(), exact[1], atol=limit, rtol=limit)
+
+
+def test_heads_share_keys_where_pytorch_gives_each_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.6 does on a CPU."""
+    q, k, v = inputs(2, 6, 2, 63)
+    monkeypatch.setattr(fused, "SHARES_KEYS", False)
+    found = block_attention(q, k, v, backend="torch")
+    torch.testing.assert_close(found, block_attention(q, k, v, backend="reference"))
 
 
 def test_flash_attention_says_what_it_cannot() -> None:

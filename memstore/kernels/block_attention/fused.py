@@ -12,6 +12,20 @@ from torch import Tensor
 
 ROW = 16
 """Numbers between whose multiples rows of a mask have to begin on a GPU."""
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _shares_keys() -> bool:
+    """Whether PyTorch lets several heads of queries share keys there.
+
+    In PyTorch 2.6 each takes keys of its own without looking whether they are there. Here they are, behind the others.
+    """
+    values = torch.tensor([1.0, 2.0], device="cpu").view(1, 2, 1, 1)
+    out = _CPU(torch.zeros(1, 2, 1, 1, device="cpu"), values[:, :1], values[:, :1], 0.0, False)[0]
+    return bool((out == 1).all())
+
+
+SHARES_KEYS = _shares_keys()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
@@ -87,8 +101,9 @@ def attend_with_lse(
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask.expand(batch, -1, tokens, k.shape[2])
     if q.device.type == "cpu":
-        cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        if not SHARES_KEYS:
+            k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        out, lse = _CPU(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     else:
         repeats = heads // k.shape[1]
         # Heads of one group become those of a row: its keys are there once, seen with a stride of 0.
