@@ -21,6 +21,7 @@ WAITING = (
     10  # times as long it may take by the clock, which goes on where a machine is busy or halted; then SIGALRM does
 )
 _TRACE_ME, _SINGLE_STEP, _SYSCALL = 0, 9, 24  # of <sys/ptrace.h>
+_PARENT_DEATH_SIGNAL = 1  # of <sys/prctl.h>
 
 Say = Callable[[str], None]
 
@@ -84,7 +85,10 @@ class Child:
 
 
 def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
-    """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1."""
+    """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1.
+
+    On Linux it ends with its parent.
+    """
     hear, say = os.pipe()
     sys.stdout.flush()
     pid = os.fork()
@@ -94,6 +98,8 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
     os.close(hear)
     code = 1
     try:
+        if sys.platform == "linux":  # it may be stopped, and nobody else would know of it
+            _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what its parent does then is not for it to do
         signal.setitimer(signal.ITIMER_PROF, patience)
         signal.alarm(WAITING * patience)

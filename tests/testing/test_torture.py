@@ -59,6 +59,27 @@ def test_nothing_is_left_where_it_is_told_to_end(tmp_path: Path) -> None:
     assert "interrupted" in told
 
 
+ORPHAN = """
+import os, pathlib, time
+from memstore.testing.processes import fork
+
+def outlive(say):
+    say("begun")
+    time.sleep(20)
+    pathlib.Path("here").touch()
+
+parent = fork(lambda say: fork(lambda _: outlive(say)).wait())
+os.read(parent.pipe, 1)
+parent.kill()  # returns when both have ended
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's end")
+def test_what_is_forked_ends_with_its_parent(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ORPHAN], cwd=tmp_path, check=True, timeout=120)
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
