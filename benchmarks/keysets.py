@@ -8,6 +8,8 @@ parts, each of which is there whole or not at all; reading more text later goes 
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from memstore.attention import Router
 from memstore.errors import InvalidArgument
+from memstore.folders import cache_folder
 
 PART = 16_384
 """Keys in one file."""
@@ -53,6 +56,18 @@ class KeySet:
     """What the model multiplies inner products with before its softmax."""
     origin: str
     """How it was made, in a sentence."""
+
+
+def parsed(parser: argparse.ArgumentParser, table: Callable[[Any], str]) -> argparse.Namespace:
+    """The options of a comparison that keeps its rows in a file; ``--table`` prints such a file and ends."""
+    parser.add_argument("--folder", type=Path, default=cache_folder() / "keysets", help="where keys of models are kept")
+    parser.add_argument("--out", type=Path, help="where all rows are written, as JSON")
+    parser.add_argument("--table", type=Path, metavar="ROWS", help="print such a file as a table in Markdown instead")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.table.read_text("utf-8"))))
+        parser.exit()
+    return options
 
 
 def clustered(n: int, dim: int = 64, *, queries: int = 256, seed: int = 0) -> KeySet:

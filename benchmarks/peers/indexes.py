@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import faiss
@@ -29,7 +28,6 @@ from benchmarks import keysets
 from benchmarks.index import LAYERS_AND_HEADS, K, aim, build, by_turns, recall, true_best
 from benchmarks.keysets import KeySet
 from memstore.eval.resources import hardware
-from memstore.folders import cache_folder
 from memstore.index.cluster_index import ClusterIndex
 
 Ids = np.ndarray[Any, np.dtype[Any]]
@@ -52,13 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keys", type=int, default=65_536)
     parser.add_argument("--recall", type=float, default=0.95)
-    parser.add_argument("--folder", type=Path, default=cache_folder() / "keysets", help="where keys of models are kept")
-    parser.add_argument("--out", type=Path, help="where all rows are written, as JSON")
-    parser.add_argument("--table", type=Path, metavar="ROWS", help="print such a file as a table in Markdown instead")
-    options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(options.table.read_text("utf-8"))))
-        return
+    options = keysets.parsed(parser, table)
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     keysets.collect_smollm2(options.folder, options.keys, layers=(4, 8))

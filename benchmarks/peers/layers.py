@@ -31,7 +31,6 @@ from memstore.attention.knn import KNNAttention, TokenMemory, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.eval.resources import hardware
-from memstore.folders import cache_folder
 from memstore.memory import Fingerprint
 
 SEGMENT, HEADS, DIM, TOP_K = 512, 8, 64, 32
@@ -151,13 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="tokens in the memory")
     parser.add_argument("--rounds", type=int, default=7, help="segments that are measured")
-    parser.add_argument("--folder", type=Path, default=cache_folder() / "keysets", help="where keys of models are kept")
-    parser.add_argument("--out", type=Path, help="where all rows are written, as JSON")
-    parser.add_argument("--table", type=Path, metavar="ROWS", help="print such a file as a table in Markdown instead")
-    options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(options.table.read_text("utf-8"))))
-        return
+    options = keysets.parsed(parser, table)
     import faiss
 
     torch.set_num_threads(1)

@@ -193,8 +193,8 @@ def recurrent_between(document: Document, first: int, last: int) -> Iterator[tup
 
     Raises ``DamagedError``.
     """
-    for place in document.recurrent_places():
-        if first < place <= last:
+    for place in document.recurrent_places(first + 1):
+        if place <= last:
             with suppress(NotFound):  # who appends takes the last one away, and who needs it computes it again
                 yield place, document.recurrent(place)
 

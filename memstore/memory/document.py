@@ -231,21 +231,20 @@ class Document:
 
         prefetch([self.layer(layer) for layer in layers], blocks)
 
-    def recurrent_places(self) -> list[int]:
-        """After how many of its tokens its recurrent state is kept, ascending; see ``recurrent``."""
+    def recurrent_places(self, first: int = 0) -> list[int]:
+        """After how many of its tokens, ``first`` at least, its recurrent state is kept, ascending."""
         state = self._handle.current()
         if self._handle.id is None or not self._shared.spec.recurrent:
             return []
-        return kept(self._shared.store, self._handle.id, state.tokens)
+        return kept(self._shared.store, self._handle.id, state.tokens, first=first)
 
     def recurrent(self, tokens: int) -> list[Tensor]:
         """What layers that do not attend remember of its first ``tokens`` tokens; one of ``recurrent_places``.
 
         As ``spec.recurrent`` says. Raises ``NotFound`` where it is not kept, and ``DamagedError``.
         """
-        if tokens not in self.recurrent_places():
-            raise NotFound(f"document {self.name!r}: the recurrent state after {tokens} tokens is not kept.")
-        assert self._handle.id is not None
+        if self._handle.id is None or not 0 < tokens <= self._handle.current().tokens:
+            raise NotFound(f"document {self.name!r} has no recurrent state after {tokens} tokens.")
         return read(self._shared.store, self._shared.spec.recurrent, self._handle.id, tokens)
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memstore.errors import DamagedError
+from memstore.errors import DamagedError, NotFound
 from memstore.memory.entry import Address
 from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Layout, Record, describe
 
@@ -20,18 +20,20 @@ if TYPE_CHECKING:  # a memory is checked and forgotten without PyTorch, which ta
     from torch import Tensor
 
 
-def kept(store: BlockStore, number: int, tokens: int) -> list[int]:
-    """The places of a document, in tokens up to ``tokens``, of which the state is kept; ascending."""
+def kept(store: BlockStore, number: int, last: int, *, first: int = 0) -> list[int]:
+    """The places of a document, in tokens from ``first`` to ``last``, of which the state is kept; ascending."""
     address = Address(number)
-    return [key.item for key in store.keys(address.recurrent(0), address.recurrent(tokens))]
+    return [key.item for key in store.keys(address.recurrent(first), address.recurrent(last))]
 
 
 def read(store: BlockStore, layouts: Sequence[Layout], number: int, place: int) -> list[Tensor]:
-    """The state after the first ``place`` tokens of a document. Raises ``DamagedError``."""
+    """The state after the first ``place`` tokens of a document. Raises ``NotFound`` and ``DamagedError``."""
     from memstore.memory.tensors import from_record
 
     key = Address(number).recurrent(place)
-    records = store.get(key) or ()
+    records = store.get(key)
+    if records is None:
+        raise NotFound(f"{describe(key)}: the recurrent state after {place} tokens is not kept")
     if [record.layout for record in records] != list(layouts):
         raise DamagedError(f"{describe(key)}: it is not the state of this model's layers; run verify")
     return [from_record(record) for record in records]

@@ -67,8 +67,8 @@ def salvage(source: str | Path, target: str | Path, *, key: KeySource | None = N
     """Save what can be read of the memory at ``source`` into a new one at ``target``, document by document.
 
     Documents that shared blocks share none in the new memory. ``key``, as for ``memstore.open``, is that of both.
-    Raises ``InvalidArgument`` where something is at
-    ``target``, ``DamagedError`` where not even the header can be read, ``StoreFull`` and whatever opening raises.
+    Raises ``InvalidArgument`` where something is at ``target``, ``DamagedError`` where not even the header can be read,
+    ``StoreFull`` and whatever opening raises.
     """
     master = None if key is None else read_key(key)
     skip, again = set[At](), False
@@ -214,10 +214,12 @@ class _Rescue:
     def _recurrent(self, state: DocumentState, block: int) -> dict[int, list[Tensor]]:
         """The recurrent states in a block, by their places; those that are damaged can be computed again."""
         found, spec, store = dict[int, list[Tensor]](), self._old.spec, self._old.store
-        for place in recurrent.kept(store, self._number, state.tokens) if spec.recurrent else ():
-            if block * self._size < place <= (block + 1) * self._size:
-                with suppress(DamagedError):
-                    found[place] = recurrent.read(store, spec.recurrent, self._number, place)
+        if not spec.recurrent:
+            return found
+        last = min(state.tokens, (block + 1) * self._size)
+        for place in recurrent.kept(store, self._number, last, first=block * self._size + 1):
+            with suppress(DamagedError, NotFound):
+                found[place] = recurrent.read(store, spec.recurrent, self._number, place)
         return found
 
     def _flush(self, target: Document) -> None:

@@ -21,7 +21,6 @@ from memstore.memory import Traces
 from memstore.memory.search import Match
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
-from memstore.readers.retrieval import OPTIONS, Retrieval
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder
@@ -49,8 +48,11 @@ class Asker(Protocol):
     tokenizer: Any
     kind: ClassVar[Kind]
     several: ClassVar[bool]
-    retrieval: Retrieval
     names: list[str] | None
+
+    @property
+    def takes_questions(self) -> bool:
+        """Whether a question chooses blocks by itself."""
 
     @property
     def memory(self) -> Memory:
@@ -390,7 +392,7 @@ def answered(
     memory = reader.memory
     options = {"do_sample": False, **options}
     if teller.frame is not None:
-        if reader.kind in OPTIONS["query"] and reader.retrieval.share == "model":
+        if reader.takes_questions:
             options["query"] = question  # not the template around it, which is the same for all questions
             opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
             if prompt[0, : len(opening)].tolist() == opening:  # not where a conversation goes on

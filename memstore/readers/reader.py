@@ -307,11 +307,15 @@ class Reader(Attachment):
                 options |= self._with_opening(text, opening)
             return self._generate(text, trace=trace, **options)
 
+    @property
+    def takes_questions(self) -> bool:
+        """Whether a question chooses blocks by itself, whatever prompt it stands in; see ``Retrieval.share``."""
+        return self.kind in OPTIONS["query"] and self.retrieval.share == "model"
+
     def _query(self, text: str | Tokens) -> Tensor:
         """Text that chooses blocks as tokens ``[n]`` int64."""
         if isinstance(text, str):
-            asks = self.kind in OPTIONS["query"] and self.retrieval.share == "model"
-            text = self._encoded(asked_in(self.tokenizer, text) if asks else text)
+            text = self._encoded(asked_in(self.tokenizer, text) if self.takes_questions else text)
         tokens = as_tokens(text)
         if not len(tokens):
             raise InvalidArgument("a query needs at least one token")

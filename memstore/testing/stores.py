@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -70,12 +71,12 @@ def same(found: tuple[Record, ...] | None, expected: tuple[Record, ...]) -> bool
     ]
 
 
-class StoreTests:
+class StoreTests(ABC):
     """What every block store must do."""
 
+    @abstractmethod
     def open_store(self, path: Path) -> BlockStore:
-        """Make the store at ``path`` or open the one that is there. Subclasses say how."""
-        raise NotImplementedError
+        """Make the store at ``path`` or open the one that is there."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[BlockStore]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -143,20 +144,20 @@ def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Ten
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": labels, "begins": begins}
 
 
-class StreamTrainer(MemoryTrainer):
+class StreamTrainer(MemoryTrainer, ABC):
     """Trains on the batches of ``Streams``. Subclasses say what the memory is; checkpoints hold it too."""
 
+    @abstractmethod
     def clear(self, row: int) -> None:
         """Forget what a row has read, where another document begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remembered(self) -> dict[str, Tensor]:
         """What all rows have read, as tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remember(self, state: dict[str, Tensor]) -> None:
         """The inverse of ``remembered``."""
-        raise NotImplementedError
 
     def segment(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the model gets of a batch; rows where a document begins forget the one before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ class MemoryTrainer(Trainer):
         super().log({**logs, **means}, start_time)
 
 
-class AnswerTrainer(MemoryTrainer):
+class AnswerTrainer(MemoryTrainer, ABC):
     """Trains on the batches of ``needles.Rows``: the answer's loss, and some language modelling."""
 
     def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
@@ -210,13 +211,13 @@ class AnswerTrainer(MemoryTrainer):
         self.learned(answer.detach(), found)
         return self.recipe.answer_weight * answer + self.recipe.text_weight * text
 
+    @abstractmethod
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Logits of a batch, ``[B, T, vocab]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def learned(self, answer: Tensor, found: float) -> None:
         """Hear of the answers' loss, and of the part of the needles that was found."""
-        raise NotImplementedError
 
     def _note(self, name: str, value: Tensor) -> None:
         self.parts.setdefault(name, []).append(value.detach())
