@@ -12,10 +12,11 @@ garbage collection.
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 import memstore
+from memstore.eval.resources import hardware
 from tests.tools.inspector.pages import CHROMEDRIVER, CHROMIUM, chromium, fill, served, small_spec
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 VOCABULARY = 5000
+TIMES = ("paints", "texts", "views", "waits")
 PAINT = "return performance.getEntriesByName('first-contentful-paint')[0].startTime"
 TEXT = """
 const done = arguments[0];
@@ -51,31 +54,35 @@ document.querySelector('#search').requestSubmit();
 })();
 """
 SCROLL = """
-const [part, done] = [arguments[0], arguments[1]];
-const strip = document.querySelector('#strip'), box = strip.getBoundingClientRect();
+const [parts, done] = [arguments[0], arguments[1]];
+const strip = document.querySelector('#strip'), box = strip.getBoundingClientRect(), waits = [];
 strip.setPointerCapture = () => {};
-const begun = performance.now();
-strip.dispatchEvent(new PointerEvent('pointerdown', {clientY: box.top + box.height * part}));
-(function look() {
-  if (!document.querySelector('.row .waiting')) requestAnimationFrame(() => done(performance.now() - begun));
-  else requestAnimationFrame(look);
+(function jump() {
+  if (waits.length === parts.length) return done(waits);
+  const begun = performance.now();
+  strip.dispatchEvent(new PointerEvent('pointerdown', {clientY: box.top + box.height * parts[waits.length]}));
+  (function look() {
+    if (document.querySelector('.row .waiting')) return requestAnimationFrame(look);
+    requestAnimationFrame(() => { waits.push(performance.now() - begun); jump(); });
+  })();
 })();
 """
+"""Many jumps in one script: the driver keeps each script, of 16 KB, until it would have taken too long."""
 
 
 def measure(memory: memstore.Memory, *, places: int, shows: int) -> dict[str, Any]:
-    """First paint and block views in milliseconds, JavaScript heaps in MiB."""
+    """First paints, first texts, views of a block and waits after a jump in milliseconds; JavaScript heaps in bytes."""
     with tempfile.TemporaryDirectory() as profile, served(memory) as link, chromium(Path(profile)) as driver:
-        driver.set_script_timeout(60)
+        driver.set_script_timeout(600)
         paints, texts = zip(*(_opened(driver, link) for _ in range(5)), strict=True)
         blocks = memory.documents()[0].n_blocks
         chosen = torch.randint(blocks, (shows,), generator=torch.Generator().manual_seed(0)).tolist()
         views = [driver.execute_async_script(SHOW, block) for block in chosen]
         heaps, waits = [_heap(driver)], []
-        for place in range(1, places + 1):
-            waits.append(driver.execute_async_script(SCROLL, place / (places + 1)))
-            if place % (places // 4) == 0:
-                heaps.append(_heap(driver))
+        parts = [place / (places + 1) for place in range(1, places + 1)]
+        for first in range(0, places, -(-places // 4)):
+            waits += driver.execute_async_script(SCROLL, parts[first : first + -(-places // 4)])
+            heaps.append(_heap(driver))
         rows = driver.execute_script("return document.querySelectorAll('.row').length")
     return {"paints": paints, "texts": texts, "views": views, "waits": waits, "heaps": heaps, "rows": rows}
 
@@ -90,26 +97,19 @@ def _opened(driver: Chrome, link: str) -> tuple[float, float]:
 
 def _heap(driver: Chrome) -> float:
     driver.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
-    return float(driver.execute_script("return performance.memory.usedJSHeapSize") / 2**20)
+    return float(driver.execute_script("return performance.memory.usedJSHeapSize"))
 
 
-def _print(result: dict[str, Any], memory: memstore.Memory) -> None:
+def row(result: dict[str, Any], memory: memstore.Memory) -> dict[str, Any]:
+    """Medians of milliseconds and the worst of them; heaps in bytes."""
     stats = memory.stats()
-    print(f"{stats['tokens']:,} tokens in {stats['blocks']:,} blocks")
-    names = {
-        "paints": "first paint",
-        "texts": "first text",
-        "views": "a block, any place",
-        "waits": "text after a jump",
-    }
-    for name, said in names.items():
-        ordered = sorted(result[name])
-        print(f"{said:<20} {statistics.median(ordered):7.0f} ms (worst of {len(ordered)}: {ordered[-1]:.0f})")
-    print(f"heap over the scroll {' '.join(f'{heap:.1f}' for heap in result['heaps'])} MiB; {result['rows']} rows")
+    times = {name: {"median": median(result[name]), "worst": max(result[name])} for name in TIMES}
+    heaps = {"least": min(result["heaps"]), "most": max(result["heaps"])}
+    return {"tokens": stats["tokens"], "blocks": stats["blocks"], "ms": times, "heap_bytes": heaps, **hardware()}
 
 
 def main() -> None:
-    """Make the memory, open the page, print."""
+    """Make the memory, open the page, print a row of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16_777_216)
     parser.add_argument("--memory", type=Path, help="a memory to show instead of one that is made")
@@ -123,7 +123,7 @@ def main() -> None:
             with memstore.open(path, spec=small_spec()) as memory:
                 fill(memory.document("book"), torch.randint(VOCABULARY, (options.tokens,)))
         with memstore.open(path, mode="r") as memory:
-            _print(measure(memory, places=options.places, shows=20), memory)
+            print(json.dumps(row(measure(memory, places=options.places, shows=20), memory)))
 
 
 if __name__ == "__main__":

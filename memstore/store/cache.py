@@ -184,8 +184,8 @@ class BlockCache:
         """The tier that each block would be read from now: "device", "host" or "disk". Nothing is counted or moved."""
         below = "disk" if self._store.capabilities.durable else "host"
         with self._lock:
-            held = {"device": self._device, "host": self._host}
-            return [next((tier for tier, pool in held.items() if name in pool), below) for name in blocks.names]
+            device, host = self._device, self._host
+            return ["device" if name in device else "host" if name in host else below for name in blocks.names]
 
     def at_hand(self, blocks: BlockRefs) -> bool:
         """Whether reading the blocks waits for no disk and no thread: it does not count as a use."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,23 @@ def graph_reads_faster() -> list[float]:
     return sorted(theirs / ours for theirs, ours in zip(graph, tensors, strict=True))
 
 
+def knn_search() -> str:
+    """Of the longest search: its seconds, times those of the bare product in bfloat16."""
+    row = max((each for each in rows("knn")["rows"] if each["what"] == "search"), key=lambda each: each["memory"])
+    return f"{row['seconds'] / row['bf16_product_seconds']:.1f}"
+
+
+def rolled_back(store: str, what: str) -> int:
+    """Of both runs: pages and values that were damaged, or times that an earlier commit was served as a whole."""
+    runs = [each["counts"] for each in rows("faults")[store]["results"] if each["fault"] == "rolled-back"]
+    return sum(counts[name] for counts in runs for name in counts if what in name)
+
+
+def stock_memory(size: int) -> float:
+    """Gigabytes of 32,768 tokens of SmolLM2, whose numbers have so many bytes."""
+    return 32_768 * 2 * prod(MODELS["SmolLM2-135M"]) * size / 1e9
+
+
 def kilobytes(model: str, codec: str) -> str:
     """Of the keys and values of a token."""
     bits = next(each["bits_per_number"] for each in rows("codecs")["rows"] if each["codec"] == codec)
@@ -140,6 +158,10 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("peers.md", r"finds [\d.]+ to ([\d.]+) of", lambda: f"{max(layer_peers(8192, 'memorizing', 'recall')):.2f}"),
     ("peers.md", r"graph reads ([\d.]+) to", lambda: f"{graph_reads_faster()[0]:.1f}"),
     ("peers.md", r"graph reads [\d.]+ to ([\d.]+) times", lambda: f"{graph_reads_faster()[1]:.1f}"),
+    ("measured.md", r"of 8 heads takes ([\d.]+) times", knn_search),
+    ("measured.md", r"swapped \([^)]*\): ([\d,]+) on LMDB", lambda: f"{rolled_back('lmdb', 'damaged'):,}"),
+    ("measured.md", r"on LMDB, ([\d,]+) on Zarr, none", lambda: f"{rolled_back('zarr', 'damaged'):,}"),
+    ("measured.md", r"as a whole \((\d+) times on LMDB", lambda: str(rolled_back("lmdb", "earlier"))),
     ("indexes.md", r", DRT ([\d.]+) against", lambda: f"{index(DRT, CLUSTERS, 64):.2f}"),
     ("indexes.md", r", DRT [\d.]+ against ([\d.]+)", lambda: f"{index(DRT, LISTS, 64):.2f}"),
     ("indexes.md", r", clustered ([\d.]+) against", lambda: f"{index('clustered', CLUSTERS, 64):.2f}"),
@@ -156,6 +178,12 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
             ("", r" to \d+ KB", "Qwen2.5-0.5B", "int4"),
             (r"\d+ to ", " KB", "Llama-3.1-8B", "none"),
         )
+    ),
+    ("../README.md", r"and ([\d.]+) GB of disk", lambda: f"{stock_memory(2):.1f}"),
+    (
+        "../README.md",
+        r"([\d.]+) GB without bfloat16",
+        lambda: f"{stock_memory(4):.1f}",
     ),
     *(
         ("../README.md", rf"\| {model} \| {before}(\d+) KB", lambda model=model, codec=codec: kilobytes(model, codec))
@@ -218,4 +246,41 @@ def test_each_number_of_a_table_is_in_the_rows_that_it_names(page: str) -> None:
                 value, place = float(number.replace(",", "")), 10.0 ** -len(number.partition(".")[2])
                 if (value > 9 or place < 1) and not any(abs(each - value) <= 0.501 * place for each in known):
                     unknown.append(f"{number} of {cell.strip()!r} is not in {files}")
+    assert not unknown, "\n".join(unknown)
+
+
+PASSED_OVER = re.compile(
+    r"```.*?```|<!--.*?-->|^\|[^\n]*$|^    [^\n]*$|`[^`\n]*`|\]\([^)\n]*\)"
+    r"|(?:PyTorch|Python) [\d.]+(?: to [\d.]+)?|SQuAD 2\.0|\d+ MB are fetched|[A-Z][\w.]*-[\d.]+B",
+    re.DOTALL | re.MULTILINE,
+)
+"""Code, tables, which the test above reads, targets of links, and names with a number in them."""
+UNIT = r"%|(?:ms|us|s|seconds|minutes|[KMG]i?B(?:/s)?|bytes|tokens/s|times|points|of \d+)\b"
+MORE = r"(?:,? (?:to|and|for|against) \d[\d.,]*)*"
+FIGURE = re.compile(rf"(?<![\w.,-])(?:\d[\d,]*\.\d+(?![.\w])|\d[\d,]*(?={MORE} ?(?:{UNIT})))")
+"""What was measured: it has a point or a unit. Sizes that were chosen (tokens, blocks, heads) have neither."""
+CONSTANTS = {"api", "cli", "design", "export", "format", "inspector", "keeping", "mechanisms", "security", "stores"}
+"""Pages whose numbers are those of the code."""
+PAGES = ["../README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.stem not in CONSTANTS)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_figure_of_a_text_is_in_rows_that_its_section_names(page: str) -> None:
+    text = plain = (ROOT / "docs" / page).read_text("utf-8")
+    for name, words, _ in (*PROSE_FIGURES, *(("../README.md", *each) for each in FIGURES)):
+        if name == page and (found := re.search(words, text.replace("\n", " "))):
+            plain = plain[: found.start(1)] + "_" * len(found[1]) + plain[found.end(1) :]
+    unknown = []
+    for section in re.split(r"^(?=## )", plain, flags=re.MULTILINE):
+        if section.startswith("## Worked out"):
+            continue
+        files = {*re.findall(r"benchmarks/results/([\w-]+)\.json", section)}
+        files.update(*(named.split() for named in re.findall(r"<!-- rows: ([^>]*) -->", section)))
+        known = [each * unit for file in files for each in numbers(rows(file)) for unit in (*UNITS, *MILLISECONDS)]
+        said = PASSED_OVER.sub("_", section)
+        for figure in FIGURE.finditer(said):
+            value, place = float(figure[0].replace(",", "")), 10.0 ** -len(figure[0].partition(".")[2])
+            if (value > 9 or place < 1) and not any(abs(each - value) <= 0.501 * place for each in known):
+                around = said[max(0, figure.start() - 50) : figure.end() + 20].replace("\n", " ")
+                unknown.append(f"{figure[0]} of {around!r}: no rows of {sorted(files)} have it")
     assert not unknown, "\n".join(unknown)
