@@ -2,8 +2,9 @@
 
     python benchmarks/framing.py --paragraphs 100
 
-SQuAD's first paragraphs; evidence among 8 blocks. ``search`` is given the whole text, as ``ask`` and
-``generate(query=...)`` are, and looks for the question in it. ``same``: how many questions it finds word for word.
+SQuAD's first paragraphs; evidence among 8 blocks. ``search``, ``ask`` and ``generate(query=...)`` look for the question
+in the text that they are given, and choose by it alone: so each such question is searched for once, in whatever frames
+it was found. ``same``: how many questions are found word for word.
 """
 
 from __future__ import annotations
@@ -59,12 +60,16 @@ def main() -> None:
         routing_layers=None if layer is None else (layer,),
     ) as reader:
         reader.read(pool.tokens, document="squad")
+        ranker = MemoryRanker(reader)
         for name, frame in list(frames(tokenizer).items())[: options.frames]:
-            ranker = MemoryRanker(reader, name)
-            framed = [Question(each.id, frame(each.text), each.answers, each.evidence) for each in questions]
-            same = sum(asked_in(tokenizer, f.text) == each.text for f, each in zip(framed, questions, strict=True))
-            found = recall(ranker, framed, pool, block_size=reader.memory.spec.block_size)
-            rows += [{**row, "same": same} for row in found]
+            texts = [asked_in(tokenizer, frame(each.text)) for each in questions]
+            same = sum(text == each.text for text, each in zip(texts, questions, strict=True))
+            framed = [
+                Question(each.id, text, each.answers, each.evidence)
+                for text, each in zip(texts, questions, strict=True)
+            ]
+            for row in recall(ranker, framed, pool, block_size=reader.memory.spec.block_size):
+                rows.append({"frame": name, "questions": row["questions"], "all": row["all"], "same": same})
     facts = {"model": options.model, "tokens": len(pool.tokens), "half": options.half, "words": options.words}
     print(json.dumps({**facts, "rows": rows, **hardware()}))
 
