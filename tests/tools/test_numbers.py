@@ -87,6 +87,12 @@ def knn_search() -> str:
     return f"{row['seconds'] / row['bf16_product_seconds']:.1f}"
 
 
+def of_answers(figure: str, way: str) -> str:
+    """What the memory has of ``figure`` about SQuAD, as a share of what another way has."""
+    found = {row["with"]: row[figure] for each in rows("answers") if each["task"] == "squad" for row in each["rows"]}
+    return f"{found['memory'] / found[way]:.2f}"
+
+
 def rolled_back(store: str, what: str) -> int:
     """Of both runs: pages and values that were damaged, or times that an earlier commit was served as a whole."""
     runs = [each["counts"] for each in rows("faults")[store]["results"] if each["fault"] == "rolled-back"]
@@ -158,6 +164,9 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("peers.md", r"finds [\d.]+ to ([\d.]+) of", lambda: f"{max(layer_peers(8192, 'memorizing', 'recall')):.2f}"),
     ("peers.md", r"graph reads ([\d.]+) to", lambda: f"{graph_reads_faster()[0]:.1f}"),
     ("peers.md", r"graph reads [\d.]+ to ([\d.]+) times", lambda: f"{graph_reads_faster()[1]:.1f}"),
+    ("measured.md", r"in the prompt, in ([\d.]+) of the time", lambda: of_answers("cpu_ms", "bm25+minilm as text")),
+    ("measured.md", r"that is ([\d.]+) by what the answers", lambda: of_answers("has", "the right paragraphs")),
+    ("measured.md", r"contain, and ([\d.]+) by F1", lambda: of_answers("f1", "the right paragraphs")),
     ("measured.md", r"of 8 heads takes ([\d.]+) times", knn_search),
     ("measured.md", r"swapped \([^)]*\): ([\d,]+) on LMDB", lambda: f"{rolled_back('lmdb', 'damaged'):,}"),
     ("measured.md", r"on LMDB, ([\d,]+) on Zarr, none", lambda: f"{rolled_back('zarr', 'damaged'):,}"),
