@@ -1,6 +1,6 @@
 """A memory in Zarr against one in LMDB: appends with commit and gathers of 32 blocks, side by side in one process.
 
-    python benchmarks/zarr_store.py [blocks]
+    python benchmarks/zarr_store.py [--blocks 2048]
 
 Blocks are those of one layer of SmolLM2-135M: k and v of 64 tokens, 3 heads of 64, bfloat16, 48 KiB. Ratios are LMDB's
 time over Zarr's, so more is better; both are warm, and verify every byte.
@@ -8,7 +8,7 @@ time over Zarr's, so more is better; both are warm, and verify every byte.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -72,4 +72,6 @@ def main(blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2048)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=2048, help="blocks that are appended")
+    main(parser.parse_args().blocks)
