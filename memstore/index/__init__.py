@@ -47,10 +47,15 @@ def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, 
     return index
 
 
+def capabilities_of(name: str) -> IndexCapabilities | None:
+    """What an index of this name can do, None where only its objects know. Raises ``InvalidArgument``."""
+    return getattr(_class(name.partition(":")[0]), "capabilities", None)
+
+
 def lies_on_devices(name: str) -> bool:
     """Whether an index of this name can lie on an accelerator. Raises ``InvalidArgument`` for an unknown kind."""
-    known = getattr(_class(name.partition(":")[0]), "capabilities", None)  # of some only its objects have them
-    return known is not None and bool(known.devices)
+    known = capabilities_of(name)
+    return known is not None and known.devices
 
 
 def _class(kind: str) -> Any:

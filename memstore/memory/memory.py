@@ -81,7 +81,7 @@ def open_memory(
                 "another index."
             )
         if index != "exact":
-            _ = memory.index_capabilities  # so that an unknown kind is an error now, not at the first search
+            shared.new_index().close()  # so that one that cannot be made is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
         if max_bytes is not None or when_full is not None:

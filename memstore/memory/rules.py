@@ -62,6 +62,8 @@ EXPORTED = table(
 
 Forget = Callable[[Collection[int]], Batch]
 """What takes documents away, once those that it was asked for before are gone."""
+Forgetting = Callable[[], Forget]
+"""Gives it, which is made for one commit."""
 
 
 def utc() -> float:
@@ -252,7 +254,7 @@ class Retention:
         """Store other rules."""
         self._commit(change(self.rules()), Batch())
 
-    def write(self, batch: Batch, document: int, forget: Forget) -> None:
+    def write(self, batch: Batch, document: int, forgetting: Forgetting) -> None:
         """Commit an append to ``document``, and what the rules ask for, in one transaction.
 
         Raises ``StoreFull`` where the limit has no room, and what ``BlockStore.write`` raises.
@@ -268,7 +270,7 @@ class Retention:
         elif overdue:
             self._doubt(len(overdue))
             overdue = []
-        self._commit(rules, batch, forget, overdue, document)
+        self._commit(rules, batch, forgetting(), overdue, document)
 
     def expire(self, forget: Forget) -> list[str]:
         """Forget every document whose time is over, in one transaction, whatever the clock was before; their names."""

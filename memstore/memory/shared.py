@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
-from memstore.index import lies_on_devices, open_index
+from memstore.index import capabilities_of, lies_on_devices, open_index
 from memstore.memory.catalog import Catalog, catalog_of
 from memstore.memory.entry import (
     FIRST_NAMED,
@@ -65,12 +65,10 @@ class SharedStore:
     """Kind of the vector indexes."""
     run_length: int
     """Blocks whose landmarks are stored together."""
+    folder: Path | None
+    """Where its files lie, if it has any."""
     blocks: BlockCache
     """Reads blocks, from memory where they are there."""
-    retention: Retention
-    """Commits appends as the memory's rules want it."""
-    index_files: IndexFiles
-    """Indexes that are kept beside the store."""
     catalog: Catalog
     """Names and numbers of the documents."""
     device: str | torch.device | None
@@ -85,14 +83,11 @@ class SharedStore:
         Raises what ``read_header`` does, and ``InvalidArgument``.
         """
         header, catalog = read_header(store, url), catalog_of(store, url)
-        spec = header.spec
-        blocks = BlockCache(store, block_layouts(spec), partial(_readers, store), **budgets)
-        retention = Retention(store, url, catalog, blocks)
-        files = IndexFiles(folder_of(folder), spec, index, writable=mode != "r" and not store.read_only)
+        blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
         device = budgets.get("device")
         if device is not None:
             device = _index_device(device)
-        return cls(store, spec, url, mode, index, header.blocks_per_run, blocks, retention, files, catalog, device)
+        return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
 
     def __reduce__(self) -> NoReturn:
         # For pickle and copy alike: two memories on one store would close it for one another.
@@ -107,6 +102,16 @@ class SharedStore:
         """Held while a batch is composed and written; one for all memories on the same store."""
         with _guard:
             return _locks.setdefault(self.store, threading.RLock())
+
+    @cached_property
+    def retention(self) -> Retention:
+        """Commits appends as the memory's rules want it."""
+        return Retention(self.store, self.url, self.catalog, self.blocks)
+
+    @cached_property
+    def index_files(self) -> IndexFiles:
+        """Indexes that are kept beside the store."""
+        return IndexFiles(folder_of(self.folder), self.spec, self.index, writable=not self.read_only)
 
     @property
     def homes(self) -> Homes:
@@ -160,10 +165,13 @@ class SharedStore:
 
     @cached_property
     def capabilities(self) -> IndexCapabilities:
-        """What its indexes can do. Raises ``InvalidArgument`` for an unknown kind, or one that cannot be made here."""
-        index = self.new_index()
-        index.close()
-        return index.capabilities
+        """What its indexes can do. Raises ``InvalidArgument`` for an unknown kind."""
+        known = capabilities_of(self.index)
+        if known is None:
+            index = self.new_index()
+            index.close()
+            known = index.capabilities
+        return known
 
     def documents(self) -> list[int]:
         """Numbers of the documents, in the order they were made. Raises ``DamagedError``."""

@@ -294,7 +294,7 @@ def waiting(what: str, *, show: bool) -> Iterator[None]:
 @contextmanager
 def index_bar() -> Iterator[None]:
     """A bar for indexes that searches have to build from the store first; none while there is nothing to build."""
-    from memstore.memory.layer_index import watched
+    from memstore.memory.view import watched
 
     with ExitStack() as stack:
         progress: Progress | None = None

@@ -18,7 +18,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index import ExactIndex, VectorIndex, auto, cluster_index, codes, faiss
 from memstore.index.signs import SignIndex
-from memstore.memory import Document, Memory, layer_index
+from memstore.memory import Document, Memory, view
 from memstore.models import drt, landmark, memorizing
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
@@ -145,7 +145,7 @@ def indexes_of_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         (cluster_index, "SMALLEST", 8),
         (cluster_index, "ENOUGH", 8),
         (auto, "LARGE", 64),
-        (layer_index, "WORTH_KEEPING", 1),
+        (view, "WORTH_KEEPING", 1),
     ]:
         monkeypatch.setattr(module, name, value)
 

@@ -12,7 +12,7 @@ import torch
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.memory import Memory, layer_index
+from memstore.memory import Memory
 from memstore.testing.indexes import brute_force, small_integers
 from tests.memory.helpers import KEY_DIM, G, P, S, append, in_blocks, landmarks, make_spec, random_tokens, states
 
@@ -24,7 +24,7 @@ KINDS = ["exact", "auto", "codes", "clusters", "faiss:Flat", "faiss:IVF2,Flat"]
 
 @pytest.fixture(autouse=True)
 def every_index_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_index, "WORTH_KEEPING", 1)
+    monkeypatch.setattr("memstore.memory.view.WORTH_KEEPING", 1)
 
 
 @pytest.fixture(params=[*KINDS, pytest.param("milvus", marks=pytest.mark.slow)])

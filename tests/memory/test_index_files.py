@@ -16,7 +16,7 @@ import torch
 import memstore
 from memstore.errors import ReadOnlyMemory
 from memstore.index import ExactIndex
-from memstore.memory import Memory, layer_index
+from memstore.memory import Memory
 from memstore.memory.verify import damaged_indexes
 from memstore.testing.indexes import brute_force, small_integers
 from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, landmarks, make_spec, random_tokens
@@ -29,7 +29,7 @@ KINDS = ["exact", "faiss:Flat"]
 
 @pytest.fixture(autouse=True)
 def every_index_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_index, "WORTH_KEEPING", 1)
+    monkeypatch.setattr("memstore.memory.view.WORTH_KEEPING", 1)
 
 
 @pytest.fixture

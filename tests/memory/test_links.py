@@ -13,7 +13,7 @@ import pytest
 
 import memstore
 from memstore.errors import MemstoreError, NotAMemory, ReadOnlyMemory
-from memstore.memory import Memory, index_files, layer_index
+from memstore.memory import Memory, index_files
 from memstore.memory.export import export_memory, export_table
 from memstore.memory.interchange import import_memory
 from memstore.memory.urls import Mode
@@ -44,7 +44,7 @@ OUR_FOLDERS = ("tail", "blocks", "index", "blocks/1.0.1", "blocks/1.0.1/0", "blo
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch, checked_here: None) -> None:
-    monkeypatch.setattr(layer_index, "WORTH_KEEPING", 1)
+    monkeypatch.setattr("memstore.memory.view.WORTH_KEEPING", 1)
     monkeypatch.setattr(zarr, "SHARD_BYTES", SHARD_BYTES)
 
 
@@ -59,7 +59,7 @@ def whole(scheme: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A memory with an index and a trace."""
     folder = tmp_path_factory.mktemp("whole") / "m"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_index, "WORTH_KEEPING", 1)
+        patch.setattr("memstore.memory.view.WORTH_KEEPING", 1)
         patch.setattr(zarr, "SHARD_BYTES", SHARD_BYTES)
         with memstore.open(f"{scheme}{folder}", spec=make_spec()) as memory:
             append(memory.document("a"), TOKENS)

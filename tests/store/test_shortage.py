@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_told(url: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
 def test_every_file_obeys_the_umask(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.memory.layer_index.WORTH_KEEPING", 1)
+    monkeypatch.setattr("memstore.memory.view.WORTH_KEEPING", 1)
     before = os.umask(umask)
     try:
         for scheme in ("", "zarr:"):
@@ -137,7 +137,7 @@ def test_an_open_memory_is_neither_copied_nor_sent(url: str) -> None:
 
 
 def test_indexes_that_find_no_room_are_a_full_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.memory.layer_index.WORTH_KEEPING", 1)
+    monkeypatch.setattr("memstore.memory.view.WORTH_KEEPING", 1)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

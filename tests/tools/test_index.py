@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memstore
-from memstore.memory.layer_index import watched
+from memstore.memory.view import watched
 from memstore.tools.output import index_bar
 from tests.tools.conftest import BLOCK, SIZE, Cli, tiny_spec
 

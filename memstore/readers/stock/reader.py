@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from memstore.attention import Router, pooled
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
-from memstore.memory.layer_index import cannot_score
 from memstore.memory.search import Match, check_layer
-from memstore.memory.view import noting_left_out
+from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.attachment import Place
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK, encode
