@@ -23,8 +23,8 @@ from xxhash import xxh3_128_hexdigest
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound, WrongKey
 from memstore.folders import user_folder
-from memstore.store.contract import Batch, BlockStore
-from memstore.store.encrypted import OVERHEAD, EncryptedStore, is_encrypted, sealed
+from memstore.store.contract import Batch, BlockStore, Key, Table
+from memstore.store.encrypted import OVERHEAD, EncryptedStore, sealed
 from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, KeyTable, MasterKey, key_of_environment, read_key
 from memstore.store.ram import RamStore
 
@@ -150,7 +150,7 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
         store.table.check(key)
         return store
     place = folder(url)
-    if not is_encrypted(store, place):
+    if not _is_encrypted(store, place):
         if key is not None:
             raise _needs_no_key(url)
         return store
@@ -163,6 +163,15 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
         )
     assert place is not None
     return EncryptedStore(store, KeyTable.open(place, key))
+
+
+def _is_encrypted(store: BlockStore, folder: Path | None) -> bool:
+    """Whether the values of a memory's ``store`` are ciphertext; its header, the first value of META, tells."""
+    try:
+        header = store.get(Key(Table.META))
+    except DamagedError:
+        return folder is not None and os.path.lexists(folder / KEYS_NAME)
+    return header is not None and header[0].layout.dtype != "json"
 
 
 def check_key_used(urls: Sequence[str | Path]) -> None:
@@ -181,7 +190,7 @@ def _is_plain(url: str | Path) -> bool:
     except MemstoreError:
         return False
     try:
-        return not is_encrypted(store, place)
+        return not _is_encrypted(store, place)
     finally:
         store.close()
 

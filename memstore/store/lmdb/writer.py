@@ -1,11 +1,7 @@
-"""What a writer has: the right to write, which one process holds, and room on the disk that is kept for deleting.
+"""The right to write a memory, which one process holds.
 
 The lock is the operating system's, so it is gone when its process is, however it died. ``writer.json`` is only there to
 be read by people and error messages; nothing depends on it.
-
-LMDB needs new pages also to delete: it never overwrites those of the last commit. On a disk that others have filled a
-memory could then not even be made smaller. So a file beside the data, ``reserve``, holds some space; it is given up for
-a batch that deletes, and taken back after it.
 """
 
 from __future__ import annotations
@@ -21,18 +17,15 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from memstore import stored
-from memstore.errors import DamagedError, MemoryInUse, NotAMemory, ReadOnlyMemory
+from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
 from memstore.store import paths
 
 LOCK_NAME = "writer.lock"
 HOLDER_NAME = "writer.json"
 RESERVE_NAME = "reserve"
 
-_LEAST, _MOST = 256 << 10, 64 << 20  # bytes
 _MOST_TOLD = 4096  # bytes
 _HOLDER = stored.table(pid=stored.whole(), command=stored.text(_MOST_TOLD), started=stored.text(64))
-_PAGE_BYTES = 4096
-_SHARE = 256  # of what the values take; a deleted page of 4 KiB is noted with 8 bytes
 
 
 class WriterLock:
@@ -113,45 +106,3 @@ def _in_use(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, DamagedError):
         holder = "another process"
     return f"memory {folder} is being written by {holder}; wait for it, or open with mode='r'"
-
-
-class Reserve:
-    """The file ``reserve`` of a memory that this process writes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._bytes = 0
-
-    def keep(self, used_bytes: int) -> None:
-        """Make the file, or let it grow with what the values take; on a disk that is nearly full, as far as it goes."""
-        wanted = min(max(_LEAST, used_bytes // _SHARE), _MOST)
-        if wanted <= self._bytes:
-            return
-        with suppress(OSError, NotAMemory):  # a link was refused when the memory was opened
-            handle = paths.open_file(self._folder, RESERVE_NAME, os.O_RDWR | os.O_CREAT)
-            try:
-                if os.fstat(handle).st_size < wanted:
-                    _allocate(handle, min(2 * wanted, _MOST) if self._bytes else wanted)
-                self._bytes = os.fstat(handle).st_size
-            finally:
-                os.close(handle)
-
-    def give(self) -> bool:
-        """Give the space to the file system; whether there was some."""
-        self._bytes = 0
-        try:
-            (self._folder / RESERVE_NAME).unlink()
-        except OSError:
-            return False
-        return True
-
-
-def _allocate(handle: int, nbytes: int) -> None:
-    """Give a file disk space, as much as there is of ``nbytes``."""
-    while nbytes >= _PAGE_BYTES:
-        try:
-            os.posix_fallocate(handle, 0, nbytes)
-        except OSError:
-            nbytes = nbytes * 7 // 8
-        else:
-            return
