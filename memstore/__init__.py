@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from memstore.memory.memory import Memory
     from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
     from memstore.memory.spec import Fingerprint, MemorySpec
-    from memstore.readers.attach import attach
     from memstore.readers.many import read_many
-    from memstore.readers.reader import Reader
+    from memstore.readers.reader import Reader, attach
     from memstore.readers.retrieval import Retrieval
 
 _HOMES = {
@@ -41,7 +40,7 @@ _HOMES = {
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
     "Retrieval": ("memstore.readers.retrieval", "Retrieval"),
     "Reader": ("memstore.readers.reader", "Reader"),
-    "attach": ("memstore.readers.attach", "attach"),
+    "attach": ("memstore.readers.reader", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),
     "open": ("memstore.memory.memory", "open_memory"),
     "read_many": ("memstore.readers.many", "read_many"),

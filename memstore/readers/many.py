@@ -31,9 +31,8 @@ from memstore.memory import Memory, MemorySpec, open_memory
 from memstore.memory.copy import copy_document
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
-from memstore.readers.attach import attach
 from memstore.readers.kinds import load_model
-from memstore.readers.reader import Reader
+from memstore.readers.reader import Reader, attach
 from memstore.readers.reading import Chunks, ReadResult, compare
 
 Load = Callable[[], tuple[Any, Any]]
