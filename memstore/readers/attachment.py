@@ -19,9 +19,10 @@ from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
 from memstore.memory import Document, Memory, MemorySpec, open_memory
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
+from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import Kind
 from memstore.readers.observer import Observer
-from memstore.readers.ranks import Ranks, Share, SharedDocument, dividing
+from memstore.readers.ranks import Ranks, Share, SharedDocument
 from memstore.readers.retrieval import Retrieval, check_retrieval
 
 UNNAMED = "document"

@@ -103,6 +103,15 @@ def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _plain(f"{name}.{part}", getattr(tensor, part))
 
 
+def dividing(module: nn.Module) -> Any:
+    """The process group that the weights of a module are divided among, None where they are whole."""
+    for weight in module.parameters():
+        for dim, placement in enumerate(getattr(weight, "placements", ())):
+            if placement.is_shard():
+                return weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]  # of a DTensor
+    return None
+
+
 def _divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")  # a DTensor
 

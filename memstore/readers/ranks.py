@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memstore.attention.routing import Moments, choose
 from memstore.errors import InvalidArgument, MemstoreError
@@ -129,15 +129,6 @@ class Ranks:
         where, order = where.sort(dim=-1)
         places, values = choose(values.gather(-1, order), top_k)
         return where.gather(-1, places).long(), values.to(scores.dtype)
-
-
-def dividing(module: nn.Module) -> Any:
-    """The process group that the weights of a module are divided among, None where they are whole."""
-    for weight in module.parameters():
-        for dim, placement in enumerate(getattr(weight, "placements", ())):
-            if placement.is_shard():
-                return weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]  # of a DTensor
-    return None
 
 
 class _Join(torch.autograd.Function):

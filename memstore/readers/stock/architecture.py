@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
-from memstore.readers.ranks import dividing
+from memstore.readers.fingerprint import dividing
 from memstore.readers.stock.heads import counts
 from memstore.readers.stock.linear import LinearLayers, find_linear_layers, has_linear_layers
 
