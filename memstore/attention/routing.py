@@ -7,7 +7,7 @@ A block's score for a query token is its best token's ``a_query . a_key``, stand
 a group of query tokens is the sum of these, each at least 1, so that only tokens for which the block stands out count
 (a late interaction, as in Khattab & Zaharia 2020, without any training).
 
-A block also passes 0.95 of its score on to the block after it, for content that straddles their border. Stored codes
+A block also passes 0.8 of its score on to the block after it, for content that straddles their border. Stored codes
 are sign bits. A prompt is scored with its codes as they are; while reading, the queries are stored codes too, and so
 signs.
 
@@ -31,7 +31,7 @@ from memstore.errors import DamagedError
 
 FLOOR = 1.0
 """Standard deviations above the mean from which a block counts as standing out for a query token."""
-INHERITED = 0.95
+INHERITED = 0.8
 """Share of its score that a block passes on to the block after it, for content that straddles their border."""
 
 

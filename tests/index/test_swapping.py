@@ -93,7 +93,7 @@ def with_tokens(folder: Path, index: str) -> Iterator[Session]:
 
 @contextmanager
 def attached(folder: Path, index: str, share: Any = "model") -> Iterator[Session]:
-    model, retrieval = tiny("llama"), Retrieval(top_k=3, share=share)
+    model, retrieval = tiny("llama"), Retrieval(top_k=4, share=share)
     with attach(model, folder, document="text", retrieval=retrieval, index=index, **SIZES) as memory:
         memory.calibrate(TEXT)
 

@@ -195,7 +195,7 @@ def test_an_option_of_placing_changes_answers(one: dict[str, Any], other: dict[s
     model = tiny("llama")
     results, lists = [], []
     for options in (one, other):
-        with reading(model, Retrieval(top_k=3, **options), length=224, segment=224) as attached:
+        with reading(model, Retrieval(top_k=2, **options), length=224, segment=224) as attached:
             results.append(logits(model, prompt()))
             lists.append([entry.blocks for entry in lists_of(attached)])
     assert len(lists[0]) == 1
