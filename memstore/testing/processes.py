@@ -71,6 +71,13 @@ class Child:
             raise
         return self.reap(status)
 
+    def hear(self, line: str) -> None:
+        """Wait until it has said this line, or has ended."""
+        while f"\n{line}\n" not in "\n" + self._heard.decode(errors="replace") and (
+            piece := os.read(self.pipe, 1 << 16)
+        ):
+            self._heard += piece
+
     def reap(self, status: int) -> Ending:
         """The ending, once ``waitpid`` has told its status."""
         while piece := os.read(self.pipe, 1 << 16):
@@ -156,15 +163,23 @@ def may_trace() -> bool:
     return step_through(lambda say: say("a system call"), 1, 0).code == -signal.SIGKILL
 
 
-def step_through(body: Callable[[Say], None], calls: int, instructions: int) -> Ending:
-    """Run ``body`` past that many starts and ends of system calls, then machine instructions, then kill it."""
+def be_traced() -> None:
+    """Stop, so that the parent counts from here."""
+    if not _libc.ptrace(_TRACE_ME, 0, None, None):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def step_through(body: Callable[[Say], None], calls: int, instructions: int, *, at_once: bool = True) -> Ending:
+    """Run ``body`` past that many starts and ends of system calls, then machine instructions, then kill it.
+
+    They count from its beginning, or without ``at_once`` from its call of ``be_traced``.
+    """
 
     def traced(say: Say) -> None:
-        if not _libc.ptrace(_TRACE_ME, 0, None, None):
-            os.kill(os.getpid(), signal.SIGSTOP)
-            body(say)
+        be_traced()
+        body(say)
 
-    child = fork(traced)
+    child = fork(traced if at_once else body)
     status = os.waitpid(child.pid, 0)[1]
     for step in range(calls + instructions):
         if not os.WIFSTOPPED(status):

@@ -18,12 +18,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from memstore.testing.processes import Ending, Say, fork, may_trace, run, step_through
+from memstore.testing.processes import Ending, Say, be_traced, fork, may_trace, run, step_through
 from memstore.testing.small_disk import may_mount, mount_small_disk
 
 States = npt.NDArray[np.float32]
@@ -31,10 +32,18 @@ SHAPE = (2, 2, 16, 32)
 """Of a block: keys and values, heads, tokens, head size; 8 KiB."""
 STEPS = 24
 """Commits of a whole history."""
+COPIES = 8
+"""Last commits after which a copy is kept: what a page is brought back from."""
+SAME = 8
+"""Rounds of damage to one history."""
 PAGE = 4096
 """Bytes that a disk writes at once: what is exchanged, or brought back."""
 DISK_BYTES = 8 << 20
 """Of the disk that fills."""
+
+
+class Untried(RuntimeError):
+    """The store cannot be tried: it does not work, or has no files."""
 
 
 class Subject(ABC):
@@ -98,6 +107,12 @@ class History:
     def block(self, number: int) -> States:
         """Its states."""
         return np.random.default_rng([self.seed, number]).standard_normal(SHAPE, dtype=np.float32)
+
+    @property
+    def writes_over(self) -> bool:
+        """Whether, near the end, blocks are cut off and others put in their place: older pages are then wrong ones."""
+        *before, last, end = [len(state) for state in self.states()][-5:]
+        return end > last and any(size > after for size, after in pairwise([*before, last]))
 
     def digests(self) -> dict[bytes, int]:
         """Digest of a block -> its number."""
@@ -222,13 +237,15 @@ def look(make: Make, history: History, folder: Path) -> Observation:
     return Observation(error=found) if isinstance(found, str) else Observation(blocks=found)
 
 
-def write(make: Make, history: History, folder: Path, start: int, stop: int, say: Say) -> None:
-    """Commit steps ``start`` to ``stop``, and tell of each once its call has returned."""
+def write(make: Make, history: History, folder: Path, start: int, stop: int, say: Say, *, stay: bool = False) -> None:
+    """Commit steps ``start`` to ``stop``, and tell of each once its call has returned; ``stay`` open at the end."""
     states = history.states()
     subject = make(folder)
     for step in range(start, stop):
         history.do(subject, step, len(states[step]))
         say(str(step + 1))
+    while stay:
+        time.sleep(0.001)  # whoever traces it counts such calls too
     subject.close()
 
 
@@ -236,7 +253,7 @@ def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultT
     """Close it, and open it in a new process: nothing else happens."""
     outcome = FaultTally("restart")
     for _ in range(rounds):
-        history, place = History(rng.randrange(1 << 30)), _new(folder)
+        history, place = _history(rng), _new(folder)
         _whole(make, history, place, STEPS)
         states = history.states()
         seen = look(make, history, place)
@@ -245,25 +262,30 @@ def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultT
 
 
 def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
-    """End the writing process by SIGKILL, at a system call (where that can be traced) or a moment; then go on."""
-    outcome, history, place, done = FaultTally("kill"), History(rng.randrange(1 << 30)), _new(folder), 0
-    calls, seconds, traced = 400.0, 0.2, may_trace()
+    """End the writing process by SIGKILL, at a system call (where that can be traced) or a moment; then go on.
+
+    It is ended after a commit that it has told of, so that there is always something to lose, and near the next one.
+    """
+    outcome, history, place, done = FaultTally("kill"), _history(rng), _new(folder), 0
+    calls, seconds, traced = 50.0, 0.02, may_trace()
     for number in range(rounds):
         if done >= STEPS - 4:
-            history, place, done = History(rng.randrange(1 << 30)), _new(folder), 0
+            history, place, done = _history(rng), _new(folder), 0
+        after, by_calls = rng.randrange(max(done, 1), STEPS), traced and number % 2 == 0
 
-        def body(say: Say, history: History = history, place: Path = place, done: int = done) -> None:
-            write(make, history, place, done, STEPS, say)
-
-        if traced and number % 2 == 0:
-            ending = step_through(body, rng.randrange(int(calls)) + 1, 0)
-            calls *= 0.7 if ending.code == 0 else 1.3
+        body = _writing(make, history, place, done, after, traced=by_calls)
+        if by_calls:
+            ending = step_through(body, rng.randrange(int(calls)) + 1, 0, at_once=False)
         else:
             child = fork(body)
+            child.hear(str(after))
             time.sleep(rng.random() * seconds)  # the moment is what is tried
             ending = child.kill()
-            seconds *= 0.7 if ending.code == 0 else 1.3
         told = max([done, *(int(line) for line in ending.lines if line.isdigit())])
+        if by_calls:
+            calls *= 0.7 if told > after + 1 else 1.3
+        else:
+            seconds *= 0.7 if told > after + 1 else 1.3
         seen = look(make, history, place)
         found, verdict = _interrupted(history, seen, told)
         verdict = _could_not_write(ending) or verdict
@@ -272,13 +294,31 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
     return outcome
 
 
+def _writing(
+    make: Make, history: History, folder: Path, done: int, after: int, *, traced: bool
+) -> Callable[[Say], None]:
+    """Go on after ``done`` commits until killed; where it is ``traced``, its calls count from commit ``after``."""
+
+    def body(say: Say) -> None:
+        def tell(line: str) -> None:
+            say(line)
+            if traced and line == str(after):
+                be_traced()
+
+        if done:
+            tell(str(done))  # its opening may be what is interrupted
+        write(make, history, folder, done, STEPS, tell, stay=True)
+
+    return body
+
+
 def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
     """Fill the disk while it writes: an error, what was committed stands, and with room it goes on."""
     outcome = FaultTally("fill")
     if not may_mount():
         return outcome
     for number in range(rounds):
-        history, place, room = History(rng.randrange(1 << 30)), _new(folder), int(2 ** rng.uniform(14, 21))
+        history, place, room = _history(rng), _new(folder), int(2 ** rng.uniform(14, 21))
 
         def filled(say: Say, history: History = history, place: Path = place, room: int = room) -> None:
             mount_small_disk(place, DISK_BYTES)
@@ -359,15 +399,19 @@ DAMAGES: dict[str, Damage] = {"flip": _flip, "truncate": _truncate, "swap": _swa
 
 def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
     """Damage copies of a whole store, one after the other, and read what is left."""
-    outcome, history = FaultTally(name), History(rng.randrange(1 << 30))
-    states, whole = history.states(), folder / "whole"
-    older = [folder / str(step) for step in range(STEPS - 8, STEPS)]
-    for step in range(STEPS):  # each commit in a process of its own, so that nothing is open when it is copied
-        _whole(make, history, whole, step + 1, start=step)
-        if (copy := folder / str(step + 1)) in older:
-            shutil.copytree(whole, copy)
+    outcome = FaultTally(name)
     for number in range(rounds):
-        place = folder / "damaged"
+        if number % SAME == 0:
+            history, kept = _history(rng, writes_over=True), _new(folder)
+            states, whole = history.states(), kept / "whole"
+            older = [kept / str(step) for step in range(STEPS - COPIES, STEPS)]
+            _whole(make, history, whole, STEPS - COPIES)
+            for copy in older:  # each commit in a process of its own, so that nothing is open when it is copied
+                if not (whole.is_dir() and make.files(whole)):
+                    raise Untried("the store has written nothing into its folder, so there is nothing to damage.")
+                shutil.copytree(whole, copy)
+                _whole(make, history, whole, int(copy.name) + 1, start=int(copy.name))
+        place = kept / "damaged"
         shutil.copytree(whole, place)
         where = DAMAGES[name](rng, place, make.files(place), older)
         seen = look(make, history, place)
@@ -403,7 +447,15 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
 def _whole(make: Make, history: History, folder: Path, steps: int, start: int = 0) -> None:
     ending = run(lambda say: write(make, history, folder, start, steps, say))
     if ending.code:
-        raise RuntimeError(f"the store does not work at all: {ending.last or ending.code}")
+        raise Untried(f"the store does not work at all: {ending.last or ending.code}")
+
+
+def _history(rng: random.Random, *, writes_over: bool = False) -> History:
+    """A new one; with ``writes_over`` one that does."""
+    while True:
+        history = History(rng.randrange(1 << 30))
+        if history.writes_over or not writes_over:
+            return history
 
 
 def _interrupted(history: History, seen: Observation, told: int) -> tuple[int, str]:

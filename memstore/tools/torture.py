@@ -23,7 +23,7 @@ Subjects = Annotated[
     typer.Argument(
         metavar="[STORE...]",
         help="lmdb and zarr (memories); torch, torch-replaced, safetensors and numpy (states saved by hand); or "
-        "package.module:Class of your own. Without any: lmdb and zarr.",
+        "module:Class of your own. Without any: lmdb and zarr.",
         show_default=False,
     ),
 ]
@@ -55,8 +55,9 @@ def torture(
     is known: it was committed last (right), or a wrong one is served, or what was committed is gone without a word. An
     error is what a damaged store should say. The last column is the share of blocks that could still be read then.
 
-    The exit code is 1 where anything was lost, torn or wrong, or a process was ended. Of a store of your own say
-    package.module:Class, a subclass of memstore.testing.torture.Subject: open, append, cut, read.
+    The exit code is 1 where anything was lost, torn or wrong, or a process was ended, or a store could not be tried. Of
+    a store of your own say module:Class, a subclass of memstore.testing.torture.Subject (open, append, cut, read) that
+    is installed or lies in this folder.
 
     Example:
 
@@ -66,7 +67,7 @@ def torture(
     """
     import torch
 
-    from memstore.testing.torture import BAD, FAULTS, VERDICTS, torture
+    from memstore.testing.torture import BAD, FAULTS, VERDICTS, Untried, torture
 
     chosen = {name: _subject(name) for name in stores or ("lmdb", "zarr")}
     if unknown := sorted(set(fault or ()) - set(FAULTS)):
@@ -76,15 +77,19 @@ def torture(
     torch.set_num_threads(1)  # whoever forks must have one thread
     logging.getLogger("memstore").setLevel(logging.ERROR)  # a full disk is met on purpose
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the folder of the tries goes then too
-    rows = []
+    rows, untried = [], {}
     for name, subject in chosen.items():
         for each in fault or FAULTS:
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r\033[K{name}: {each}")
-            rows.append(_row(name, subject, torture(subject, each, rounds, seed, folder)))
+            try:
+                rows.append(_row(name, subject, torture(subject, each, rounds, seed, folder)))
+            except Untried as error:  # what was found until then is told
+                untried[name] = str(error)
+                break
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
-    broken = any(row[verdict] for row in rows for verdict in BAD)
+    broken = bool(untried) or any(row[verdict] for row in rows for verdict in BAD)
 
     def text(page: Page) -> None:
         columns = ["store", "fault", "rounds", *VERDICTS, "still read"]
@@ -94,7 +99,12 @@ def torture(
                 if example := row["examples"].get(verdict):
                     page.line(f"{row['store']}, {verdict}: {example}")
 
-    return Report(data={"seed": seed, "rows": rows, "verdicts": VERDICTS}, text=text, exit_code=int(broken))
+        for name, words in untried.items():
+            page.line(f"{name}: {words}")
+
+    return Report(
+        data={"seed": seed, "rows": rows, "untried": untried, "verdicts": VERDICTS}, text=text, exit_code=int(broken)
+    )
 
 
 def _subject(name: str) -> type[Subject]:
@@ -104,9 +114,9 @@ def _subject(name: str) -> type[Subject]:
     if name in SUBJECTS:
         return SUBJECTS[name]
     if not re.fullmatch(r"[\w.]+:\w+", name):
-        raise InvalidArgument(
-            f"there is no store {name!r}; choose from {', '.join(SUBJECTS)}, or name package.module:Class."
-        )
+        raise InvalidArgument(f"there is no store {name!r}; choose from {', '.join(SUBJECTS)}, or name module:Class.")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # the console script leaves it out
     try:
         found = resolve_name(name)
     except (ImportError, AttributeError) as error:

@@ -25,11 +25,61 @@ def tortured(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 
 def test_every_planted_fault_is_found_and_none_in_a_sound_store() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.testing.broken"], capture_output=True, text=True, check=True)
-    found = {(store, fault): verdicts for store, fault, verdicts in json.loads(done.stdout)}
-    missed = {each: found[each] for each, words in PLANTED.items() if not words & set(found[each])}
-    assert missed == {}
-    wrong = {each: found[each] for each in found if each[0] == "Sound" and set(found[each]) - {"right", "refused"}}
-    assert wrong == {}
+    found = json.loads(done.stdout)
+    missed = [each for each in found if not PLANTED[each[0], each[1]] & set(each[3])]
+    assert missed == []
+    wrong = [each for each in found if each[0] == "Sound" and set(each[3]) - {"right", "refused"}]
+    assert wrong == []
+
+
+OWN = """
+from memstore.testing.subjects import ArrayFiles
+from memstore.testing.torture import Subject
+
+class Store(ArrayFiles):
+    pass
+
+class Elsewhere(Subject):
+    def __init__(self, folder):
+        {}
+    def __len__(self):
+        return 0
+    def append(self, states):
+        pass
+    def cut(self, blocks):
+        pass
+    def read(self, block):
+        raise KeyError
+"""
+
+
+@pytest.mark.parametrize("folder", ["pass", "folder.mkdir(exist_ok=True)"])
+def test_a_store_of_ones_own_is_found_where_one_is_and_rows_stay_if_it_keeps_no_files(
+    tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN.format(folder))
+    command = str(Path(sys.executable).with_name("memstore"))
+    call = [
+        command,
+        "torture",
+        "mine:Elsewhere",
+        "mine:Store",
+        "--fault",
+        "restart",
+        "--fault",
+        "swap",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run([*call, "--json"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert (done.returncode, [(row["store"], row["fault"]) for row in told["rows"]]) == (
+        1,
+        [("mine:Elsewhere", "restart"), ("mine:Store", "restart"), ("mine:Store", "swap")],
+    )
+    assert told["untried"] == {
+        "mine:Elsewhere": "the store has written nothing into its folder, so there is nothing to damage."
+    }
 
 
 @pytest.mark.parametrize(
