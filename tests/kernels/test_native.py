@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kept(source: Path) -> list[Path]:
     return sorted((source.parents[1] / "cache" / "native").glob("sample-*.so"))
+
+
+def test_the_record_names_each_loop() -> None:
+    root = Path(__file__).parents[2]
+    loops = {path.parent.name for path in (root / "memstore" / "kernels").glob("*/*.c")}
+    record = (root / "docs" / "decisions" / "008-compiled-where-used.md").read_text("utf-8")
+    assert loops == set(re.findall(r"`((?:best|search)_\w+)`", record))
 
 
 @needs_compiler

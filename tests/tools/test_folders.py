@@ -96,6 +96,16 @@ def as_nobody() -> Iterator[None]:
         os.setgroups(groups)
 
 
+def test_a_memory_tells_where_its_files_lay(memory_path: Path, notes: Path, model_folder: Path) -> None:
+    file = notes / "bakery.md"
+    with memstore.open(memory_path, mode="r") as memory:
+        fact = memory.get_info(f"{verb.FACT}bakery.md")
+        model = memory.get_info("model")
+    assert (fact["path"], fact["modified"], fact["bytes"]) == (str(file), file.stat().st_mtime_ns, file.stat().st_size)
+    assert {"read", "digest"} <= set(fact)
+    assert model["name"] == str(model_folder)
+
+
 def test_a_folder_that_may_not_be_entered_is_named_and_the_others_are_read(
     cli: Cli, memory_path: Path, notes: Path, model_folder: Path
 ) -> None:
