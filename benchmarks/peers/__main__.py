@@ -159,7 +159,7 @@ def table(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         start = f"| {row['tokens']:,} | {row['peer']} | "
         if "failed" in row:
-            lines.append(f"{start}{'| ' * (len(COLUMNS) - 4)}{row['date']} | {row['failed']} |")
+            lines.append(f"{start}not run: {row['failed']} {'| ' * (len(COLUMNS) - 4)}{row['date']} | |")
             continue
         flips, questions = row["flips"], row["questions"]
         cells = [
