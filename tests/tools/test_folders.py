@@ -99,7 +99,7 @@ def as_nobody() -> Iterator[None]:
 def test_a_memory_tells_where_its_files_lay(memory_path: Path, notes: Path, model_folder: Path) -> None:
     file = notes / "bakery.md"
     with memstore.open(memory_path, mode="r") as memory:
-        fact = memory.get_info(f"{verb.FACT}bakery.md")
+        fact = memory.get_info(f"{verb.FACT}notes/bakery.md")
         model = memory.get_info("model")
     assert (fact["path"], fact["modified"], fact["bytes"]) == (str(file), file.stat().st_mtime_ns, file.stat().st_size)
     assert {"read", "digest"} <= set(fact)
