@@ -23,7 +23,7 @@ def main(book: str, question: str, model_name: str = "smollm2") -> None:
         answer = reader.ask(question, max_tokens=80)
         print(answer)
         for source in answer.sources(2):
-            print(f"  {source.document}, line {source.line}: {source.text.strip()[:100]}")
+            print(f"  {source.document}, line {source.line}: {source.excerpt}")
 
 
 if __name__ == "__main__":

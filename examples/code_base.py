@@ -23,8 +23,8 @@ def main(folder: str, question: str, model_name: str = "smollm2", pattern: str =
                 reader.update(
                     text, document=str(file.relative_to(root))
                 )  # of a changed file, what comes after the change
-        for found in passages(reader, reader.search(question, 5)):
-            print(f"{folder}/{found.document}:{found.line}  {' '.join(found.text.split())[:90]}")
+        for found in passages(reader, reader.search(question, 5), question):
+            print(f"{folder}/{found.document}:{found.line}  {found.excerpt[:90]}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class MemstoreRetriever(BaseRetriever):
         run_manager: CallbackManagerForRetrieverRun,  # noqa: ARG002 - of LangChain
     ) -> list[Document]:
         found = []
-        for place in passages(self.reader, self.reader.search(query, self.k)):
+        for place in passages(self.reader, self.reader.search(query, self.k), query):
             told = {"source": place.document, "line": place.line, "block": place.block, "score": place.score}
             found.append(Document(page_content=place.text, metadata=told, id=f"{place.document}:{place.block}"))
         return found

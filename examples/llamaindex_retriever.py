@@ -25,7 +25,8 @@ class MemstoreRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         found = []
-        for place in passages(self.reader, self.reader.search(query_bundle.query_str, self.k)):
+        query = query_bundle.query_str
+        for place in passages(self.reader, self.reader.search(query, self.k), query):
             told = {"source": place.document, "line": place.line, "block": place.block}
             node = TextNode(text=place.text, metadata=told, id_=f"{place.document}:{place.block}")
             found.append(NodeWithScore(node=node, score=place.score))

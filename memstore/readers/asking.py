@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -21,6 +21,7 @@ from memstore.memory import Traces
 from memstore.memory.search import Match
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
+from memstore.readers.passages import SENTENCES, Passage, passages_at
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder
@@ -33,8 +34,6 @@ THINK, THOUGHT = "<think>", "</think>"
 """Around what a model thinks aloud."""
 LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
-_SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|\n+")
-"""Where a sentence ends: not behind "Dr." and the like."""
 _LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
@@ -79,21 +78,6 @@ class Asker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passage:
-    """A block that an answer was written with."""
-
-    document: str
-    block: int
-    first_token: int
-    """Where it begins in the document."""
-    line: int | None
-    """The line of the document's text that it begins in, from 1; None where blocks before it were dropped."""
-    score: float
-    """The part of attention that it had: the mean over the answer's tokens, layers and heads."""
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Answer:
     """What a model has answered; ``str(answer)`` is its text."""
 
@@ -120,7 +104,8 @@ class Answer:
 
     def sources(self, most: int = 8) -> list[Passage]:
         """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
-        return passages(self.reader, [Match(*each) for each in self.used[:most]])
+        found = passages(self.reader, [Match(*each) for each in self.used[:most]], f"{self.question}\n{self.text}")
+        return [replace(each, score=None, attention=each.score) for each in found]
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
@@ -133,46 +118,11 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def passages(reader: Asker, matches: Sequence[Match]) -> list[Passage]:
-    """What was found, with its text and where it stands; without what is not in the memories any more."""
+def passages(reader: Asker, matches: Sequence[Match], words: str) -> list[Passage]:
+    """What was found with ``words``, and where it stands; without what is not in the memories any more."""
     documents = {name: stored(reader.memories, name) for name in {match.document for match in matches}}
     found = [(there, match.block, match.score) for match in matches if (there := documents[match.document])]
-    lines = _lines(reader.tokenizer, [(document, block) for document, block, _ in found])
-    size = reader.memory.spec.block_size
-    return [
-        Passage(
-            document=document.name,
-            block=block,
-            first_token=block * size,
-            line=lines[document.name, block],
-            score=score,
-            text=str(reader.tokenizer.decode(document.tokens(block), skip_special_tokens=True)),
-        )
-        for document, block, score in found
-    ]
-
-
-def _lines(tokenizer: Any, places: Sequence[tuple[Document, int]]) -> dict[tuple[str, int], int | None]:
-    """The line that each block begins in, None behind blocks that are gone; no token is read twice."""
-    lines: dict[tuple[str, int], int | None] = {}
-    counted: dict[str, tuple[int, int | None]] = {}
-    for document, block in sorted(places, key=lambda place: place[1]):
-        start, line = counted.get(document.name, (0, None if document.blocks.start else 1))
-        if line is not None:
-            try:
-                line += _newlines(tokenizer, document.tokens(range(start, block)))
-            except NotFound:  # a repair has dropped a block before it
-                line = None
-        counted[document.name] = block, line
-        lines[document.name, block] = line
-    return lines
-
-
-def _newlines(tokenizer: Any, tokens: torch.Tensor) -> int:
-    """How often a new line begins in a text. Each token tells, for no character but the whole newline has its byte."""
-    ids, counts = tokens.unique(return_counts=True)
-    texts = tokenizer.batch_decode(ids[:, None]) if len(ids) else []
-    return sum(text.count("\n") * count for text, count in zip(texts, counts.tolist(), strict=True))
+    return passages_at(reader.tokenizer, found, words)
 
 
 @dataclass(frozen=True)
@@ -378,7 +328,7 @@ def wanted_in(words: str) -> str:
     """
     if len(words.split()) <= LONG:
         return words
-    *said, last = _SENTENCES.split(words.strip())
+    *said, last = SENTENCES.split(words.strip())
     asked = [each for each in (*said, last) if each.rstrip(" \"')\u201d\u2019").endswith(("?", "\uff1f"))]
     if last[-1:].isalnum() and _ASKING.search(last):  # the mark is often left out where a message ends
         asked.append(last)

@@ -18,13 +18,11 @@ from memstore.tools.output import Json, Page, Report, cell, index_bar, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.readers.asking import Passage
+    from memstore.readers.passages import Passage
     from memstore.readers.reader import Reader
 
 LEAST = 0.001
 """Part of attention under which people are not shown a block."""
-SHORT = 160
-"""Characters of a source that are shown unless all are wanted."""
 STDIN = "-"
 OnError = Literal["raise", "miss"]
 
@@ -240,10 +238,10 @@ def document_name(memory: Memory, wanted: str | None) -> str:
 
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.line()  # ends what was told as it came
-    for each in (each for each in passages if whole or each.score >= LEAST):
+    for each in (each for each in passages if whole or (each.attention or 0) >= LEAST):
         page.line()
         page.line(source_line(each))
-        page.line(each.text.rstrip("\n") if whole else page.excerpt(each.text, SHORT))
+        page.line(each.text.rstrip("\n") if whole else each.excerpt)
     if "trace" in data:
         page.line()
         page.line(f"which block each token was written with: memstore trace {quote(memory)} {data['trace']}")
@@ -252,4 +250,5 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
 def source_line(passage: Passage) -> str:
     """Where a source stands, and how much of the model's attention it had."""
     line = "" if passage.line is None else f", line {passage.line:,}"
-    return f"[{passage.document}{line}, block {passage.block:,}: {passage.score:.1%} of attention]"
+    page = "" if passage.page is None else f", page {passage.page:,}"
+    return f"[{passage.document}{line}{page}, block {passage.block:,}: {passage.attention or 0:.1%} of attention]"

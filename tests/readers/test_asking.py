@@ -11,7 +11,9 @@ import pytest
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.readers.asking import asked_in, wanted_in
+from memstore.memory.search import Match
+from memstore.readers.asking import asked_in, passages, wanted_in
+from memstore.readers.passages import Passage
 from memstore.readers.reader import Reader
 from tests.eval.drts import byte_tokenizer
 from tests.instruct import TEMPLATE, instruct_model, instruct_tokenizer, saying
@@ -112,10 +114,68 @@ def test_sources_say_where_they_stand_and_what_they_say(reader: Reader) -> None:
     for source in sources:
         assert source.document == "log"
         assert source.text == text[source.first_token :][:16]
-        assert source.line == text[: source.first_token].count("\n") + 1
-    scores = [source.score for source in sources]
-    assert scores == sorted(scores, reverse=True)
+        beginning = text[: source.first_token].count("\n")
+        assert source.line in (beginning + 1, beginning + 2)
+        assert source.excerpt.startswith(LINES[source.line - 1])
+        assert (source.score, source.page) == (None, None)
+    shares = [source.attention or 0 for source in sources]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1
     assert len(reader.ask("What is new?", max_tokens=3).sources(2)) == 2
+
+
+LIST = """# The boat
+
+Ropes: four.
+Lamps: two, one of them broken.
+Ask Ada for the keys.
+The anchor weighs ten kilos.
+Paint: white, for the hull; it was bought.
+The safe code is 4711.
+Nothing."""
+
+
+def found_in(text: str, words: str, block: int, tmp_path: Path) -> Passage:
+    """What is told of one block of a text, which was found with ``words``."""
+    sizes = {**SIZES, "block_size": 64, "sink": 64}
+    with memstore.attach(instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), **sizes) as reader:
+        reader.read(text, document="list")
+        (found,) = passages(reader, [Match("list", block, 0.5)], words)
+    return found
+
+
+def test_of_a_block_the_line_with_the_words_of_question_and_answer_is_told_whole(tmp_path: Path) -> None:
+    found = found_in(LIST, "What is the safe code?\n4711", 2, tmp_path)
+    assert found.text == LIST[128:192]
+    assert (found.line, found.excerpt) == (8, "The safe code is 4711. Nothing.")
+    assert (found.score, found.attention) == (0.5, None)
+
+
+def test_what_a_block_begins_with_is_told_where_no_word_is_in_it(tmp_path: Path) -> None:
+    found = found_in(LIST, "¿?", 1, tmp_path)
+    assert LIST[60:64] == " Ada", "the line begins before it"
+    assert found.excerpt.startswith("Ask Ada")
+    assert found.line == 5
+
+
+def test_of_a_long_sentence_what_is_around_the_rarest_word_is_told_and_no_word_is_cut(tmp_path: Path) -> None:
+    long = "and the ferry goes to the island " * 8 + "with the heron on deck " + "and back it goes again " * 8
+    for words in ("Where is the heron?", "¿?"):
+        found = found_in(long, words, 4, tmp_path / words[0])
+        assert set(found.excerpt.split()) <= {*long.split(), "…"}
+        assert 100 < len(found.excerpt) <= 164
+        assert found.excerpt.endswith(" …")
+        assert "heron" in found.excerpt
+        assert found.excerpt.startswith("… island with") == (words == "¿?"), "the block begins before it"
+
+
+def test_a_source_says_its_page_and_shows_no_form_feed(tmp_path: Path) -> None:
+    pages = "\f".join(f"Page with the number {word}.\nIt is short." for word in ("one", "two", "three"))
+    told = {block: found_in(pages, "Which is three?", block, tmp_path / str(block)) for block in (0, 1)}
+    assert [told[block].page for block in (0, 1)] == [1, 3]
+    assert told[1].excerpt == "Page with the number three. It is short."
+    assert "\f" in pages[:64]
+    assert not any("\f" in each.text + each.excerpt for each in told.values())
 
 
 def test_a_question_looks_for_the_end_of_the_document_like_for_the_rest(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_what_was_read_is_shown_and_asked_and_needs_only_the_memory(
     assert data["sources"]
     for used in data["sources"]:
         assert used["text"] == TEXT[used["block"] * size :][:size]
-        assert 0 <= used["score"] <= 1
-    weights = [used["score"] for used in data["sources"]]
+        assert 0 <= used["attention"] <= 1
+    weights = [used["attention"] for used in data["sources"]]
     assert weights == sorted(weights, reverse=True)
     shown = cli("ask", path, "What is new? ", "--max-tokens", 5)
     assert shown.code == 0, shown.err

@@ -79,7 +79,7 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
         assert [used["document"] for used in done.json["sources"]] == ["log", "log"]
         for used in done.json["sources"]:
             assert used["text"] == LOG[used["block"] * BLOCK : (used["block"] + 1) * BLOCK]
-        scores = [used["score"] for used in done.json["sources"]]
+        scores = [used["attention"] for used in done.json["sources"]]
         assert scores == sorted(scores, reverse=True)
     else:
         assert done.out.count("[log, line ") == 2

@@ -51,6 +51,10 @@ def test_the_page_does_what_it_says(
     assert "0 files read, 3 unchanged" in reads[2]
     answers = [told for command, told in out if command.startswith("memstore ask")]
     assert all("[notes/" in told and ", line " in told for told in answers)
+    shown = re.findall(r"\[(notes/.*), line (\d+), .*\]\n {4}([^#].*)\n", PAGE)  # with "#" begin whole notes
+    assert len(shown) == 4
+    for name, line, told in shown:
+        assert told[:40] in Path(name).read_text().splitlines()[int(line) - 1], "what is shown begins in that line"
     chats = [told for command, told in out if command.startswith("memstore chat")]
     assert "chat: 0 turns so far" in chats[0]
     assert re.search(r"chat: [24] turns so far", chats[1])

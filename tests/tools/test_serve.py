@@ -101,7 +101,7 @@ def test_each_answer_comes_from_its_own_memory(port: int) -> None:
             assert source["document"] == name
             assert source["text"].strip("\n") in TEXTS[name] * 8
             assert source["line"] == 1
-            assert 0 <= source["score"] <= 1
+            assert 0 <= source["attention"] <= 1
     (text,) = {answer["choices"][0]["message"]["content"] for _, answer, _ in answers[::2]}  # greedy: always the same
     assert isinstance(text, str)
 

@@ -21,8 +21,9 @@ from starlette.types import ASGIApp
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory import Document
-from memstore.readers.asking import Passage, passages
+from memstore.readers.asking import passages
 from memstore.readers.conversation import PREFIX
+from memstore.readers.passages import Passage
 from memstore.readers.reader import Reader
 from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
@@ -117,7 +118,7 @@ class Agents(MCPServer[Any]):
             self._look_into(reader, documents)
             if not reader.names:
                 return []
-            return passages(reader, reader.search(query, most))
+            return passages(reader, reader.search(query, most), query)
 
         return await self._done(work)
 
