@@ -29,6 +29,9 @@ export const at = (id) => document.getElementById(id);
 /** `1,234`. */
 export const count = (number) => number.toLocaleString("en");
 
+/** `1 token`, `2 tokens`. */
+export const counted = (number, thing) => `${count(number)} ${thing}${number === 1 ? "" : "s"}`;
+
 /** Three digits that matter. */
 export function short(number) {
   if (number === null || number === undefined) return "–";

@@ -1,7 +1,7 @@
 // The left column's lists: documents and traces.
 
 import { canWrite } from "./api.js";
-import { at, count, fillList, h } from "./dom.js";
+import { at, count, counted, fillList, h } from "./dom.js";
 
 /** `choose(document)` is called with the one that is clicked, `act(action, document)` for pin, unpin and forget. */
 export function showDocuments(answer, chosen, choose, act) {
@@ -14,7 +14,7 @@ export function showDocuments(answer, chosen, choose, act) {
         { type: "button", dataset: { focus: document.id }, title: document.name, "aria-current": document.id === chosen, onclick: () => choose(document) },
         h("span", { class: "name" }, document.pinned ? `${document.name} ` : document.name,
           document.pinned && h("span", { class: "tag" }, "pinned")),
-        h("span", { class: "facts" }, `${count(document.tokens)} tokens in ${count(document.stop - document.first)} blocks`),
+        h("span", { class: "facts" }, `${counted(document.tokens, "token")} in ${counted(document.stop - document.first, "block")}`),
       ),
       canWrite() && document.id === chosen &&
         h("span", { class: "acts" },

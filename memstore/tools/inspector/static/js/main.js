@@ -7,7 +7,7 @@ import { Gone, allowWrite, change, get } from "./api.js";
 import { Answer } from "./answer.js";
 import { AskBox } from "./ask.js";
 import { Block } from "./block.js";
-import { at, count, h } from "./dom.js";
+import { at, count, counted, h } from "./dom.js";
 import { Flow } from "./flow.js";
 import { listen } from "./keys.js";
 import { running, showDocuments, showTraces } from "./lists.js";
@@ -130,7 +130,7 @@ function title() {
   const { name, tokens, first, stop } = state.document;
   const left = first > 0 ? `, of which ${count(first)} have left` : "";
   at("title").replaceChildren(h("h2", {}, name),
-    h("span", { class: "facts" }, `${count(tokens)} tokens in ${count(stop)} blocks of ${state.memory.block_size}${left}`));
+    h("span", { class: "facts" }, `${counted(tokens, "token")} in ${counted(stop, "block")} of ${state.memory.block_size}${left}`));
 }
 
 /** Of a memory that was empty. */
@@ -244,19 +244,20 @@ async function showStep() {
   if (used) await lightUp(used, `Used for “${which.piece().trim() || "…"}”, step ${count(step)}`);
 }
 
-async function showTraceUse() {
+/** `lead`: to the block that was used most, also where another document of those that were used is on the page. */
+async function showTraceUse(lead = false) {
   const used = await loadUsed(answer, "used");
   const beside = other.trace && (await loadUsed(other, "used"));
   if (!used || beside === undefined) return;
   if (beside) await lightUp(together(used, beside), "Used by both traces ", [answer.trace.number, other.trace.number]);
-  else await lightUp(used, "Used by the whole trace");
+  else await lightUp(used, "Used by the whole trace", null, lead);
 }
 
-async function lightUp(used, words, named = null) {
+async function lightUp(used, words, named = null, lead = false) {
   showUsed(words, used, (id, number) => runOn("text", goTo(id, number)), named);
   state.lit = used.blocks;
   const best = used.blocks.find((each) => each.document !== null && each.text !== null);
-  if (best && !used.blocks.some((each) => each.document === state.document?.id)) {
+  if (best && best.document !== state.document?.id && (lead || !used.blocks.some((each) => each.document === state.document?.id))) {
     const document = await find(best.document);
     if (document) await openDocument(document, best.block);
   }
@@ -295,7 +296,7 @@ async function follow(traces) {
 async function answered(trace) {
   await look();
   if (trace !== null && answer.trace?.number !== trace) await openTrace(trace);
-  else if (answer.trace?.number === trace) await showTraceUse();
+  if (trace !== null && answer.trace?.number === trace) await showTraceUse(true);
 }
 
 // Changes
