@@ -237,6 +237,7 @@ def document_name(memory: Memory, wanted: str | None) -> str:
 
 
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
+    page.sheet(data["sources"])
     page.line()  # ends what was told as it came
     for each in (each for each in passages if whole or (each.attention or 0) >= LEAST):
         page.line()

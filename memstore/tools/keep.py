@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.tools.failures import Interrupted
-from memstore.tools.options import DocumentArgument, MemoryUrl, existing, lasting
+from memstore.tools.options import FACT, DocumentArgument, MemoryUrl, existing, lasting
 from memstore.tools.output import Json, Page, Report, bar, counted
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: B
 def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
     """Delete a document and everything of it.
 
-    Its bytes stay in the file until others are written over them, or until memstore compact.
+    Its bytes stay in the file until others are written over them, or until memstore compact; of an encrypted memory
+    its key is destroyed at once. A file that was read stays where it is, and comes back with the next memstore read.
 
     Example:
 
@@ -57,13 +59,19 @@ def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
     In Python: memstore.Memory.forget.
     """
     with memstore.open(memory) as opened:
-        tokens = len(existing(opened, document))
+        tokens, fact = len(existing(opened, document)), opened.get_info(FACT + document)
         opened.forget(document)
+        encrypted = opened.encrypted
     data = {"memory": memory, "document": document, "tokens": tokens}
-    told = (
-        f"forgot {document!r}, {counted(tokens, 'token')}. To erase it from the disk: memstore compact {quote(memory)}"
-    )
-    return Report(data=data, text=lambda page: page.line(told))
+    erased = "Its key is destroyed" if encrypted else f"To erase it from the disk: memstore compact {quote(memory)}"
+    path = fact.get("path") if isinstance(fact, dict) else None
+
+    def text(page: Page) -> None:
+        page.line(f"forgot {document!r}, {counted(tokens, 'token')}. {erased}")
+        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - of any text
+            page.line(f"Its file {path} is still there: the next memstore read of it or its folder reads it again")
+
+    return Report(data=data, text=text)
 
 
 def pin(memory: MemoryUrl, document: DocumentArgument) -> Report:

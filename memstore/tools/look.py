@@ -19,7 +19,8 @@ def ls(memory: MemoryUrl) -> Report:
 
     Full are the blocks that have all their tokens; a document's last block, where it is not full, is found by stock
     models alone. Which documents are pinned, when they expire, when their files have changed last, and what was noted
-    of them, is told where there is any.
+    of them, is told where there is any. With --json also of which file a document is, the digest of its text and when
+    it was read.
 
     Example:
 
@@ -40,6 +41,7 @@ def ls(memory: MemoryUrl) -> Report:
                 "expires": rules["expires"].get(document.name),
                 "changed": None if (when := time_of(files[document.name])) is None else f"{when:%Y-%m-%d %H:%M}",
                 "meta": files[document.name].get("meta", {}),
+                **{key: files[document.name].get(key) for key in ("path", "digest", "read")},
             }
             for document in opened.documents()
         ]

@@ -172,7 +172,11 @@ class Filter:
         facts = facts_of(memory)
         found = [name for name in among if self._fits(name, facts[name])]
         if not found:
-            raise NotFound(f"none of {len(among):,} documents fits --match, --meta and --since: memstore ls shows them")
+            chats = [name for name in facts if name not in among and self._fits(name, facts[name])]
+            also = f"; {chats[0]!r} does, and a conversation is asked by --document {chats[0]}" if chats else ""
+            raise NotFound(
+                f"none of {len(among):,} documents fits --match, --meta and --since: memstore ls shows them{also}"
+            )
         return found
 
     def _fits(self, name: str, fact: Mapping[str, Any]) -> bool:

@@ -69,6 +69,9 @@ class Page:
         """What people see of ``value`` in the cell of a table: ``shown``."""
         return shown
 
+    def sheet(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """A table for programs, where people see something else."""
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:
         """One row below the other; numbers are aligned to the right. ``empty`` is said where there are no rows."""
         if empty and not rows:
@@ -102,6 +105,11 @@ class Sheet(Page):
     def facts(self, facts: Mapping[str, object]) -> None:
         """Keep them, in case there is no table."""
         self._facts |= facts
+
+    def sheet(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Keep it, if there is anything."""
+        if rows:
+            self.table(list(rows[0]), [list(row.values()) for row in rows])
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:  # noqa: ARG002 - for people
         """Keep it as it is; without rows its head stands alone."""

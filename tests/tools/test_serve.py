@@ -131,7 +131,11 @@ def test_health_and_models(port: int) -> None:
 
 def test_embeddings_are_refused_with_what_to_do_instead(port: int) -> None:
     status, answer, _ = ask(port, "/v1/embeddings", {"model": "cottage", "input": "Where is it?"})
-    assert (status, answer["error"]["type"], answer["error"]["code"]) == (501, "server_error", "unsupported_endpoint")
+    assert (status, answer["error"]["type"], answer["error"]["code"]) == (
+        501,
+        "invalid_request_error",
+        "unsupported_endpoint",
+    )
     assert "sources" in answer["error"]["message"]
 
 

@@ -33,6 +33,7 @@ WAITING = 128
 RETRY_AFTER = 5
 """Seconds after which one that was turned away may try again."""
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+KINDS |= {501: KINDS[400]}
 Told = str | Result | Exception | None
 """A piece of an answer, the end of it, or that whoever asked has left."""
 
