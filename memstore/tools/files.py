@@ -60,12 +60,12 @@ class SourceFile:
                 return _parsed(self.path)
             case ending if ending in PAGES:
                 self._check_size(LARGEST_PAGE)
-                return html_text(read_text(str(self.path), encoding=encoding))
+                return html_text(read_text(str(self.path), encoding=encoding, in_folder=self.in_folder))
             case ending if self.in_folder and ending not in TEXTS:
                 text = self._if_text(encoding)
             case _:
                 self._check_size(LARGEST)
-                text = read_text(str(self.path), encoding=encoding)
+                text = read_text(str(self.path), encoding=encoding, in_folder=self.in_folder)
         if text is not None and self.path.suffix.lower() == ".json":
             return chats(text) or text
         return text

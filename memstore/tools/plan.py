@@ -88,7 +88,8 @@ class ReadPlan:
     read: list[FileText] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     """Their documents."""
-    passed_over: int = 0
+    passed_over: list[dict[str, str]] = field(default_factory=list)
+    """Files that have no text, each with the reason."""
     gone: list[str] = field(default_factory=list)
     """Documents whose files are no longer there."""
     bad: list[dict[str, str]] = field(default_factory=list)
@@ -118,9 +119,10 @@ def plan_of(
             if not isinstance(error, EmptyText):
                 plan.bad.append({"path": str(each.path), "error": str(error)})
                 continue
-            content = None
-        if content is None:
-            plan.passed_over += 1
+            content = ""
+        if not content:
+            reason = "no text" if content is None else "empty"
+            plan.passed_over.append({"path": str(each.path), "reason": reason})
         elif fact.get("whole") and fact.get("digest") == digest(content):
             plan.unchanged.append(name)  # touched, or copied anew
         else:
@@ -130,7 +132,11 @@ def plan_of(
 
 def _free(found: SourceFile, taken: set[str]) -> str:
     """A name for the document that no other file has."""
-    names = [found.name, *([] if found.path is None else [found.path.name, str(found.path)])]
+    names = [found.name]
+    if found.path is not None:
+        if found.in_folder:  # another folder of its name is there: with the name of the one around it
+            names.append("/".join(found.path.parts[-len(found.name.split("/")) - 1 :]).lstrip("/"))
+        names += [found.path.name, str(found.path)]
     return next((name for name in names if name not in taken), names[-1])
 
 
@@ -182,18 +188,16 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
 
 
 def held(reader: Reader, name: str, ids: Sequence[int]) -> int:
-    """How many tokens of a text its document holds already."""
+    """How many tokens of a text are in the memory already: in its document, or of a new one in another's."""
     import torch
 
-    from memstore.readers.reading import common_tokens
+    from memstore.readers.reading import known_tokens
 
-    document = reader.memory.document(name)  # not all of them: a folder has thousands of new files
-    return 0 if not len(document) or document.blocks.start else common_tokens(document, torch.tensor(ids))
+    return known_tokens(reader, name, torch.tensor(ids))
 
 
-def check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell: bool) -> None:
-    """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit."""
-    spec = reader.memory.spec
+def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> None:
+    """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit beside what is ``known``."""
     sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys((spec.codec, "int8", "int4"))}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
     instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
@@ -202,6 +206,7 @@ def check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell:
         about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
         kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" else ""
         sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}\n")
+    room = None if known is None else known.room
     folder = Path(memory.removeprefix("zarr:")).absolute()
     if "://" not in memory:
         while not folder.exists():
@@ -209,10 +214,13 @@ def check_room(memory: str, reader: Reader, new: int, room: int | None, *, tell:
         free = shutil.disk_usage(folder).free
         room = free if room is None else min(room, free)
     if room is not None and size > room:
+        smaller = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items() if bytes_ <= room)
+        what = ["read less", "make room", *([f"read into a new memory with --codec ({smaller})"] if smaller else [])]
         raise StoreFull(
-            f"{counted(new, 'token')} need about {_amount(size)}, and {memory} has room for {_amount(room)}: read "
-            f"less, make room, or read into a new memory with --codec ({instead})",
-            memory=memory,
+            f"{counted(new, 'token')} need about {_amount(size)}, and {memory} has room for {_amount(room)}: "
+            f"{', '.join(what[:-1])} or {what[-1]}",
+            # Where nothing is, nothing can be forgotten or erased.
+            memory=memory if known is not None and known.documents else None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -36,13 +37,15 @@ from memstore.tools.options import (
     taking,
     use_threads,
 )
-from memstore.tools.output import Json, Page, Report, counted, waiting
+from memstore.tools.output import KEY_VARIABLE, Json, Page, Report, counted, waiting
 from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, held, plan_of
 
 if TYPE_CHECKING:
     from memstore.readers.reader import Reader
     from memstore.readers.reading import ReadResult
 
+FEW = 5
+"""Files that were passed over, of which the names are told."""
 PAUSE = 1.0
 """Seconds between two looks of ``--watch``; after one at many files it rests as long as that took."""
 
@@ -227,10 +230,18 @@ def _with(fact: Mapping[str, Any], noted: Mapping[str, str]) -> dict[str, Any]:
 
 def read_into(reader: Reader, source: str) -> Done:
     """Read a file or folder into the memory of a reader that is open; what was done with each file that changed."""
-    plan = plan_of(list(find([source])), Contents.of(reader.memory), None, encoding="utf-8", alone=True)
-    tokens = [encode(reader.tokenizer, each.content) for each in plan.read]
-    check_room(reader.memory.url, reader, sum(map(len, tokens)), None, tell=True)
-    return [_read_one(reader, each, ids, {}, many=True) for each, ids in zip(plan.read, tokens, strict=True)]
+    known, alone = Contents.of(reader.memory), not Path(source).is_dir()
+    plan = plan_of(list(find([source])), known, None, encoding="utf-8", alone=alone)
+    texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
+    new = sum(len(ids) - held(reader, each.document, ids) for each, ids in texts)
+    check_room(reader.memory.url, reader, reader.memory.spec, new, known, tell=True)
+    done = _read_each(reader, texts, {}, {}, plan, lambda _: None)
+    bad = [f"not read: {each['error']}" for each in plan.bad]
+    if bad and not done:
+        raise InvalidArgument("\n".join(bad))
+    for line in bad:
+        typer.echo(printable(line))
+    return done
 
 
 def _read_all(
@@ -242,17 +253,25 @@ def _read_all(
 ) -> Done:
     """Read what ``plan`` says; what cannot be read is added to ``plan.bad``."""
     model, dtype = _model_of(known, options)
+    if known is None and (key := os.environ.get(KEY_VARIABLE)):
+        from memstore.store.keys import read_key
+
+        read_key(key)  # of a new memory: what is wrong with it is told before a model is loaded
     loaded = load(model, dtype)
+    with waiting("counting tokens", show=not options.json):
+        texts = [(each, encode(loaded.tokenizer, each.content)) for each in plan.read]
     made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
     how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
-    with attached(loaded, options.memory, document=plan.read[0].document, **how) as reader:
+    reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
+    if known is None:  # before it is made: an empty one would stand in the way of another codec
+        new = sum(len(ids) for _, ids in texts)
+        check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json)
+    with reader:
         record_model(reader.memory, model, loaded)
-        with waiting("counting tokens", show=not options.json):
-            tokens = [encode(reader.tokenizer, each.content) for each in plan.read]
-        texts = list(zip(plan.read, tokens, strict=True))
         there = {each.document: held(reader, each.document, ids) for each, ids in texts}
         new = sum(len(ids) - there[each.document] for each, ids in texts)
-        check_room(options.memory, reader, new, None if known is None else known.room, tell=not options.json)
+        if known is not None:
+            check_room(options.memory, reader, reader.memory.spec, new, known, tell=not options.json)
         by_many: dict[str, ReadResult] = {}
         if options.ray is not None:
             again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
@@ -360,7 +379,8 @@ def _read_one(
     """Read the text ``ids`` of a file, and note which file it is; what was done. ``read``: where others have."""
     name, path = text.document, text.file.path
     fact, known = _begun(reader, text, noted)
-    # Only what is known to be this very file is replaced: another text of the same name is refused by read().
+    if not known and read is None:  # only what is known to be this very file is replaced
+        _check_same(reader, name, ids)
     progress = not many or len(ids) >= TOLD  # a line for each of many short notes says nothing
     result = read or (reader.update if known else reader.read)(ids, name, progress=progress)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -375,6 +395,23 @@ def _read_one(
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens_per_second, 1),
     }
+
+
+def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
+    """Raise ``InvalidArgument`` where the document holds another text."""
+    import torch
+
+    from memstore.readers.reading import compare
+
+    document = reader.memory.document(name)
+    try:
+        compare(document, document.blocks.start * reader.memory.spec.block_size, torch.tensor(ids)[: len(document)])
+    except InvalidArgument as error:
+        differ, _, _ = str(error).partition(": ")
+        raise InvalidArgument(
+            f"{differ}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
+            "the other one first"
+        ) from None
 
 
 def _unchanged(name: str, known: Contents) -> dict[str, Any]:
@@ -403,8 +440,11 @@ def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
         columns = ("document", "tokens", "new_tokens", "reused_tokens")
         if done:
             page.table(columns, [[each[column] for column in columns] for each in done])
+        over = plan.passed_over
+        few = ", ".join(f"{each['path']} ({each['reason']})" for each in over[:FEW]) + ", …" * (len(over) > FEW)
         page.line(
-            f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {plan.passed_over:,} passed over"
+            f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {len(over):,} passed over"
+            + f": {few}" * bool(over)
         )
         for name in plan.gone:
             page.line(f"gone: {name}" + (", forgotten" if options.prune else " (memstore read --prune forgets it)"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import memstore
 from memstore.store import LmdbStore
 from memstore.tools import read as verb
 from memstore.tools.files import find
+from memstore.tools.models import load_model
 from memstore.tools.options import parse_since, time_of
 from memstore.tools.parsing import html_text
 from memstore.tools.plan import plan_of
@@ -55,7 +57,8 @@ def memory_path(cli: Cli, notes: Path, tmp_path: Path, model_folder: Path) -> Pa
     path = tmp_path / "m"
     done = cli("read", notes, path, "--model", model_folder, "--block-size", 16, "--json")
     assert done.code == 0, done.err
-    assert (done.json["passed_over"], done.json["bad"], done.json["gone"]) == (1, [], [])
+    assert done.json["passed_over"] == [{"path": str(notes / "picture.png"), "reason": "no text"}]
+    assert (done.json["bad"], done.json["gone"]) == ([], [])
     return path
 
 
@@ -221,8 +224,27 @@ def test_a_bad_file_is_named_and_the_others_are_read(cli: Cli, memory_path: Path
     assert done.code == 1
     assert "not read: " in done.out
     assert "broken.md is not utf-8 text" in done.out
+    assert "name it in a .memstoreignore" in done.out
+    assert "--encoding" not in done.out, "that would be for all files"
+    assert f"1 passed over: {notes / 'picture.png'} (no text)" in done.out
     assert "broken.epub is no EPUB file" in done.out
     assert texts(memory_path)["notes/new.md"].strip() == "A new note."
+
+
+def test_a_folder_that_is_read_in_a_chat_is_read_but_for_what_cannot_be(
+    memory_path: Path, notes: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (notes / "empty.md").touch()
+    (notes / "broken.md").write_bytes(b"\xff\xfe\xfd")
+    loaded = load_model(str(model_folder), "auto")
+    with memstore.attach(loaded.model, memory_path, tokenizer=loaded.tokenizer) as reader:
+        with pytest.raises(memstore.InvalidArgument, match=r"not read: .*broken\.md"):
+            verb.read_into(reader, str(notes))
+        (notes / "new.md").write_text("A new note.")
+        assert [each["document"] for each in verb.read_into(reader, str(notes))] == ["notes/new.md"]
+        assert "broken.md is not utf-8 text" in capsys.readouterr().out
+        with pytest.raises(memstore.InvalidArgument, match="is empty"):
+            verb.read_into(reader, str(notes / "empty.md"))
 
 
 def test_files_of_one_stem_are_two_documents(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
@@ -250,7 +272,8 @@ def test_an_empty_file_of_a_folder_is_passed_over_and_one_that_is_no_text_is_nam
     for name, content in (("empty.md", b" \n"), ("broken.md", b"\xff\xfe\xfd"), ("whole.md", b"Words.\n")):
         (tmp_path / name).write_bytes(content)
     plan = plan_of(list(find([str(tmp_path)])), None, None, encoding="utf-8", alone=False)
-    assert (plan.passed_over, [Path(each["path"]).name for each in plan.bad]) == (1, ["broken.md"])
+    assert plan.passed_over == [{"path": str(tmp_path / "empty.md"), "reason": "empty"}]
+    assert [Path(each["path"]).name for each in plan.bad] == ["broken.md"]
     assert [each.content for each in plan.read] == ["Words.\n"]
 
 
@@ -261,11 +284,79 @@ def test_what_does_not_fit_is_not_begun(
         free = 1000
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Disk)
-    done = cli("read", notes, tmp_path / "m", "--model", model_folder)
+    read = ("read", notes, tmp_path / "m", "--model", model_folder)
+    done = cli(*read)
     assert (done.code, "room for 1.0 KB" in done.err) == (5, True), done.err
-    assert "--codec (int8 " in done.err
-    with memstore.open(tmp_path / "m", mode="r") as memory:
-        assert memory.documents() == []
+    assert "codec" not in done.err, "none of them would fit"
+    assert "forget" not in done.err, "there is nothing to forget"
+    assert not (tmp_path / "m").exists()
+    needed = re.search(r"need about (\d+) KB", done.err)
+    assert needed is not None
+    Disk.free = int(needed[1]) * 1000 // 2  # int8 takes a bit more
+    done = cli(*read)
+    assert "--codec (int4 " in done.err, done.err
+    assert cli(*read, "--codec", "int4").code == 0, "what was advised works"
+
+
+def test_a_file_that_was_renamed_costs_what_is_new_of_it(
+    cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = NOTES["trips/ferry.txt"]
+    asked: list[int] = []
+    monkeypatch.setattr(verb, "check_room", lambda _, __, ___, new, *____, **_____: asked.append(new))
+    (notes / "trips/ferry.txt").rename(notes / "trips/boat.txt")
+    done = cli("read", notes, memory_path, "--prune", "--json")
+    (document,) = done.json["documents"]
+    assert asked == [document["new_tokens"]] == [len(text) % 16]
+    assert done.json["gone"] == ["notes/trips/ferry.txt"]
+    assert texts(memory_path)["notes/trips/boat.txt"] == text
+
+
+def test_of_two_folders_of_one_name_the_second_has_the_name_of_the_folder_around_it(
+    cli: Cli, tmp_path: Path, model_folder: Path
+) -> None:
+    for name in ("a/notes/x.md", "b/notes/x.md"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"The text of {name}.")
+    read = cli("read", tmp_path / "a/notes", tmp_path / "b/notes", tmp_path / "m", "--model", model_folder)
+    assert read.code == 0, read.err
+    listed = {each["document"]: each for each in cli("ls", tmp_path / "m", "--json").json["documents"]}
+    assert {name: each["path"] for name, each in listed.items()} == {
+        "notes/x.md": str(tmp_path / "a/notes/x.md"),
+        "b/notes/x.md": str(tmp_path / "b/notes/x.md"),
+    }
+    assert all(each["digest"] and each["read"] for each in listed.values())
+
+
+def test_a_key_file_that_is_no_good_is_told_before_a_model_is_loaded(
+    cli: Cli, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "load_model", no_model)
+    (tmp_path / "note.txt").write_text("A note.")
+    (tmp_path / "short").write_bytes(b"short")
+    (tmp_path / "open").write_bytes(bytes(32))
+    (tmp_path / "short").chmod(0o600)
+    (tmp_path / "open").chmod(0o644)
+    read = ("read", tmp_path / "note.txt", tmp_path / "m", "--model", model_folder, "--key-file")
+    for name, code in (("missing", 3), ("short", 2), ("open", 2)):
+        done = cli(*read, tmp_path / name)
+        assert (done.code, "key file" in done.err) == (code, True), done.err
+
+
+def test_forgetting_says_what_comes_back_and_what_is_left_to_do(
+    cli: Cli, notes: Path, memory_path: Path, tmp_path: Path, model_folder: Path
+) -> None:
+    told = cli("forget", memory_path, "notes/bakery.md").out
+    assert f"Its file {notes / 'bakery.md'} is still there: the next memstore read" in told
+    assert "memstore compact" in told
+    (notes / "page.html").unlink()
+    assert "still there" not in cli("forget", memory_path, "notes/page.html").out
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    (tmp_path / "key").chmod(0o600)
+    key = ("--key-file", tmp_path / "key")
+    assert cli("read", notes / "script.py", tmp_path / "e", "--model", model_folder, *key).code == 0
+    told = cli("forget", tmp_path / "e", "script", *key).out
+    assert ("compact" in told, "Its key is destroyed" in told) == (False, True), told
 
 
 def test_it_is_told_beforehand_what_reading_costs(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
@@ -522,6 +613,11 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
     ] * 2
     assert "2001-09-09 01:46" in cli("ls", memory).out
     assert len(asked("--meta", "place=island")) == 2
+    with memstore.open(memory) as opened:
+        opened.document("ship").fork("chat/ship")
+    code, message = asked("--match", "chat/*")
+    assert "a conversation is asked by --document chat/ship" in message
+    assert asked("--document", "chat/ship") == ["chat/ship"]
     code, message = asked("--match", "*.pdf")
     assert (code, "none of 3 documents fits" in message) == (3, True)
     assert asked("--meta", "place")[0] == asked("--since", "soon")[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import signal
 import subprocess
@@ -54,6 +55,25 @@ def test_the_model_that_read_a_memory_need_not_be_named_again(cli: Cli, notes: P
     again = cli("read", text, notes, "--dtype", "float32", "--document", "copy", "--json")
     assert again.code == 0, again.err
     assert again.json["tokens"] == len(TEXT)
+
+
+def test_another_text_of_the_same_name_is_refused_with_what_the_command_has(
+    cli: Cli, notes: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/log.txt").write_text("Another text, which is long enough to differ.")
+    done = cli("read", tmp_path / "other/log.txt", notes, "--document", "log")
+    assert done.code == 2
+    assert "--document NAME" in done.err
+    assert "append()" not in done.err
+    assert "tokens/s" not in done.err, "nothing was read"
+
+
+def test_the_csv_of_an_answer_is_a_table_of_its_sources(cli: Cli, notes: Path) -> None:
+    head, *rows = csv.reader(io.StringIO(cli("ask", notes, "What is new? ", "--max-tokens", 2, "--csv").out))
+    sources = cli("ask", notes, "What is new? ", "--max-tokens", 2, "--json").json["sources"]
+    assert head == list(sources[0])
+    assert [(row[0], int(row[1])) for row in rows] == [(each["document"], each["block"]) for each in sources]
 
 
 def test_a_second_text_becomes_a_second_document(cli: Cli, notes: Path, text: Path, model_folder: Path) -> None:
