@@ -22,6 +22,8 @@ SHORT = 160
 """Characters of an excerpt at most."""
 BESIDE = 256
 """Tokens before and behind a block in which the sentences at its borders may begin and end."""
+PAGE = 1 << 14
+"""Tokens of a first page at most: so far it is looked for its end."""
 SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|[\n\f]+")
 """Where a sentence ends: not behind "Dr." and the like."""
 
@@ -170,10 +172,11 @@ def _places(
         there = list(group)
         document, start, lines, pages = there[0][0], 0, 1, 1
         begins: dict[int, tuple[int, int]] = {}
+        stop = min(document.blocks.stop, there[-1][1] + -(-PAGE // document.memory.spec.block_size))
         with suppress(NotFound, DamagedError):  # nobody knows what was in blocks that were dropped or cannot be read
-            for block in (*(block for _, block in there), document.blocks.stop):
-                if block == document.blocks.stop and pages > 1:
-                    break  # else it is to be known whether a page ends further on; no token is read twice
+            for block in (*(block for _, block in there), stop):
+                if block == stop and pages > 1:
+                    break  # else it is to be known whether this is a first page; no token is read twice
                 newlines, feeds = _breaks(tokenizer, document.tokens(range(start, block)))
                 start, lines, pages = block, lines + newlines, pages + feeds
                 begins[block] = lines, pages
