@@ -237,6 +237,14 @@ class Reader(Attachment):
         seconds = self._run(job, self._pieces(tokens), stored, None, progress)
         return self._result(job, stored, 0, seconds)
 
+    def held(self, tokens: Tokens, document: str) -> int:
+        """How many of ``tokens [n]`` need not be read into a document: it has them, or is new and another begins so."""
+        ids, there = as_tokens(tokens), self.memory.document(document)
+        if there.id is not None:
+            return 0 if there.blocks.start else common_tokens(there, ids)
+        found = self.memory.known(ids, reading=self._reading(retrieve=True))
+        return 0 if found is None else found[1] // self._step * self._step * self.memory.spec.block_size
+
     def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
         """A text as token ids ``[n]`` int32, or its pieces as they are."""
         if isinstance(text, str):

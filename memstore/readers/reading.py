@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from memstore.memory import Document
 from memstore.memory.append import Tokens
 from memstore.memory.tensors import own_types
 from memstore.transfer import background_workers
-
-if TYPE_CHECKING:
-    from memstore.readers.reader import Reader
 
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
@@ -85,15 +82,6 @@ def common_tokens(document: Document, tokens: Tensor) -> int:
     length = min(len(stored), len(tokens))
     different = (stored[:length] != tokens[:length]).nonzero()
     return int(different[0]) if len(different) else length
-
-
-def known_tokens(reader: Reader, name: str, tokens: Tensor) -> int:
-    """How many of ``tokens [n]`` need not be read into a document: it holds them, or is new and others begin so."""
-    document = reader.memory.document(name)  # not all of them: a folder has thousands of new files
-    if document.id is None:
-        found = reader.memory.known(tokens, reading=reader._reading(retrieve=True))
-        return 0 if found is None else found[1] // reader._step * reader._step * reader.memory.spec.block_size
-    return 0 if document.blocks.start else common_tokens(document, tokens)
 
 
 def compare(document: Document, start: int, tokens: Tensor) -> None:

@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -185,15 +185,6 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
         raise InvalidArgument(
             f"the memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory"
         )
-
-
-def held(reader: Reader, name: str, ids: Sequence[int]) -> int:
-    """How many tokens of a text are in the memory already: in its document, or of a new one in another's."""
-    import torch
-
-    from memstore.readers.reading import known_tokens
-
-    return known_tokens(reader, name, torch.tensor(ids))
 
 
 def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> None:

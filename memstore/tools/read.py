@@ -38,7 +38,7 @@ from memstore.tools.options import (
     use_threads,
 )
 from memstore.tools.output import KEY_VARIABLE, Json, Page, Report, counted, waiting
-from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, held, plan_of
+from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 
 if TYPE_CHECKING:
     from memstore.readers.reader import Reader
@@ -233,7 +233,7 @@ def read_into(reader: Reader, source: str) -> Done:
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
     plan = plan_of(list(find([source])), known, None, encoding="utf-8", alone=alone)
     texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
-    new = sum(len(ids) - held(reader, each.document, ids) for each, ids in texts)
+    new = sum(len(ids) - reader.held(ids, each.document) for each, ids in texts)
     check_room(reader.memory.url, reader, reader.memory.spec, new, known, tell=True)
     done = _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
     bad = [f"not read: {each['error']}" for each in plan.bad]
@@ -268,7 +268,7 @@ def _read_all(
         check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json)
     with reader:
         record_model(reader.memory, model, loaded)
-        there = {each.document: held(reader, each.document, ids) for each, ids in texts}
+        there = {each.document: reader.held(ids, each.document) for each, ids in texts}
         new = sum(len(ids) - there[each.document] for each, ids in texts)
         if known is not None:
             check_room(options.memory, reader, reader.memory.spec, new, known, tell=not options.json)
