@@ -18,7 +18,7 @@ from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.recurrent import kept
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.runs import beginning, chain
-from memstore.memory.shared import NamedValues, SharedStore, not_found
+from memstore.memory.shared import SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
@@ -99,7 +99,6 @@ class Memory:
     def __init__(self, shared: SharedStore, opened: OpenStore) -> None:
         self._shared = shared
         self._opened = opened
-        self._named = NamedValues(shared)
         identity = shared.store.table.identity if isinstance(shared.store, EncryptedStore) else None
         self._traces = traces_of(shared.store, folder(shared.url), shared.url, identity=identity)
         self._documents: dict[str, Document] = {}
@@ -172,7 +171,9 @@ class Memory:
         return document
 
     def forget(self, name: str) -> None:
-        """Delete a document and everything of it that no fork uses, in one transaction.
+        """Delete a document, everything of it that no fork uses, and what is known of it, in one transaction.
+
+        That is which file it was, and of a conversation (``chat/SESSION``) who said what.
 
         Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
         """
@@ -316,16 +317,19 @@ class Memory:
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
         self._shared.check_writable()
-        self._named.put_arrays(name, arrays)
+        self._shared.named.put_arrays(name, arrays)
 
     def get_arrays(self, name: str) -> dict[str, Tensor] | None:
         """What ``put_arrays`` stored, or None."""
-        return self._named.get_arrays(name)
+        return self._shared.named.get_arrays(name)
 
     def put_info(self, name: str, value: Any) -> None:
-        """Store a small JSON value of the memory itself under ``name``, replacing what was there."""
+        """Store a small JSON value of the memory itself under ``name``, replacing what was there; None takes it away.
+
+        What stands under ``file/DOCUMENT`` and ``said/SESSION/NUMBER`` goes with its document: see ``forget``.
+        """
         self._shared.check_writable()
-        self._named.put_info(name, value)
+        self._shared.named.put_info(name, value)
 
     def model_info(self) -> dict[str, Any]:
         """What is told of the model that read: the object under the name "model", empty where there is none."""
@@ -334,15 +338,15 @@ class Memory:
 
     def get_info(self, name: str) -> Any:
         """What ``put_info`` stored, or None."""
-        return self._named.get_info(name)
+        return self._shared.named.get_info(name)
 
     def infos(self, beginning: str = "") -> dict[str, Any]:
         """What ``put_info`` stored under names that begin so, by name."""
-        return self._named.infos(beginning)
+        return self._shared.named.infos(beginning)
 
     def facts(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Everything that ``put_info`` and ``put_arrays`` stored, by name."""
-        return self._named.all()
+        return self._shared.named.all()
 
     def put_facts(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
         """Store those JSON values and arrays, by name, that the memory lacks; they come from ``source``.
@@ -351,7 +355,7 @@ class Memory:
         as its router.
         """
         self._shared.check_writable()
-        self._named.put_missing(info, arrays, source)
+        self._shared.named.put_missing(info, arrays, source)
 
     def verify(self) -> list[Finding]:
         """Read and check every stored value, and whether all of them fit together. Nothing is changed.

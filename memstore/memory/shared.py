@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -48,6 +48,9 @@ if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, whi
 INFO = table(value=anything)
 _LAST_NAMED = Key(Table.META, item=MAX_ITEM)
 ARRAYS = table(arrays=array(text(1000), 254))
+
+CHAT = "chat/"
+"""Before the name of a conversation: its document."""
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -135,6 +138,11 @@ class SharedStore:
     def history(self) -> HistoryRuns:
         """The stored hashes of the histories of documents."""
         return HistoryRuns(self.store)
+
+    @cached_property
+    def named(self) -> NamedValues:
+        """Arrays and facts of the memory itself."""
+        return NamedValues(self)
 
     @cached_property
     def index_device(self) -> torch.device:
@@ -286,14 +294,33 @@ class Handle:
         return state
 
 
+def owner_of(fact: str) -> str | None:
+    """The document that a JSON value of this name is about, and is forgotten with; None for what is about none.
+
+    ``file/DOCUMENT`` is which file it is, ``reading/DOCUMENT`` how it was read (as earlier versions noted it), and
+    ``said/SESSION/NUMBER`` a turn of the conversation whose document is ``chat/SESSION``.
+    """
+    kind, _, name = fact.partition("/")
+    if kind == "said":
+        session, _, number = name.rpartition("/")
+        return CHAT + session if session and number.isdecimal() else None
+    return name if kind in ("file", "reading") and name else None
+
+
 class NamedValues:
-    """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it."""
+    """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it.
+
+    Their numbers are never used twice, or an open memory would take one for what was there before. So where the last
+    of them goes, a value without a name holds its place.
+    """
 
     def __init__(self, shared: SharedStore) -> None:
         self._shared = shared
         self._known: dict[tuple[str, str], Key] = {}
         """Kind and name -> key of the values below ``_next``."""
         self._next = FIRST_NAMED.item
+        self._unread: dict[Key, DamagedError] = {}
+        """Values below ``_next`` whose names are not known, for they are damaged."""
         self._lock = threading.Lock()
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
@@ -311,7 +338,15 @@ class NamedValues:
         return _arrays(head_of(found[1]), found[1])
 
     def put_info(self, name: str, value: Any) -> None:
-        """Store a small JSON value under ``name``, replacing what was there."""
+        """Store a small JSON value under ``name``, replacing what was there; None takes it away."""
+        if value is None:
+            with self._shared.writing:
+                batch = Batch()
+                self._remove(batch, lambda each: each == name)
+                if batch.deletes:
+                    with self._shared.catalog.committing():
+                        self._shared.store.write(batch)
+            return
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
@@ -329,8 +364,12 @@ class NamedValues:
         return {
             head["name"]: head["value"]
             for head in heads
-            if head["kind"] == "info" and str(head["name"]).startswith(beginning)
+            if head["kind"] == "info" and head["name"] and str(head["name"]).startswith(beginning)
         }
+
+    def forget(self, batch: Batch, document: str) -> None:
+        """Let ``batch`` delete what is known of a document; see ``owner_of``."""
+        self._remove(batch, lambda name: owner_of(name) == document)
 
     def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """All JSON values and all arrays, by their names."""
@@ -341,6 +380,8 @@ class NamedValues:
             if records is None:
                 continue
             head = head_of(records)
+            if not head["name"]:
+                continue
             if head["kind"] == "info":
                 info[head["name"]] = head["value"]
             else:
@@ -391,21 +432,46 @@ class NamedValues:
             with self._shared.catalog.committing():
                 self._shared.store.write(batch)
 
+    def _remove(self, batch: Batch, wanted: Callable[[str], bool]) -> None:
+        """Let ``batch`` delete the JSON values whose names are wanted."""
+        self._read_new()
+        with self._lock:
+            known = list(self._known.items())
+        gone = [key for (kind, name), key in known if kind == "info" and name and wanted(name)]
+        if not gone:
+            return
+        last = Key(Table.META, item=self._next - 1)
+        if (place := self._known.get(("info", ""))) is not None:
+            gone.append(place)
+        for key in gone:
+            batch.delete(key)
+        if last in gone:
+            batch.put(last, _head("info", "", {"value": None}))
+
     def _find(self, kind: str, name: str) -> tuple[Key, tuple[Record, ...]] | None:
         self._read_new()
         key = self._known.get((kind, name))
         records = None if key is None else self._shared.store.get(key)
-        return None if key is None or records is None else (key, records)
+        if key is not None and records is not None and head_of(records)["name"] == name:
+            return key, records
+        if self._unread:  # it may be one of these
+            raise next(iter(self._unread.values()))
+        return None
 
     def _read_new(self) -> None:
-        """Note the names of values that were stored since: they lie behind all others, and none is ever deleted."""
+        """Note the names of values that were stored since: they lie behind all others."""
         with self._lock:
-            for key in self._keys(self._next):
-                records = self._shared.store.get(key)
-                if records is not None:
-                    head = head_of(records)
-                    self._known.setdefault((head["kind"], head["name"]), key)
-                self._next = key.item + 1
+            for key in [*self._unread, *self._keys(self._next)]:
+                self._next = max(self._next, key.item + 1)
+                try:
+                    records = self._shared.store.get(key)
+                    head = None if records is None else head_of(records)
+                except DamagedError as error:
+                    self._unread[key] = error
+                    continue
+                self._unread.pop(key, None)
+                if head is not None:
+                    self._known[head["kind"], head["name"]] = key
 
     def _keys(self, first: int = FIRST_NAMED.item) -> list[Key]:
         return self._shared.store.keys(Key(Table.META, item=first), _LAST_NAMED)

@@ -195,10 +195,15 @@ class Deletion:
         """Roots of the trees all of whose documents were read."""
 
     def forget(self, numbers: Collection[int]) -> Batch:
-        """What takes documents away, and nothing that others use, once those forgotten before are gone."""
+        """What takes documents away, and nothing that others use, once those forgotten before are gone.
+
+        What is known of them goes too, see ``NamedValues.forget``.
+        """
         batch = Batch()
         for number in numbers:
             self._read(number)
+            if (state := self._shared.state(number)) is not None:
+                self._shared.named.forget(batch, state.name)
         self._usage.settle()
         for number in numbers:
             self._usage.remove(number, self._homes.pop(number))

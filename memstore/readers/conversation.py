@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memstore.errors import InvalidArgument
+from memstore.memory.shared import CHAT as PREFIX
+from memstore.memory.shared import owner_of
 from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed, stored
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from memstore.readers.asking import Asker
 
 SYSTEM = "You are a helpful assistant. You remember what was said and read before."
-PREFIX = "chat/"
-"""Before a session's name: its document."""
 SAID = "said/"
 """Before the facts of a session: who said what, and when."""
 
@@ -56,10 +56,7 @@ class Conversation:
         self.name = PREFIX + session
         """Of its document."""
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
-        prefix = f"{SAID}{session}/"
-        facts = reader.memory.facts()[0]
-        numbered = sorted((int(key[len(prefix) :]), fact) for key, fact in facts.items() if key.startswith(prefix))
-        self.turns = [Turn(**fact) for _, fact in numbered if isinstance(fact, dict)]
+        self.turns = self._kept()
         """What was said so far, oldest first."""
 
     def say(
@@ -77,6 +74,7 @@ class Conversation:
         """
         if not words.strip():
             raise InvalidArgument("there is nothing said: give some words")
+        self.turns = self._kept()  # somebody may have forgotten the session since
         self._complete()
         asked, start = self._framed(words), self._tokens
         self._note(Turn(role="user", text=words, time=_now(), start=start))
@@ -93,6 +91,7 @@ class Conversation:
 
     def forget_last(self) -> bool:
         """Take back the last exchange, as if it had not been; whether there was one."""
+        self.turns = self._kept()
         if not self.turns:
             return False
         start = self.turns[-1].start
@@ -105,6 +104,18 @@ class Conversation:
         elif document is not None:
             self.reader.update(document.tokens()[:start], self.name)
         return True
+
+    def _kept(self) -> list[Turn]:
+        """What the memory has of the session, oldest first; no turn is left of a session that was forgotten."""
+        facts = self.reader.memory.infos(f"{SAID}{self.session}/")
+        mine = {int(key.rpartition("/")[2]): fact for key, fact in facts.items() if owner_of(key) == self.name}
+        turns = [Turn(**fact) for _, fact in sorted(mine.items()) if isinstance(fact, dict)]
+        # A memory of before, which has forgotten the document alone: only the first words come before it.
+        if len(turns) > 1 and self._document() is None:
+            for number in mine if self.reader.memory.mode != "r" else ():
+                self.reader.memory.put_info(self._fact(number), None)
+            return []
+        return turns
 
     @property
     def _tokens(self) -> int:

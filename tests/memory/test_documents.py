@@ -412,3 +412,50 @@ def test_tokens_takes_a_number_or_a_range_of_step_1(memory: Memory, block: Any) 
     append(document, random_tokens(5 * S))
     with pytest.raises(InvalidArgument, match="step 1"):
         document.tokens(block)
+
+
+def known_of(document: str) -> list[str]:
+    return [f"file/{document}", f"reading/{document}", *(f"said/{document.removeprefix('chat/')}/{n}" for n in (0, 1))]
+
+
+def test_what_is_known_of_a_document_is_forgotten_with_it(make_memory: MakeMemory) -> None:
+    memory = make_memory()
+    for name in ("chat/ada", "chat/ada/x", "note"):
+        append(memory.document(name), random_tokens(S))
+        for fact in known_of(name):
+            memory.put_info(fact, {"of": name})
+    memory.put_info("plan", 1)
+    memory.forget("chat/ada")
+    left = {"plan", *known_of("note"), *known_of("chat/ada/x")}
+    assert set(memory.facts()[0]) == left == set(memory.infos())
+    memory.document("note").expire(1e-6)
+    memory.document("chat/ada/x").expire(1e-6)
+    memory.expire()
+    assert set(memory.facts()[0]) == {"plan", "said/note/0", "said/note/1"}
+    assert memory.verify() == []
+
+
+def test_what_is_evicted_takes_what_is_known_of_it_along(make_memory: MakeMemory) -> None:
+    memory = make_memory()
+    append(memory.document("chat/old"), random_tokens(30 * S))
+    memory.put_info("said/old/0", "some words")
+    memory.limit(memory.stats()["used_bytes"] * 3 // 2, "evict-oldest-document")
+    append(memory.document("new"), random_tokens(30 * S))
+    assert [each.name for each in memory.documents()] == ["new"]
+    assert memory.facts()[0] == {}
+
+
+def test_a_fact_that_was_taken_away_is_taken_for_no_other(make_memory: MakeMemory) -> None:
+    memory = make_memory()
+    if memory.url.startswith("ram:"):
+        pytest.skip("one opening alone")
+    with memstore.open(memory.url, mode="r") as reader:
+        for name in ("one", "two"):
+            memory.put_info(name, name)
+        assert reader.get_info("two") == "two"
+        memory.put_info("two", None)
+        memory.put_info("three", 3)
+        assert (reader.get_info("two"), reader.get_info("three")) == (None, 3)
+        memory.put_info("two", "again")
+        memory.put_info("three", None)
+        assert reader.facts()[0] == {"one": "one", "two": "again"} == {n: reader.get_info(n) for n in ("one", "two")}

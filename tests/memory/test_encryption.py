@@ -438,3 +438,20 @@ def test_the_key_is_shown_nowhere(tmp_path: Path, key: Path, caplog: pytest.LogC
         said = [repr(memory), repr(store), repr(vars(store)), repr(memory._opened), str(memory.stats()), caplog.text]
         said += [repr(store.table.key)]  # type: ignore[attr-defined]
     assert not any(re.search(r"00010203|\\x01\\x02\\x03", each) for each in said)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_what_was_said_is_erased_with_its_conversation(encrypted: bool, tmp_path: Path, key: Path) -> None:
+    given = key if encrypted else None
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=given) as memory:
+        append(memory.document("chat/ada"), random_tokens(LONG))
+        memory.put_info("said/ada/0", {"text": "words that nobody is to find " * 20})
+        store = memory._shared.store
+        raw = getattr(store, "_inner", store).get(Key(Table.META, item=16))
+        assert raw is not None
+        stored = raw[0].payload.tobytes()
+        assert found(tmp_path / "m", [stored]) == {stored}
+        memory.forget("chat/ada")
+        memory.compact()
+        assert memory.facts()[0] == {}
+    assert found(tmp_path / "m", [stored, stored[50:100]]) == set()

@@ -115,3 +115,39 @@ def test_a_model_without_a_template_talks_as_in_a_play(tmp_path: Path) -> None:
         assert answer.text == "Good day."
         with pytest.raises(InvalidArgument, match="nothing said"):
             reader.chat("today").say(" ")
+
+
+def turns(reader: Reader, session: str) -> list[str]:
+    return [turn.text for turn in reader.chat(session).turns]
+
+
+def test_a_session_that_was_forgotten_begins_anew(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        conversation = reader.chat("today", system="Be brief.")
+        conversation.say("I am Ada.", logits_processor=saying(reader.tokenizer, "Hello.<|end|>"))
+        reader.memory.forget("chat/today")
+        assert turns(reader, "today") == []
+        conversation.say("And now?", logits_processor=saying(reader.tokenizer, "Yes.<|end|>"))
+        assert turns(reader, "today") == ["And now?", "Yes."]
+        assert "Ada" not in str(reader.memory.facts())
+
+
+def test_turns_whose_document_an_earlier_version_forgot_are_erased(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        say(reader, "I am Ada.", "Hello.")
+        kept = reader.memory.infos("said/")
+        reader.memory.forget("chat/today")
+        for name, fact in kept.items():
+            reader.memory.put_info(name, fact)
+        assert turns(reader, "today") == []
+        assert reader.memory.infos("said/") == {}
+
+
+def test_the_name_of_a_session_may_be_the_beginning_of_another(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        for session in ("a/0", "a", "a/0/1"):
+            script = saying(reader.tokenizer, "Yes.<|end|>")
+            reader.chat(session).say(f"This is {session}.", logits_processor=script)
+        assert [turns(reader, each)[0] for each in ("a", "a/0", "a/0/1")] == ["This is a.", "This is a/0.", "This is a/0/1."]
+        assert reader.chat("a").forget_last()
+        assert (turns(reader, "a"), len(turns(reader, "a/0")), len(turns(reader, "a/0/1"))) == ([], 2, 2)

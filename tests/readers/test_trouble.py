@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_a_block_that_is_wanted_is_named(folder: Path, field: s
 )
 def test_a_router_of_another_kind_is_refused(folder: Path, change: dict[str, torch.Tensor]) -> None:
     with memstore.open(folder) as memory:
-        names = [name for name in memory._named.all()[1] if name.startswith("router/")]
+        names = [name for name in memory._shared.named.all()[1] if name.startswith("router/")]
         for name in names:
             memory.put_arrays(name, {**(memory.get_arrays(name) or {}), **change})
     assert names

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import MemstoreError
+from memstore.memory.shared import owner_of
 from memstore.readers.conversation import PREFIX, SAID
 from memstore.stored import printable
 from memstore.tools.models import named_model, recorded_name
@@ -78,9 +79,9 @@ def takes_several(memory: Memory) -> bool:
 def conversations(memory: Memory) -> dict[str, Any]:
     """The conversations that the memory keeps, and the last that was said in each."""
     said: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for key, fact in memory.facts()[0].items():
-        session, slash, number = key.removeprefix(SAID).rpartition("/")
-        if key.startswith(SAID) and slash and number.isdecimal() and isinstance(fact, dict):
+    for key, fact in memory.infos(SAID).items():
+        session, _, number = key.removeprefix(SAID).rpartition("/")
+        if owner_of(key) and isinstance(fact, dict):
             said.setdefault(session, []).append((int(number), fact))
     told = []
     for session, turns in said.items():
