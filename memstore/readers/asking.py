@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -32,6 +32,8 @@ INSTRUCTION = "Answer from what you have read, in a few words. If it does not sa
 TELL = Callable[[str], object]
 THINK, THOUGHT = "<think>", "</think>"
 """Around what a model thinks aloud."""
+SHORTEST, LONGEST, TIMES = 4, 32, 6
+"""An answer goes round in circles where so many tokens, from the first number to the second, come so many times."""
 LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
 _LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
@@ -64,7 +66,7 @@ class Asker(Protocol):
     def generate(self, text: torch.Tensor, **options: Any) -> Any:
         """Go on after ``text``."""
 
-    def record(self, *, question: str, traces: Traces) -> AbstractContextManager[Recorder]:
+    def record(self, *, question: str, traces: Traces, **info: Any) -> AbstractContextManager[Recorder]:
         """Record what is retrieved."""
 
     def append(self, text: list[int], document: str) -> Any:
@@ -88,7 +90,7 @@ class Answer:
     thought: list[int]
     """Tokens of what the model has thought aloud before, between ``<think>`` and ``</think>``."""
     ended: bool
-    """Whether the model has ended it, and not the limit of tokens."""
+    """Whether the model has ended it; not the limit of tokens, nor that it went round in circles."""
     seconds: float
     trace: int | None
     """Its number among the traces of the memory, where it was recorded."""
@@ -192,7 +194,10 @@ def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
 class Teller:
     """A streamer of transformers: tells an answer as it comes, whole characters only."""
 
-    def __init__(self, reader: Asker, frame: Template | None, tell: TELL | None = None) -> None:
+    def __init__(
+        self, reader: Asker, frame: Template | None, tell: TELL | None = None, stop: Sequence[str] = ()
+    ) -> None:
+        """``stop``: texts that end the answer, beside those of ``frame``."""
         self._made: list[int] = []
         """Without what ends it."""
         self._begin = 0
@@ -205,7 +210,9 @@ class Teller:
         """The tokens that end it."""
         if frame is not None:
             self.ends = frame.ends(reader.tokenizer) or self.ends
-        self._stop = None if frame is None else frame.stop
+        self._stops = [*stop, *([frame.stop] if frame is not None and frame.stop else [])]
+        self.loops = False
+        """Whether it goes round in circles; not looked for without a frame, where a model is let go on."""
         self._told, self._prompt = "", True
 
     def put(self, value: torch.Tensor) -> None:
@@ -219,11 +226,17 @@ class Teller:
             elif not self.ended:
                 self._made.append(token)
         self._look_for_thoughts()
+        self.loops = self.frame is not None and loops(self._made)
+        self.ended = self.ended or any(stop in self._decoded() for stop in self._stops)
         self._tell_more(held=True)
 
     def end(self) -> None:
         """No more comes."""
         self._tell_more(held=False)
+
+    def over(self, ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
+        """For ``stopping_criteria`` of ``model.generate``, which has told of each token before it asks."""
+        return torch.full((len(ids),), self.ended or self.loops, dtype=torch.bool, device=ids.device)
 
     @property
     def tokens(self) -> list[int]:
@@ -238,9 +251,13 @@ class Teller:
     @property
     def text(self) -> str:
         """The answer so far. What a model has thought aloud before is not part of it."""
-        text = str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
-        text = text if self._stop is None else text.partition(self._stop)[0]
+        text = self._decoded()
+        for stop in self._stops:
+            text = text.partition(stop)[0]
         return text if self.frame is None else text.strip()
+
+    def _decoded(self) -> str:
+        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
 
     # The marks may be control tokens, ordinary ones, or several of these; and where the template opens the thought
     # itself, only its end comes.
@@ -258,7 +275,7 @@ class Teller:
     def _tell_more(self, *, held: bool) -> None:
         text = self.text
         # A character may take several tokens, and what could be the beginning of the end is not told before it is not.
-        begins = self._stop is not None and _begins(text, self._stop)
+        begins = any(_begins(text, stop) for stop in self._stops)
         if held and (begins or text.endswith("\ufffd") or not (self._decided or self._thinks)):
             return
         if self._tell is not None and text.startswith(self._told) and len(text) > len(self._told):
@@ -268,6 +285,14 @@ class Teller:
 
 def _begins(text: str, stop: str) -> bool:
     return any(text.endswith(stop[:n]) for n in range(1, len(stop)))
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether the same few tokens have come again and again at the end of ``tokens``."""
+    return any(
+        len(tokens) >= TIMES * n and tokens[-TIMES * n : -n] == tokens[-(TIMES - 1) * n :]
+        for n in range(SHORTEST, LONGEST + 1)
+    )
 
 
 @dataclass(frozen=True)
@@ -336,9 +361,17 @@ def wanted_in(words: str) -> str:
 
 
 def answered(
-    reader: Asker, question: str, prompt: torch.Tensor, teller: Teller, *, max_tokens: int, trace: bool, **options: Any
+    reader: Asker,
+    question: str,
+    prompt: torch.Tensor,
+    teller: Teller,
+    *,
+    max_tokens: int,
+    trace: bool,
+    told: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Answer:
-    """Generate after ``prompt [1, T]``, and note what was retrieved; see ``Reader.ask``."""
+    """Generate after ``prompt [1, T]``, and note what was retrieved, and ``told``; see ``Reader.ask``."""
     memory = reader.memory
     options = {"do_sample": False, **options}
     if teller.frame is not None:
@@ -348,14 +381,13 @@ def answered(
             if prompt[0, : len(opening)].tolist() == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
         options["eos_token_id"] = teller.ends or None
-        if teller.frame.stop is not None:
-            options |= {"stop_strings": [teller.frame.stop], "tokenizer": reader.tokenizer}
+    options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)
     begun = time.perf_counter()
     with (
         torch.inference_mode(),
         noting_left_out() as missing,
-        reader.record(question=question, traces=traces) as recorder,
+        reader.record(question=question, traces=traces, **(told or {})) as recorder,
     ):
         made = reader.generate(prompt, max_new_tokens=max_tokens, streamer=teller, **options)[0, prompt.shape[1] :]
         recorder.close(made.tolist())
@@ -364,7 +396,7 @@ def answered(
         text=teller.text,
         tokens=teller.tokens,
         thought=teller.thought,
-        ended=teller.ended or len(made) < max_tokens,
+        ended=not teller.loops and (teller.ended or len(made) < max_tokens),
         seconds=time.perf_counter() - begun,
         trace=recorder.number if trace else None,
         used=traces.get(recorder.number).used(),

@@ -471,8 +471,9 @@ class Reader(Attachment):
     ) -> Answer:
         """Ask the model, and get its answer with the blocks that it was written with.
 
-        The question is put in the chat template of the tokenizer, and the answer ends where the model ends it. A model
-        without a template goes on from the question's words, as it does with ``raw``. Nothing is stored.
+        The question is put in the chat template of the tokenizer, and the answer ends where the model ends it, or goes
+        round in circles: the same 4 to 32 tokens six times. A model without a template goes on from the question's
+        words, as it does with ``raw``. Nothing is stored.
 
         Args:
             question: a question; with ``raw`` the beginning of what the model is to go on with.
@@ -522,7 +523,7 @@ class Reader(Attachment):
         """A conversation that is kept in the memory, under the name ``session``: it goes on where it has ended.
 
         ``say(words)`` gives an ``Answer``. The model sees the session, and the documents given to ``attach``, by
-        default all. ``system``: the system prompt of a session that begins. Stock models only.
+        default all but other conversations. ``system``: the system prompt of a session that begins. Stock models only.
 
         Raises ``InvalidArgument`` without a tokenizer, and for other kinds of models.
         """

@@ -12,7 +12,7 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.search import Match
-from memstore.readers.asking import asked_in, passages, wanted_in
+from memstore.readers.asking import asked_in, loops, passages, wanted_in
 from memstore.readers.passages import Passage
 from memstore.readers.reader import Reader
 from tests.eval.drts import byte_tokenizer
@@ -294,3 +294,20 @@ def test_asking_stores_nothing_and_needs_a_tokenizer_and_words(reader: Reader) -
     reader.tokenizer = None
     with pytest.raises(InvalidArgument, match="give attach the tokenizer"):
         reader.ask("What?")
+
+
+@pytest.mark.parametrize("run", ["o", "of the island ", "The last ferry back leaves it. "])
+def test_an_answer_that_goes_round_in_circles_is_ended(reader: Reader, run: str) -> None:
+    script = "At noon " + run * 40
+    answer = reader.ask("When?", logits_processor=saying(reader.tokenizer, script))
+    assert "At noon " in answer.text
+    assert (answer.ended, len(answer.tokens) < 220) == (False, True)
+    raw = reader.ask("When?", raw=True, max_tokens=250, logits_processor=saying(reader.tokenizer, script))
+    assert len(raw.tokens) == 250
+
+
+def test_what_is_said_a_few_times_is_no_circle() -> None:
+    few = [*range(10), *([7, 8, 9, 10] * 5), 11]
+    assert not loops(few)
+    assert loops([*few, *([7, 8, 9, 10] * 6)])
+    assert not loops(list(range(33)) * 6)
