@@ -18,7 +18,7 @@ from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.recurrent import kept
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.runs import beginning, chain
-from memstore.memory.shared import SharedStore, not_found
+from memstore.memory.shared import CHAT, SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
@@ -101,6 +101,7 @@ class Memory:
         self._opened = opened
         identity = shared.store.table.identity if isinstance(shared.store, EncryptedStore) else None
         self._traces = traces_of(shared.store, folder(shared.url), shared.url, identity=identity)
+        shared.retention.forgotten = self._forget_traces
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
 
@@ -173,7 +174,7 @@ class Memory:
     def forget(self, name: str) -> None:
         """Delete a document, everything of it that no fork uses, and what is known of it, in one transaction.
 
-        That is which file it was, and of a conversation (``chat/SESSION``) who said what.
+        That is which file it was, and of a conversation (``chat/SESSION``) who said what. Its traces go after it.
 
         Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
         """
@@ -191,6 +192,13 @@ class Memory:
         for view in () if document is None else document.views():
             if view.index is not None:
                 view.index.drop()
+        self._forget_traces([name])
+
+    def _forget_traces(self, documents: Sequence[str]) -> None:
+        """Delete the traces of conversations that were forgotten. Raises ``DamagedError``, ``ReadOnlyMemory``."""
+        for name in documents:
+            for trace in self._traces.of_conversation(name) if name.startswith(CHAT) else ():
+                self._traces.remove(trace.number)
 
     def prefetch(self, document: str, blocks: Mapping[int, Sequence[int]]) -> None:
         """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""

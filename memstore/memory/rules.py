@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
@@ -233,6 +233,8 @@ class Retention:
         """Documents forgotten for the limit since the memory was opened."""
         self.expired = 0
         """Documents forgotten because their time was over, since the memory was opened."""
+        self.forgotten: Callable[[Sequence[str]], None] = lambda _: None
+        """Told the names of documents that were forgotten, once they are."""
 
     def rules(self) -> Rules[int]:
         """As they are stored now. Raises ``DamagedError`` or ``ForeignMemory``."""
@@ -349,6 +351,10 @@ class Retention:
     def _tell(self, names: list[str], why: str) -> None:
         for name in names:
             _log.warning("memory %s: document %r was forgotten, %s", self._url, name, why)
+        try:
+            self.forgotten(names)
+        except MemstoreError as error:  # what was appended is stored all the same
+            _log.warning("memory %s: traces of what was forgotten are still there: %s", self._url, error)
 
 
 def _add(batch: Batch, other: Batch) -> None:

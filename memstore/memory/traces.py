@@ -44,7 +44,8 @@ class Trace:
     """What was recorded of one generation. ``info`` is of the moment it was asked for, steps are read when asked for.
 
     ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn"), ``model``, ``documents``, ``question``, ``prompt``
-    (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601), ``ended``, ``version``.
+    (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601), ``ended``, ``version``, and
+    of a turn ``conversation``: its ``document``, and the tokens that it had before (``start``).
     """
 
     def __init__(self, file: TraceFile, number: int, info: Mapping[str, Any]) -> None:
@@ -143,6 +144,15 @@ class Traces:
         """The latest trace, None where there is none."""
         traces = self.list()
         return traces[-1] if traces else None
+
+    def of_conversation(self, document: str, start: int | None = None) -> builtins.list[Trace]:
+        """The traces of a conversation, oldest first; with ``start`` of the turn before which it had so many tokens."""
+        told = [(trace, trace.info.get("conversation")) for trace in self.list()]
+        return [
+            trace
+            for trace, of in told
+            if isinstance(of, dict) and of.get("document") == document and start in (None, of.get("start"))
+        ]
 
     def remove(self, number: int) -> None:
         """Delete a trace, down to its bytes in the file. Raises ``NotFound``, ``ReadOnlyMemory``."""

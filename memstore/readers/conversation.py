@@ -7,7 +7,7 @@ model is asked, the answer when it is there, or as far as it came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memstore.errors import InvalidArgument
-from memstore.memory.shared import CHAT as PREFIX
-from memstore.memory.shared import owner_of
+from memstore.memory.shared import CHAT, owner_of
 from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed, stored
 
 if TYPE_CHECKING:
-    from memstore.memory import Document
+    from memstore.memory import Document, Trace
     from memstore.readers.asking import Asker
 
 SYSTEM = "You are a helpful assistant. You remember what was said and read before."
+PREFIX = CHAT
 SAID = "said/"
 """Before the facts of a session: who said what, and when."""
 
@@ -66,9 +66,12 @@ class Conversation:
         tell: Callable[[str], object] | None = None,
         max_tokens: int = 512,
         trace: bool = False,
+        stop: Sequence[str] = (),
         **options: Any,
     ) -> Answer:
-        """Say something, and get the answer; both are kept. See ``Reader.ask``.
+        """Say something, and get the answer, which also ends before a text of ``stop``; both are kept.
+
+        See ``Reader.ask``.
 
         Interrupted, it keeps the answer as far as it came.
         """
@@ -79,10 +82,12 @@ class Conversation:
         asked, start = self._framed(words), self._tokens
         self._note(Turn(role="user", text=words, time=_now(), start=start))
         prompt = torch.tensor([asked.tokens], dtype=torch.int64, device=self.reader.model.device)
-        teller = Teller(self.reader, self._frame, tell)
+        teller = Teller(self.reader, self._frame, tell, stop)
         try:
             with self._seen(goes_on=start > 0):
-                answer = answered(self.reader, words, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
+                told = {"conversation": {"document": self.name, "start": start}}
+                options = {"max_tokens": max_tokens, "trace": trace, "told": told, **options}
+                answer = answered(self.reader, words, prompt, teller, **options)
         except KeyboardInterrupt:
             self._keep(asked, teller.tokens, teller.text, start)
             raise
@@ -90,7 +95,7 @@ class Conversation:
         return answer
 
     def forget_last(self) -> bool:
-        """Take back the last exchange, as if it had not been; whether there was one."""
+        """Take back the last exchange and its traces, as if it had not been; whether there was one."""
         self.turns = self._kept()
         if not self.turns:
             return False
@@ -98,12 +103,21 @@ class Conversation:
         while self.turns and self.turns[-1].start == start:
             self.turns.pop()
             self.reader.memory.put_info(self._fact(len(self.turns)), None)
+        for trace in self.reader.memory.traces.of_conversation(self.name, start):
+            self.reader.memory.traces.remove(trace.number)
         document = self._document()
         if document is not None and not start:
             self.reader.memory.forget(self.name)
         elif document is not None:
             self.reader.update(document.tokens()[:start], self.name)
         return True
+
+    @property
+    def trace(self) -> Trace | None:
+        """What was recorded of the last answer, also in another process; None where nothing was."""
+        start = self.turns[-1].start if self.turns else None
+        traces = [] if start is None else self.reader.memory.traces.of_conversation(self.name, start)
+        return traces[-1] if traces else None
 
     def _kept(self) -> list[Turn]:
         """What the memory has of the session, oldest first; no turn is left of a session that was forgotten."""
@@ -134,7 +148,7 @@ class Conversation:
         """The session goes on as the last of the documents; before it begins, nothing does."""
         reader, before = self.reader, self.reader.names
         everything = (document.name for memory in reader.memories for document in memory.documents())
-        others = everything if before is None else before
+        others = (name for name in everything if not name.startswith(PREFIX)) if before is None else before
         reader.names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
         try:
             with reader.seeing(tail=goes_on):

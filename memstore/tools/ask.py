@@ -94,8 +94,9 @@ def ask(
     """Ask the model that read a memory.
 
     The question is put in the model's chat template, and the answer comes as it is written. After it stand the blocks
-    that had most of the model's attention, with their line in the document. A model without a chat template goes on
-    from the question's words; so does every model with --raw. With --trace it is also recorded, beside the memory,
+    that had most of the model's attention, with their line in the document. An answer that goes round in circles (the
+    same 4 to 32 tokens six times) is ended. A model without a chat template goes on from the question's words; so does
+    every model with --raw. With --trace it is also recorded, beside the memory,
     which blocks each token was written with.
 
     Example:
@@ -121,7 +122,7 @@ def ask(
             )
         _check_documents(opened, document)
         if wanted is not None:
-            document = wanted.names(opened, document or _all_but_chats(opened))
+            document = wanted.names(opened, document or all_but_chats(opened))
         with waiting("loading the model", show=not json):
             loaded = load_recorded(opened, model, dtype, device=device)
         with several(loaded, opened, document, top_k=top_k) as reader:
@@ -158,11 +159,12 @@ def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) ->
         documents = [document_name(memory, named[0])] if len(named) == 1 else documents
     elif not documents:
         # What was answered in a chat is no source: an answer of yesterday would stand beside the note that has changed.
-        documents = _all_but_chats(memory) or None
+        documents = all_but_chats(memory) or None
     return documents
 
 
-def _all_but_chats(memory: Memory) -> list[str]:
+def all_but_chats(memory: Memory) -> list[str]:
+    """The names of the documents that are no conversations."""
     from memstore.readers.conversation import PREFIX
 
     return [each.name for each in memory.documents() if not each.name.startswith(PREFIX)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
-from memstore.tools.ask import attached, say, source_line
+from memstore.tools.ask import all_but_chats, attached, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name
 from memstore.tools.options import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads
 from memstore.tools.output import Page, Report, waiting
@@ -17,7 +20,6 @@ from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
 
 if TYPE_CHECKING:
-    from memstore.readers.asking import Answer
     from memstore.readers.conversation import Conversation
     from memstore.readers.reader import Reader
 
@@ -25,6 +27,7 @@ Session = Annotated[str, typer.Option(help="Name of the conversation; it goes on
 System = Annotated[str | None, typer.Option(help="The system prompt of a new conversation, in place of the usual one.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Length of an answer at most, in tokens.")]
 
+SOURCES = 8
 HELP = """\
 /sources       the blocks that the last answer was written with
 /why           for each word of it, the block that it owes most to
@@ -49,9 +52,11 @@ def chat(
 ) -> Report:
     """Talk with a model that remembers.
 
-    The model sees what was said in this conversation and all documents of the memory. What is said is stored as it is
+    The model sees what was said in this conversation and all documents of the memory, but no other conversation. An
+    answer that goes round in circles is ended. What is said is stored as it is
     said, with role and time, so that tomorrow's chat goes on; Ctrl-C stops an answer and keeps it as far as it came.
-    The memory is made if it does not exist. /help tells what else can be typed.
+    The memory is made if it does not exist, and is open for writing only while a turn is answered or something else is
+    written. /help tells what else can be typed.
 
     Example:
 
@@ -64,14 +69,24 @@ def chat(
         name, dtype = _model(memory, model)
         loaded = load_model(name, dtype, device=device)
     made: dict[str, Any] = {"codec": codec} if codec is not None else {}
-    with attached(loaded, memory, document=None, top_k=top_k, index=index, **made) as reader:
-        if recorded_name(reader.memory) is None:
-            record_model(reader.memory, name, loaded)
-        told = {} if system is None else {"system": system}
-        conversation = reader.chat(session, **told)
-        _greet(conversation)
-        answers = _talk(reader, conversation, max_tokens)
-        turns = len(conversation.turns)
+    writer = attached(loaded, memory, document=None, top_k=top_k, index=index, **made)
+    try:
+        opened = memstore.open(memory, mode="r")
+    except NotFound:
+        with writer:
+            record_model(writer.memory, name, loaded)
+        opened = memstore.open(memory, mode="r")
+    with opened:
+        reader = attached(loaded, opened, document=None, top_k=top_k, **made)
+        talk = Talk(reader, writer, memory, session, {} if system is None else {"system": system})
+        with talk.reading() as conversation:
+            _greet(conversation)
+        if recorded_name(opened) is None:
+            with writer:
+                record_model(writer.memory, name, loaded)
+        answers = _talk(talk, max_tokens)
+        with talk.reading() as conversation:
+            turns = len(conversation.turns)
     data = {"memory": memory, "session": session, "answers": answers, "turns": turns}
     return Report(data=data, text=lambda _: None)
 
@@ -88,18 +103,40 @@ def _model(url: str, model: str | None) -> tuple[str, str]:
 
 
 def _greet(conversation: Conversation) -> None:
-    documents = [each.name for each in conversation.reader.memory.documents() if each.name != conversation.name]
-    _line(
-        f"{conversation.session}: {len(conversation.turns):,} turns so far, {len(documents):,} other documents; /help"
-    )
+    there = len(all_but_chats(conversation.reader.memory))
+    _line(f"{conversation.session}: {len(conversation.turns):,} turns so far, {there:,} other documents; /help")
     for turn in conversation.turns[-2:]:
         _line(f"{'> ' if turn.role == 'user' else ''}{turn.text}")
 
 
-def _talk(reader: Reader, conversation: Conversation, max_tokens: int) -> list[str]:
+@dataclass(frozen=True)
+class Talk:
+    """A conversation whose memory others can write into while nobody speaks."""
+
+    reader: Reader
+    """Of the memory as it is open for reading all the while."""
+    writer: Reader
+    memory: str
+    session: str
+    told: dict[str, str]
+    """Of a conversation that begins."""
+
+    @contextmanager
+    def reading(self) -> Iterator[Conversation]:
+        """The conversation as it is."""
+        with self.reader as reader:
+            yield reader.chat(self.session)
+
+    @contextmanager
+    def writing(self) -> Iterator[Conversation]:
+        """The conversation, to go on with. Raises ``MemoryInUse``."""
+        with self.writer as reader:
+            yield reader.chat(self.session, **self.told)
+
+
+def _talk(talk: Talk, max_tokens: int) -> list[str]:
     """Until the user ends it; what was answered."""
     answers: list[str] = []
-    last: Answer | None = None
     while (words := _heard()) is not None:
         try:
             match words.split(maxsplit=1):
@@ -108,10 +145,11 @@ def _talk(reader: Reader, conversation: Conversation, max_tokens: int) -> list[s
                 case ["/end" | "/quit" | "/exit"]:
                     break
                 case [command, *rest] if command.startswith("/"):
-                    last = _obey(reader, conversation, command, rest[0].strip() if rest else "", last)
+                    _obey(talk, command, rest[0].strip() if rest else "")
                 case _:
-                    last = conversation.say(words.strip(), tell=say, max_tokens=max_tokens, trace=True)
-                    answers.append(last.text)
+                    with talk.writing() as conversation:
+                        answer = conversation.say(words.strip(), tell=say, max_tokens=max_tokens, trace=True)
+                    answers.append(answer.text)
                     _line("")
         except KeyboardInterrupt:
             _line("\n(stopped; what was said so far is kept)")
@@ -132,34 +170,47 @@ def _heard() -> str | None:
         return None
 
 
-def _obey(reader: Reader, conversation: Conversation, command: str, rest: str, last: Answer | None) -> Answer | None:
-    """Do what was typed after a stroke; the answer that is the last one now."""
-    memory, page = reader.memory, Page()
+def _obey(talk: Talk, command: str, rest: str) -> None:
+    """Do what was typed after a stroke."""
     match command:
-        case "/sources" if last is not None:
-            for source in last.sources():
-                page.line(source_line(source))
-                page.line(source.text.strip("\n"))
-        case "/why" if last is not None:
-            show_steps(page, describe(memory, memory.traces.get(last.trace or 0)), 1)
         case "/sources" | "/why":
-            _line("nothing was answered yet")
+            with talk.reading() as conversation:
+                _show_trace(conversation, command)
         case "/read" if rest:
-            done = read_into(reader, rest)
+            with talk.writing() as conversation:
+                done = read_into(conversation.reader, rest)  # type: ignore[arg-type]  # it is a Reader
             for each in done:
                 _line(f"read {each['document']}: {each['new_tokens']:,} new tokens")
             if not done:
                 _line(f"{rest} is as it was when it was read")
         case "/forget" if rest:
-            memory.document(rest)  # which says what there is, where this is not
-            memory.forget(rest)
+            with memstore.open(talk.memory) as memory:
+                memory.forget(rest)
             _line(f"forgot {rest}")
         case "/forget":
-            _line("the last exchange is forgotten" if conversation.forget_last() else "nothing was said yet")
-            return None
+            with talk.writing() as conversation:
+                there = conversation.forget_last()
+            _line("the last exchange is forgotten" if there else "nothing was said yet")
         case _:
             _line(HELP)
-    return last
+
+
+def _show_trace(conversation: Conversation, command: str) -> None:
+    """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
+    from memstore.memory.search import Match
+    from memstore.readers.asking import passages
+
+    reader, trace, page = conversation.reader, conversation.trace, Page()
+    if not conversation.turns:
+        _line("nothing was answered yet")
+    elif trace is None:
+        _line("of the last answer it was not recorded, or is not any more, what it was written with")
+    elif command == "/why":
+        show_steps(page, describe(reader.memory, trace), 1)
+    else:
+        for source in passages(reader, [Match(*each) for each in trace.used()[:SOURCES]]):
+            page.line(source_line(source))
+            page.line(source.text.strip("\n"))
 
 
 def _line(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, MemoryInUse, NotFound
 from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
 from memstore.stored import printable
@@ -39,6 +39,7 @@ from memstore.tools.options import (
 )
 from memstore.tools.output import KEY_VARIABLE, Json, Page, Report, counted, waiting
 from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
+from memstore.tools.texts import STDIN
 
 if TYPE_CHECKING:
     from memstore.readers.reader import Reader
@@ -205,11 +206,27 @@ def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done
             told |= {*lines}  # what stays gone or bad is told once
             time.sleep(max(PAUSE, took))
             begun = time.perf_counter()
-            news = once()
+            news = _look(once, options)
             took = 0.0 if news[1] else time.perf_counter() - begun
             done += news[1]
     except KeyboardInterrupt:  # how a watch is ended
         plan.gone, plan.bad, plan.unchanged = now.gone, now.bad, now.unchanged
+
+
+def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[ReadPlan, Done]:
+    """Read what has changed, as soon as nobody else writes into the memory, and all that is watched is there."""
+    told = False
+    while True:
+        try:
+            for each in options.text:
+                if each != STDIN and not Path(each).exists():
+                    raise NotFound(f"{each} is not there")
+            return once()
+        except (MemoryInUse, NotFound) as error:
+            if not told and not options.json:
+                typer.echo(f"{datetime.now():%H:%M:%S} {printable(str(error))}; trying again", err=True)  # noqa: DTZ005
+            told = True
+            time.sleep(PAUSE)
 
 
 def _note(memory: str, known: Contents, plan: ReadPlan, noted: Mapping[str, str]) -> None:

@@ -148,6 +148,62 @@ def test_the_name_of_a_session_may_be_the_beginning_of_another(tmp_path: Path) -
         for session in ("a/0", "a", "a/0/1"):
             script = saying(reader.tokenizer, "Yes.<|end|>")
             reader.chat(session).say(f"This is {session}.", logits_processor=script)
-        assert [turns(reader, each)[0] for each in ("a", "a/0", "a/0/1")] == ["This is a.", "This is a/0.", "This is a/0/1."]
+        for session in ("a/0", "a", "a/0/1"):
+            assert turns(reader, session) == [f"This is {session}.", "Yes."]
         assert reader.chat("a").forget_last()
         assert (turns(reader, "a"), len(turns(reader, "a/0")), len(turns(reader, "a/0/1"))) == ([], 2, 2)
+
+
+def test_other_conversations_are_seen_only_where_they_are_named(tmp_path: Path) -> None:
+    with attached(tmp_path / "m", retrieval=memstore.Retrieval(top_k=100)) as reader:
+        say(reader, "The code is 4711. " * 4, "Yes.")
+        reader.read("The key hangs in the woodshed. " * 8, document="cottage")
+        answer = reader.chat("tomorrow").say("Which code?", max_tokens=3)
+        assert {source.document for source in answer.sources()} == {"cottage"}
+        reader.names = ["cottage", "chat/today"]
+        answer = reader.chat("later").say("Which code?", max_tokens=3)
+        assert {source.document for source in answer.sources()} == {"cottage", "chat/today"}
+
+
+def test_what_was_taken_back_is_in_no_trace(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        for session in ("today", "other"):
+            for words in ("The first.", "The second."):
+                reader.chat(session).say(words, max_tokens=2, trace=True)
+        reader.ask("The third.", max_tokens=2, trace=True)
+        assert reader.chat("today").forget_last()
+        asked = [
+            (trace.info["question"], trace.info.get("conversation", {}).get("document"))
+            for trace in reader.memory.traces.list()
+        ]
+        assert asked == [
+            ("The first.", "chat/today"),
+            ("The first.", "chat/other"),
+            ("The second.", "chat/other"),
+            ("The third.", None),
+        ]
+        reader.memory.forget("chat/other")
+        assert [trace.info["question"] for trace in reader.memory.traces.list()] == ["The first.", "The third."]
+        reader.memory.document("chat/today").expire(1e-6)
+        reader.memory.expire()
+        assert [trace.info["question"] for trace in reader.memory.traces.list()] == ["The third."]
+
+
+def test_what_an_answer_used_is_known_after_an_interruption_and_a_restart(tmp_path: Path) -> None:
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with attached(tmp_path / "m") as reader:
+        reader.read("The key hangs in the woodshed. " * 8, document="cottage")
+        conversation = reader.chat("today")
+        assert conversation.trace is None
+        conversation.say("What else?", max_tokens=2)
+        assert conversation.trace is None
+        script = saying(reader.tokenizer, "In the woodshed.")
+        with pytest.raises(KeyboardInterrupt):
+            conversation.say("Where is the key?", tell=stop, trace=True, logits_processor=script)
+    with attached(tmp_path / "m") as reader:
+        trace = reader.chat("today").trace
+        assert trace is not None
+        assert trace.info["question"] == "Where is the key?"
+        assert {document for document, _, _ in trace.used()} >= {"cottage"}

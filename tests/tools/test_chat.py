@@ -29,7 +29,7 @@ def test_a_chat_goes_on_tomorrow(talk: Callable[..., Outcome], tmp_path: Path) -
     again = talk("What was that?")
     assert "today: 4 turns so far" in again.out
     assert "> And you?" in again.out
-    assert "other: 0 turns so far, 1 other documents" in talk(session="other").out
+    assert "other: 0 turns so far, 0 other documents" in talk(session="other").out
     with memstore.open(tmp_path / "m", mode="r") as memory:
         facts, _ = memory.facts()
         assert [facts[f"said/today/{i}"]["role"] for i in range(6)] == ["user", "assistant"] * 3
@@ -63,3 +63,53 @@ def test_a_chat_is_no_source_of_an_answer_unless_it_is_named(
     ask = ("ask", tmp_path / "m", "Where is the key?", "--model", instruct_folder, "--max-tokens", 2, "--json")
     assert cli(*ask).json["documents"] == ["note"]
     assert cli(*ask, "--document", "chat/today").json["documents"] == ["chat/today"]
+
+
+def test_others_write_into_the_memory_while_nobody_speaks(
+    cli: Cli, tmp_path: Path, instruct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["I am Ada.", "What was added?", ""]
+
+    def typed() -> str:
+        if lines[0] == "What was added?":
+            with memstore.open(tmp_path / "m") as memory:  # as another process does
+                memory.put_info("file/other", {"path": "x"})
+        return lines.pop(0)
+
+    monkeypatch.setattr("sys.stdin", type("Typed", (), {"isatty": lambda _: False, "readline": lambda _: typed()})())
+    done = cli("chat", tmp_path / "m", "--model", instruct_folder, "--max-tokens", 3)
+    assert (done.code, "memstore:" in done.out) == (0, False), done.err
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert len(memory.infos("said/chat/")) == 4
+
+
+def test_a_turn_that_finds_the_memory_in_use_says_so_and_the_chat_goes_on(
+    talk: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    talk("Hello.")
+    with memstore.open(tmp_path / "m"):
+        told = talk("And now?").out
+    assert "is being written by process" in told
+    assert "mode='r'" not in told
+    assert "2 turns so far" in talk().out
+
+
+def test_what_an_answer_used_is_shown_after_a_restart(talk: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
+    talk(f"/read {tmp_path / 'note.md'}", "Where is the key?")
+    told = talk("/sources", "/why").out
+    assert "[note, line 1, block " in told
+    assert "step  token" in told
+    (trace,) = tmp_path.glob("m/traces.sqlite")
+    trace.unlink()
+    assert "not recorded" in talk("/sources").out
+    talk("My word is heron.", "/forget")
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert memory.traces.list() == []
+
+
+def test_a_conversation_that_is_forgotten_while_it_goes_on_begins_anew(talk: Callable[..., Outcome]) -> None:
+    talk("I am Ada.", "/forget chat/today", "And now?")
+    told = talk().out
+    assert "today: 2 turns so far" in told
+    assert "Ada" not in told

@@ -645,6 +645,33 @@ def test_a_watch_reads_what_changes_until_ctrl_c(notes: Path, memory_path: Path)
     assert (read["notes/new.md"], "notes/bakery.md" in read) == ("A note that has grown.", False)
 
 
+@pytest.mark.timeout(600)
+def test_a_watch_waits_for_a_memory_in_use_and_a_folder_that_is_away(notes: Path, memory_path: Path) -> None:
+    command = [sys.executable, "-m", "memstore", "read", str(notes), str(memory_path), "--watch", "--prune"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    there = set(texts(memory_path))
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "4 files as before; watching " in process.stderr.readline()
+        with memstore.open(memory_path):
+            (notes / "new.md").write_text("A note.")
+            said = process.stderr.readline()
+        assert "is being written by process" in said
+        assert "mode='r'" not in said
+        assert "read notes/new.md: 7 new tokens" in process.stdout.readline()
+        notes.rename(notes.with_name("away"))
+        while "is not there; trying again" not in (line := process.stderr.readline()):
+            assert line.startswith("reading notes/new.md")
+        notes.with_name("away").rename(notes)
+        (notes / "new.md").write_text("A note that has grown.")
+        assert "read notes/new.md: " in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert "forgotten" not in process.stdout.read()
+    assert process.returncode == 0
+    assert set(texts(memory_path)) == {*there, "notes/new.md"}
+
+
 @pytest.mark.parametrize("verb", ["ls", "stats", "verify", "pin", "limit", "forget", "compact", "read"])
 def test_what_needs_no_tensors_starts_without_pytorch(memory_path: Path, notes: Path, verb: str) -> None:
     """It takes seconds to load."""

@@ -105,4 +105,4 @@ def _in_use(folder: Path) -> str:
         holder += "" if today else f" on {since:%Y-%m-%d}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, DamagedError):
         holder = "another process"
-    return f"memory {folder} is being written by {holder}; wait for it, or open with mode='r'"
+    return f"memory {folder} is being written by {holder}; wait for it; meanwhile the memory can be read"
