@@ -17,6 +17,7 @@ import pytest
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+import memstore
 from memstore.tools.app import main
 from tests.tools.conftest import Cli
 
@@ -124,3 +125,28 @@ def test_over_http_a_read_only_memory_has_no_tool_that_writes(notes: Path, cli: 
         anyio.run(talk, url)
     assert cli("mcp", notes.parent / "nothing.mem", "--read-only").code == 3
     assert cli("mcp", notes, "--host", "0.0.0.0", "--port", 0).code == 2  # noqa: S104 - refused
+
+
+@pytest.mark.timeout(600)
+def test_an_agent_may_forget_a_conversation_but_writes_into_none(notes: Path) -> None:
+    with memstore.open(notes) as memory:
+        memory.document("ferry").fork("chat/ada")
+        memory.put_info("said/ada/0", {"role": "user", "text": "My word is heron."})
+
+    async def talk() -> None:
+        command = StdioServerParameters(
+            command=sys.executable, args=["-m", "memstore", "mcp", str(notes)], env=dict(os.environ)
+        )
+        async with Client(stdio_client(command)) as client:
+            found = await call(client, "recall", query="The last ferry")
+            assert {each["document"] for each in found} == {"ferry"}
+            found = await call(client, "recall", query="The last ferry", documents=["chat/ada"])
+            assert {each["document"] for each in found} == {"chat/ada"}
+            refused = await client.call_tool("remember", {"text": "More.", "document": "chat/ada"})
+            assert "is the name of a chat" in refused.content[0].text  # type: ignore[union-attr]
+            await call(client, "forget", document="chat/ada")
+
+    anyio.run(talk)
+    with memstore.open(notes, mode="r") as memory:
+        assert [each.name for each in memory.documents()] == ["ferry"]
+        assert memory.infos("said/") == {}

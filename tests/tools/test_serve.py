@@ -25,6 +25,7 @@ import memstore
 from memstore.eval.resources import memory_in_use
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
+from memstore.tools.endpoint.request import Refused
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, Worker
 from memstore.tools.web import listen, server_of
@@ -202,7 +203,8 @@ WRONG: list[tuple[Any, int, str]] = [
     (chat(max_tokens=0), 400, "max_tokens must be from 1 to"),
     (chat(max_tokens=4000), 400, "the model takes 2,048 tokens"),
     (chat(temperature=float("nan")), 400, "temperature must be from 0 to 2"),
-    (chat(stop=["x"]), 400, "stop is not supported here with this value"),
+    (chat(stop=["x", ""]), 400, "stop is a text, or a list of at most 4"),
+    (chat(stop=5), 400, "stop has the wrong type"),
     (chat(n=2), 400, "n is not supported"),
     (chat(min_p=0.1), 400, "min_p is not supported here: leave it out"),
 ]
@@ -217,7 +219,16 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(port: int, body: Any, 
 
 
 def test_what_changes_nothing_is_passed_over(port: int) -> None:
-    harmless = chat(user="me", n=1, stop=None, presence_penalty=0, logprobs=False, response_format={"type": "text"})
+    harmless = chat(
+        user="me",
+        n=1,
+        stop=None,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        top_logprobs=0,
+        logprobs=False,
+        response_format={"type": "text"},
+    )
     assert ask(port, "/v1/chat/completions", harmless)[0] == 200
 
 
@@ -279,8 +290,8 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
     monkeypatch.setattr(Worker, "_do", noted)
     with serving(shelf / "ferry.mem") as port:
         client = HTTPConnection("127.0.0.1", port, timeout=60)
-        body = json.dumps(chat("ferry", max_tokens=1500, stream=stream, logprobs=False))
-        client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        body = json.dumps({"model": "ferry", "prompt": "The last", "max_tokens": 1500, "stream": stream})
+        client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         assert begun.wait(60)
         client.close()
         assert ended.wait(60)
@@ -332,7 +343,7 @@ def turns(memory: Path, session: str) -> list[str]:
     """What was said in a session."""
     with memstore.open(memory, mode="r") as opened:
         facts = opened.facts()[0]
-        return [fact["text"] for key, fact in sorted(facts.items()) if key.startswith(f"said/{session}/")]
+        return [fact["text"] for key, fact in sorted(facts.items()) if key.startswith(f"said/served/{session}/")]
 
 
 @pytest.mark.timeout(600)
@@ -347,7 +358,7 @@ def test_a_killed_server_comes_back_with_every_turn_that_it_answered(shelf: Path
 
         def ask_late() -> None:
             with suppress(OSError):  # nobody answers: the server is killed
-                ask(port, "/v1/chat/completions", said("ada", "Three", max_tokens=900))
+                ask(port, "/v1/chat/completions", said("ada", "Three", max_tokens=900, temperature=2))
 
         late = threading.Thread(target=ask_late)
         late.start()
@@ -468,3 +479,92 @@ def test_a_signal_ends_the_server_in_peace(cli: Cli, shelf: Path, number: int) -
     assert (done.code, answers) == (0, [200])
     assert done.json == {"url": f"http://127.0.0.1:{port}/v1", "memories": ["ferry"]}
     assert done.err == f"http://127.0.0.1:{port}/v1 serves ferry\nCtrl-C ends it.\n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_ends_before_a_text_that_is_to_stop_it(port: int, stream: bool) -> None:
+    def told(**more: Any) -> tuple[str, str]:
+        body = chat(temperature=2, seed=1, max_tokens=40, **more)
+        if not stream:
+            (choice,) = ask(port, "/v1/chat/completions", body)[1]["choices"]
+            return choice["message"]["content"], choice["finish_reason"]
+        data = json.dumps({**body, "stream": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions", data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            events = [json.loads(each[6:]) for each in answer.read().decode().split("\n\n")[:-2]]
+        text = "".join(each["choices"][0]["delta"].get("content", "") for each in events)
+        return text, events[-1]["choices"][0]["finish_reason"]
+
+    whole, _ = told()
+    stop = next(whole[at : at + 2] for at in range(4, len(whole)) if whole[at : at + 2].strip() and whole[at].isascii())
+    assert told(stop=[stop, "never said"]) == (whole[: whole.index(stop)].strip(), "stop")
+
+
+def test_no_request_sees_a_conversation_that_is_not_its_own(shelf: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    with memstore.open(memory) as opened:
+        opened.document("ferry").fork("chat/one")  # a chat of the terminal
+        opened.put_info("said/one/0", {"role": "user", "text": "Mine", "time": "", "start": 0})
+    with serving(memory, sessions=1) as port:
+        assert ask(port, "/v1/chat/completions", said("ada", "My word is heron"))[0] == 200
+        for name in ("chat/one", "chat/ada", "chat/served/ada", "nothing"):
+            for more in ({}, {"session": "ada"}):
+                body = chat("ferry") | {"metadata": {"document": name, **more}}
+                status, answer, _ = ask(port, "/v1/chat/completions", body)
+                assert (status, "it has 'ferry'." in answer["error"]["message"]) == (404, True)
+        body = {"model": "ferry", "prompt": "The", "metadata": {"document": "chat/served/ada"}}
+        assert ask(port, "/v1/completions", body)[0] == 404
+        status, answer, _ = ask(port, "/v1/chat/completions", said("one", "Go on"))
+        assert (status, answer["error"]["code"]) == (403, "session_limit")  # a session of its own, and one too many
+    with memstore.open(memory, mode="r") as opened:
+        assert len(opened.infos("said/one/")) == 1
+
+
+def test_no_name_of_a_session_breaks_another(shelf: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    with serving(memory, sessions=9) as port:
+        names = ["bob/x", "bob", "bob/0", "served/bob", "/"]
+        for name in names * 2:
+            assert ask(port, "/v1/chat/completions", said(name, f"I am {name}"))[0] == 200
+    with memstore.open(memory, mode="r") as opened:
+        assert {each.name for each in opened.documents()} == {"ferry", *(f"chat/served/{name}" for name in names)}
+
+
+def job_of(line: str, told: list[Any], *, left: bool = False) -> QueuedJob:
+    job = QueuedJob(lambda: None, lambda *_: None, lambda what: told.append((line, what)), line=line)  # type: ignore[arg-type,return-value]
+    if left:
+        job.left.set()
+    return job
+
+
+def test_lines_take_turns_and_a_full_queue_has_room_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, told = threading.Event(), threading.Event(), list[Any]()
+
+    def slow(_: Worker, __: QueuedJob) -> str:
+        begun.set()
+        assert go.wait(60)
+        return "done"
+
+    monkeypatch.setattr(Worker, "_do", slow)
+    worker = Worker(4)
+    worker.submit(job_of("first", told))
+    assert begun.wait(60)
+    for _ in range(4):
+        worker.submit(job_of("many", told))
+    with pytest.raises(Refused):
+        worker.submit(job_of("many", told))
+    worker.submit(job_of("few", told))
+    worker.submit(job_of("few", told))
+    with pytest.raises(Refused):
+        worker.submit(job_of("few", told))
+    assert [(line, type(what)) for line, what in told] == [("many", Refused)] * 2
+    assert worker.waiting == 4
+    go.set()
+    while len(told) < 7:
+        time.sleep(0.01)
+    worker.close()
+    assert [line for line, _ in told[2:]] == ["first", "many", "few", "many", "few"]

@@ -1,7 +1,8 @@
 """A memory as a server of the Model Context Protocol: ``memstore mcp``.
 
 Tools and documents are those of the official package ``mcp``; what they do is done by the one thread that answers
-(``Worker``), so that an agent's requests wait for each other as a chat's do.
+(``Worker``), so that an agent's requests wait for each other as a chat's do. An agent works for whoever owns the
+memory: conversations are seen where it names them, and can be forgotten, but only those who talk write into them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from memstore.tools.endpoint.metrics import Metrics
 from memstore.tools.endpoint.request import Ask, Refused
 from memstore.tools.endpoint.shelf import Shelf
-from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Worker, answer, converse
+from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Work, Worker, answer, converse
 from memstore.tools.web import body_of, host_is_known, names_of, same, status_of
 
 if TYPE_CHECKING:
@@ -50,13 +50,14 @@ class Endpoint:
         waiting: int = WAITING,
         sessions: int = 0,
         trace: bool = False,
+        chats: bool = False,
     ) -> None:
         """``token``: what requests must bear; ``hosts``: names of this server; ``waiting``: requests that may wait.
 
         ``sessions``: conversations that each memory may keep. ``trace``: what each answer retrieves is recorded, and
-        its receipt has the number of the trace.
+        its receipt has the number of the trace. ``chats``: chats of the terminal may be asked and gone on with.
         """
-        self._shelf, self._sessions, self._trace = shelf, sessions, trace
+        self._shelf, self._sessions, self._trace, self._chats = shelf, sessions, trace, chats
         self._worker = Worker(waiting)
         self._begun = int(time.time())
         self._metrics = Metrics()
@@ -132,9 +133,11 @@ class Endpoint:
                 "this server keeps no conversations: start it with --sessions NUMBER", status=403, param="metadata"
             )
         if ask.session is None:
-            job = QueuedJob(served, partial(answer, ask, trace=self._trace), tell)
+            work: Work = partial(answer, ask, trace=self._trace, chats=self._chats)
+            job = QueuedJob(served, work, tell, line=ask.model)
         else:
-            job = QueuedJob(served, partial(converse, ask, self._sessions, trace=self._trace), tell, writes=True)
+            work = partial(converse, ask, self._sessions, trace=self._trace, chats=self._chats)
+            job = QueuedJob(served, work, tell, writes=True, line=f"{ask.model}/{ask.session}")
         self._worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)

@@ -8,6 +8,8 @@ from typing import Any
 
 MOST_TOKENS = 8192
 """Of an answer, whoever asks: one answer is computed at a time."""
+MOST_STOPS = 4
+"""Texts that end an answer."""
 MOST_CHARACTERS = {"session": 100, "document": 512}
 """Of names in metadata."""
 HARMLESS = {
@@ -28,11 +30,13 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "stop": ([],),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
 }
 """Fields that are taken with these values alone, which say what is done anyhow."""
 
@@ -62,6 +66,8 @@ class Ask:
     documents: list[str] | None = None
     """Those that are asked; None for all but conversations."""
     max_tokens: int
+    stop: list[str]
+    """Texts that end the answer."""
     stream: bool
     usage: bool
     """Whether the stream ends with the number of tokens."""
@@ -111,7 +117,7 @@ class _Fields:
 
     def __init__(self, given: Mapping[str, Any], *own: str) -> None:
         self._given = {name: value for name, value in given.items() if value is not None}
-        known = {"model", "max_tokens", "seed", "stream", "temperature", "top_p", *own, *HARMLESS}
+        known = {"model", "max_tokens", "seed", "stop", "stream", "temperature", "top_p", *own, *HARMLESS}
         for name, value in self._given.items():
             if name not in known and not any(_is(value, each) for each in ONLY.get(name, ())):
                 raise Refused(
@@ -149,11 +155,19 @@ class _Fields:
             "model": model,
             "documents": None if document is None else [document],
             "max_tokens": limit or self.number("max_tokens", max_tokens, 1, MOST_TOKENS),
+            "stop": self._stops(),
             "stream": self.of("stream", bool, False),
             "usage": self.of("stream_options", dict, {}).get("include_usage") is True,
             "seed": self.number("seed", None, 0, 2**63 - 1),
             "options": sampled if temperature >= 0.001 else {},
         }
+
+    def _stops(self) -> list[str]:
+        given = self.of("stop", (str, list), [])
+        stops = [given] if isinstance(given, str) else given
+        if len(stops) > MOST_STOPS or not all(isinstance(each, str) and each for each in stops):
+            raise Refused(f"stop is a text, or a list of at most {MOST_STOPS}, none of them empty", param="stop")
+        return stops
 
 
 def _name(metadata: Mapping[str, Any], what: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The one thread that answers, in the order in which requests came.
+"""The one thread that answers: memories and sessions take turns, and the requests of each come in their order.
 
 A model computes one answer at a time, and one memory is attached to it at a time. So each answer has seen its own
 memory and no other, however many are served by the same model. Memories are open for reading; one is opened for writing
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from memstore.errors import MemstoreError
+from memstore.memory.shared import not_found
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered
 from memstore.readers.conversation import PREFIX
 from memstore.readers.kinds import encode
-from memstore.tools.ask import chosen_documents
+from memstore.tools.ask import all_but_chats, chosen_documents
 from memstore.tools.endpoint.request import Ask, Refused
 from memstore.tools.failures import Mistake
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from memstore.tools.models import LoadedModel
 
 SOURCES = 8
+SERVED = "served/"
+"""Before the names of sessions that requests give, so that none of them is a chat of the terminal."""
 T = TypeVar("T")
 
 
@@ -79,6 +82,8 @@ class QueuedJob:
     """Told what ``work`` returns, or the error that it ended with, after whatever ``work`` told itself."""
     writes: bool = False
     """Whether ``work`` is given the reader that can write."""
+    line: str = ""
+    """Whose line it waits in: lines take turns."""
     left: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for it any more."""
 
@@ -97,7 +102,8 @@ class Worker:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: deque[QueuedJob] = deque()
+        self._lines: dict[str, deque[QueuedJob]] = {}
+        """Those that wait, the line whose turn is next first."""
         self._current: QueuedJob | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -108,16 +114,28 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Requests that wait."""
-        return len(self._waiting)
+        return sum(map(len, list(self._lines.values())))
 
     def submit(self, job: QueuedJob) -> None:
-        """Let a job wait for its turn. Raises ``Refused`` where too many do."""
+        """Let a job wait for its turn. Raises ``Refused`` where too many do.
+
+        Then the last one of the longest line has to go, where this one's line is shorter.
+        """
+        full = Refused("too many requests wait already: try again later", status=429, code="queue_full")
         with self._changed:
             # Those that nobody waits for any more keep nobody out.
-            self._waiting = deque(each for each in self._waiting if not each.left.is_set())
-            if self._closed or len(self._waiting) >= self._most:
-                raise Refused("too many requests wait already: try again later", status=429, code="queue_full")
-            self._waiting.append(job)
+            lines = {name: deque(each for each in line if not each.left.is_set()) for name, line in self._lines.items()}
+            self._lines = {name: line for name, line in lines.items() if line}
+            mine = self._lines.get(job.line, deque())
+            if self._closed:
+                raise full
+            if self.waiting >= self._most:
+                longest = max(self._lines.values(), key=len, default=mine)
+                if len(mine) + 1 >= len(longest):
+                    raise full
+                longest.pop().tell(full)
+            mine.append(job)
+            self._lines[job.line] = mine
             self._changed.notify()
 
     async def done(
@@ -171,8 +189,12 @@ class Worker:
         with self._changed:
             self._current = None
             while not self._closed:
-                while self._waiting:
-                    job = self._waiting.popleft()
+                while self._lines:
+                    name, line = next(iter(self._lines.items()))
+                    job = line.popleft()
+                    del self._lines[name]
+                    if line:
+                        self._lines[name] = line  # behind the others
                     if not job.left.is_set():
                         self._current = job
                         return job
@@ -199,31 +221,34 @@ class Worker:
                 self._attach(None)
 
 
-def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False) -> Result:
-    """The answer to ``ask``; the job is told its pieces as they come. With ``trace`` what it used is recorded."""
-    # Another process may have read more, or forgotten something, since the last request.
-    reader.names = chosen_documents(reader.model, reader.memory, ask.documents) or []
-    for name in ask.documents or []:
-        reader.memory.document(name)  # which says what there is
+def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, chats: bool = False) -> Result:
+    """The answer to ``ask``; the job is told its pieces as they come. With ``trace`` what it used is recorded.
+
+    ``chats``: conversations may be asked too, for who asks is whose memory it is.
+    """
+    _choose(ask, reader, chats=chats)
     system = INSTRUCTION if ask.system is None else ask.system
     frame = None if ask.raw else Template.of(reader.tokenizer, system) or Template.plain(system)
     prompt = reader.prompt(ask.question) if frame is None else _prompt(reader, frame, ask)
     options = _options(ask, reader, job, prompt.shape[1])
-    teller = Teller(reader, frame, job.tell)
+    teller = Teller(reader, frame, job.tell, ask.stop)
     with reader.seeing(tail=ask.raw):
         made = answered(reader, ask.question, prompt, teller, trace=trace, **options)
     return _result(made, job, prompt.shape[1])
 
 
-def converse(ask: Ask, most: int, reader: Reader, job: QueuedJob, *, trace: bool = False) -> Result:
+def converse(
+    ask: Ask, most: int, reader: Reader, job: QueuedJob, *, trace: bool = False, chats: bool = False
+) -> Result:
     """The answer to the last words of ``ask`` in its session, which keeps both; of those a memory has ``most``.
 
-    What was said in other sessions is not seen.
+    What was said in other sessions is not seen. ``chats``: the session may be a chat of the terminal, see ``answer``.
     """
     assert ask.session is not None
-    reader.names = chosen_documents(reader.model, reader.memory, ask.documents) or []
-    sessions = {each.name for each in reader.memory.documents() if each.name.startswith(PREFIX)}
-    if PREFIX + ask.session not in sessions and len(sessions) >= most:
+    _choose(ask, reader, chats=chats)
+    session, prefix = (ask.session, PREFIX) if chats else (SERVED + ask.session, PREFIX + SERVED)
+    sessions = {each.name for each in reader.memory.documents() if each.name.startswith(prefix)}
+    if PREFIX + session not in sessions and len(sessions) >= most:
         raise Refused(
             f"this server keeps at most {most:,} conversations in a memory, and there are as many: go on with one of "
             "them, or forget one",
@@ -231,11 +256,22 @@ def converse(ask: Ask, most: int, reader: Reader, job: QueuedJob, *, trace: bool
             param="metadata",
             code="session_limit",
         )
-    conversation = reader.chat(ask.session, **({} if ask.system is None else {"system": ask.system}))
+    conversation = reader.chat(session, **({} if ask.system is None else {"system": ask.system}))
     options = _options(ask, reader, job, len(encode(reader.tokenizer, ask.question)))
-    made = conversation.say(ask.question, tell=job.tell, trace=trace, **options)
+    made = conversation.say(ask.question, tell=job.tell, trace=trace, stop=ask.stop, **options)
     said = len(reader.memory.document(conversation.name)) - conversation.turns[-1].start
     return _result(made, job, said - len(made.tokens))
+
+
+def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
+    """Let ``reader`` see the documents that are asked. Raises ``NotFound`` for others than there are."""
+    # Another process may have read more, or forgotten something, since the last request.
+    memory = reader.memory
+    there = [each.name for each in memory.documents()] if chats else all_but_chats(memory)
+    for name in ask.documents or []:
+        if name not in there:
+            raise not_found(name, memory.url, there)
+    reader.names = chosen_documents(reader.model, memory, ask.documents) or []
 
 
 def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class AskBox:
             if self._made is None:
                 url = self._memory.url
                 shelf = Shelf(self._stack, model=named_model(self._memory), later={name_of(url): url})
-                self._made = Endpoint(shelf, hosts=self._hosts, sessions=self._sessions, trace=True)
+                self._made = Endpoint(shelf, hosts=self._hosts, sessions=self._sessions, trace=True, chats=True)
             return self._made
 
 
