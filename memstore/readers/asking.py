@@ -106,8 +106,7 @@ class Answer:
 
     def sources(self, most: int = 8) -> list[Passage]:
         """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
-        found = passages(self.reader, [Match(*each) for each in self.used[:most]], f"{self.question}\n{self.text}")
-        return [replace(each, score=None, attention=each.score) for each in found]
+        return attended(self.reader, self.used[:most], f"{self.question}\n{self.text}")
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
@@ -118,6 +117,12 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
             if document.id is not None:
                 return document
     return None
+
+
+def attended(reader: Asker, used: Sequence[tuple[str, int, float]], words: str) -> list[Passage]:
+    """The passages of blocks that an answer was written with, (document, block, part of attention)."""
+    found = passages(reader, [Match(*each) for each in used], words)
+    return [replace(each, score=None, attention=each.score) for each in found]
 
 
 def passages(reader: Asker, matches: Sequence[Match], words: str) -> list[Passage]:

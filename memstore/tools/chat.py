@@ -197,8 +197,7 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
 
 def _show_trace(conversation: Conversation, command: str) -> None:
     """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
-    from memstore.memory.search import Match
-    from memstore.readers.asking import passages
+    from memstore.readers.asking import attended
 
     reader, trace, page = conversation.reader, conversation.trace, Page()
     if not conversation.turns:
@@ -208,7 +207,8 @@ def _show_trace(conversation: Conversation, command: str) -> None:
     elif command == "/why":
         show_steps(page, describe(reader.memory, trace), 1)
     else:
-        for source in passages(reader, [Match(*each) for each in trace.used()[:SOURCES]]):
+        words = "\n".join(turn.text for turn in conversation.turns[-2:])
+        for source in attended(reader, trace.used()[:SOURCES], words):
             page.line(source_line(source))
             page.line(source.text.strip("\n"))
 

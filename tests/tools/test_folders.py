@@ -23,7 +23,7 @@ from memstore.store import LmdbStore
 from memstore.tools import read as verb
 from memstore.tools.files import find
 from memstore.tools.models import load_model
-from memstore.tools.options import parse_since, time_of
+from memstore.tools.options import FACT, parse_since, time_of
 from memstore.tools.parsing import html_text
 from memstore.tools.plan import plan_of
 from tests.tools.conftest import Cli, tiny_spec
@@ -102,7 +102,7 @@ def as_nobody() -> Iterator[None]:
 def test_a_memory_tells_where_its_files_lay(memory_path: Path, notes: Path, model_folder: Path) -> None:
     file = notes / "bakery.md"
     with memstore.open(memory_path, mode="r") as memory:
-        fact = memory.get_info(f"{verb.FACT}notes/bakery.md")
+        fact = memory.get_info(f"{FACT}notes/bakery.md")
         model = memory.get_info("model")
     assert (fact["path"], fact["modified"], fact["bytes"]) == (str(file), file.stat().st_mtime_ns, file.stat().st_size)
     assert {"read", "digest"} <= set(fact)
