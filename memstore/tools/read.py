@@ -205,23 +205,26 @@ def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done
                 typer.echo(f"{same} as before; watching {', '.join(options.text)}, Ctrl-C ends it.", err=True)
             told |= {*lines}  # what stays gone or bad is told once
             time.sleep(max(PAUSE, took))
-            begun = time.perf_counter()
-            news = _look(once, options)
-            took = 0.0 if news[1] else time.perf_counter() - begun
+            news, took = _look(once, options)
             done += news[1]
     except KeyboardInterrupt:  # how a watch is ended
         plan.gone, plan.bad, plan.unchanged = now.gone, now.bad, now.unchanged
 
 
-def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[ReadPlan, Done]:
-    """Read what has changed, as soon as nobody else writes into the memory, and all that is watched is there."""
+def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[tuple[ReadPlan, Done], float]:
+    """Read what has changed, as soon as nobody else writes into the memory, and all that is watched is there.
+
+    And seconds that it took to see that nothing has.
+    """
     told = False
     while True:
         try:
             for each in options.text:
                 if each != STDIN and not Path(each).exists():
                     raise NotFound(f"{each} is not there")
-            return once()
+            begun = time.perf_counter()
+            news = once()
+            return news, 0.0 if news[1] else time.perf_counter() - begun
         except (MemoryInUse, NotFound) as error:
             if not told and not options.json:
                 typer.echo(f"{datetime.now():%H:%M:%S} {printable(str(error))}; trying again", err=True)  # noqa: DTZ005

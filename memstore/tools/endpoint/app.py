@@ -127,17 +127,18 @@ class Endpoint:
             with suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(events.put_nowait, what)
 
-        served = partial(self._shelf.find, self._shelf.check(ask.model))
+        name = self._shelf.check(ask.model)
+        served = partial(self._shelf.find, name)
         if ask.session is not None and not self._sessions:
             raise Refused(
                 "this server keeps no conversations: start it with --sessions NUMBER", status=403, param="metadata"
             )
         if ask.session is None:
             work: Work = partial(answer, ask, trace=self._trace, chats=self._chats)
-            job = QueuedJob(served, work, tell, line=ask.model)
+            job = QueuedJob(served, work, tell, line=name)
         else:
             work = partial(converse, ask, self._sessions, trace=self._trace, chats=self._chats)
-            job = QueuedJob(served, work, tell, writes=True, line=f"{ask.model}/{ask.session}")
+            job = QueuedJob(served, work, tell, writes=True, line=f"{name}/{ask.session}")
         self._worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
