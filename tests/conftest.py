@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from types import SimpleNamespace
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules again
@@ -17,7 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tes
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for where sums must be repeatable
 
-import lmdb
 import pytest
 import torch
 from hypothesis import settings
@@ -25,7 +23,7 @@ from hypothesis import settings
 from memstore.memory import Finding, verify
 from memstore.memory.urls import open_unchecked
 from memstore.store.keys import MasterKey
-from tests import forks
+from tests import disk, forks
 
 sys.dont_write_bytecode = False
 # Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
@@ -33,10 +31,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Trusted models of the tests' own: not those of who runs them.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="memstore-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
-# Nobody cuts the power of a test: what a killed process has written is there without waiting for the disk, which takes
-# longer than all else. Processes that tests start do wait.
-os.fsync = lambda _: None  # type: ignore[assignment]
-lmdb.open = partial(lmdb.open, sync=False)  # type: ignore[assignment]  # all call it
+disk.is_not_waited_for()  # so do forks; other processes that tests start do wait
 torch.set_num_threads(1)
 # Fills what torch.empty returns with NaN. torch.use_deterministic_algorithms would import compilers for seconds.
 torch.set_deterministic_debug_mode("error")

@@ -11,14 +11,19 @@ import io
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
+
+from tests import disk
 
 IMPORTED = [
     "transformers.generation.utils",
@@ -41,6 +46,7 @@ def start(work: Callable[..., object], *arguments: object) -> BaseProcess:
 def _as_here(
     environment: dict[str, str], folder: Path, work: Callable[..., object], arguments: Sequence[object]
 ) -> None:
+    disk.is_not_waited_for()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -54,6 +60,27 @@ def begun(work: Callable[..., object], *arguments: object) -> BaseProcess:
     says.close()
     hears.recv()
     return process
+
+
+def killed(commits: int, seconds: float, work: Callable[..., object], *arguments: object) -> list[Any]:
+    """Let ``work``, which is given a connection too, tell of that many commits, and kill it so many seconds later.
+
+    So it is met at its work on a slow machine as on a quick one. What it told of, until it was killed or had ended.
+    """
+    hears, says = multiprocessing.Pipe(duplex=False)
+    process = start(work, *arguments, says)
+    told: list[Any] = []
+    says.close()
+    with contextlib.suppress(EOFError):
+        while len(told) < commits:
+            told.append(hears.recv())
+        time.sleep(seconds)  # the moment of the kill is what is tried
+        process.kill()
+        while True:
+            told.append(hears.recv())
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return told
 
 
 def run(work: Callable[..., object], *arguments: object) -> None:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import lmdb
 import torch
 
 import memstore
+from tests import disk
 from tests.faults.bit_flips import flip_bits
 from tests.faults.full_disk import fill_disks
 from tests.faults.interrupts import interrupt
@@ -121,9 +121,8 @@ def main() -> int:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the counts there as JSON")
     options = parser.parse_args()
     logging.getLogger("memstore").setLevel(logging.ERROR)  # evicting is part of the history
-    if options.brief:  # nobody cuts the power, and the disk takes longer than all else
-        os.fsync = lambda _: None  # type: ignore[assignment]
-        lmdb.open = partial(lmdb.open, sync=False)  # type: ignore[assignment]  # all call it
+    if not options.long:
+        disk.is_not_waited_for()
     torch.set_num_threads(1)  # whoever forks must have one thread
     warm_up()
     _print(f"seed {options.seed}")

@@ -6,10 +6,7 @@ import gc
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -25,6 +22,7 @@ from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
 from memstore.store.contract import Key, Table
 from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, owners_told
+from tests import forks
 from tests.memory.helpers import KEY_DIM, LAYERS, D, G, P, S, append, check_content, make_spec, random_tokens
 
 ON_DISK = pytest.mark.parametrize("scheme", ["", "zarr:"])
@@ -337,46 +335,54 @@ def _verified(url: str, key: Path) -> object:
         return error
 
 
-WRITE = """
-import sys, itertools
-import memstore
-from tests.memory.helpers import *
-with memstore.open(sys.argv[1], spec=make_spec(), key=sys.argv[2]) as memory:
-    start = max([int(each.name) for each in memory.documents()], default=0) + 1
-    print("ready", flush=True)
-    for number in itertools.count(start):
-        append(memory.document(str(number)), random_tokens(11, number))
-        append(memory.document(str(number)), random_tokens(10, number + 1000))
-        if number % 3 == 0:
-            memory.forget(str(number - 1))
-"""
+Lengths = dict[str, int]
+"""Of documents."""
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def next_commit(held: Lengths) -> Lengths:
+    """What there is after one commit more: each document grows once, and every third one drives out that before it."""
+    last = max(map(int, held), default=0)
+    if held.get(str(last)) == 11:
+        return {**held, str(last): 21}
+    if last % 3 == 0 and str(last - 1) in held:
+        return {name: length for name, length in held.items() if name != str(last - 1)}
+    return {**held, str(last + 1): 11}
+
+
+def lengths(memory: Memory) -> Lengths:
+    return {document.name: len(document) for document in memory.documents()}
+
+
+def write_and_tell(url: str, key: Path, says: Connection) -> None:
+    """Commit without end, and tell of each commit what there is."""
+    with memstore.open(url, spec=make_spec(), key=key) as memory:
+        held = lengths(memory)
+        while True:
+            says.send(held)
+            after = next_commit(held)
+            for name in held.keys() - after.keys():
+                memory.forget(name)
+            for name, length in after.items():
+                if length > (start := held.get(name, 0)):
+                    append(memory.document(name), random_tokens(21, int(name))[start:length])
+            held = after
+
+
 @ON_DISK
 def test_killed_at_random_while_writing_nothing_committed_is_lost(
-    scheme: str, kills: int, tmp_path: Path, key: Path, checked_here: None
+    scheme: str, tmp_path: Path, key: Path, checked_here: None
 ) -> None:
-    """After each kill every document is whole up to a commit, and the keys are those of what is there."""
-    url, rng, numbers = f"{scheme}{tmp_path / 'm'}", random.Random(3), set[int]()
-    for _ in range(kills):
-        writer = subprocess.Popen([sys.executable, "-c", WRITE, url, str(key)], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        time.sleep(rng.uniform(0.02, 0.5))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
+    """After each kill there is what was told, or one commit more, whole; and the keys are those of what is there."""
+    url, rng = f"{scheme}{tmp_path / 'm'}", random.Random(3)
+    for _ in range(8):
+        told = forks.killed(rng.randint(2, 8), rng.uniform(0.0, 0.05), write_and_tell, url, key)
         with memstore.open(url, key=key) as memory:
             assert memory.verify() == []
+            assert lengths(memory) in (told[-1], next_commit(told[-1]))
             for document in memory.documents():
-                number = int(document.name)
-                numbers.add(number)
-                both = torch.cat([random_tokens(11, number), random_tokens(10, number + 1000)])
-                assert len(document) in (11, 21)
-                check_content(document, both[: len(document)])
+                check_content(document, random_tokens(21, int(document.name))[: len(document)])
             held = {each.key.document for each in memory._shared.store.scan()}
             assert owners_told(tmp_path / "m") == held
-    assert len(numbers) > kills, "the kills should have met writing at many places"
 
 
 def test_a_creation_that_was_killed_can_be_made_again_with_another_key(tmp_path: Path, key: Path) -> None:

@@ -172,7 +172,10 @@ def do_all(url: str, other: str, new: Path) -> None:
 def test_nothing_behind_a_name_of_ours_is_changed(whole: Path, scheme: str, tmp_path: Path) -> None:
     elsewhere = outside(tmp_path / "outside")
     before = listed(elsewhere)
-    for name in names_of(whole):
+    names = names_of(whole)
+    if scheme:  # what is beside the store is the same beside each: the memory in LMDB tries it
+        names = [name for name in names if not name.startswith(("index/", ".traces", "traces", "."))]
+    for name in names:
         for kind in ("folder",) if name in OUR_FOLDERS else ("file", "pipe", *["nothing"] * (name in paths.FILES)):
             place = tmp_path / "m"
             shutil.copytree(whole, place)

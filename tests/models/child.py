@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from memstore.models.drt import DRTForCausalLM, DRTReader
 from tests.models.drt import make, tokens
+from tests.readers.child import telling
 
 LENGTH = 10_000
 SEGMENT_BLOCKS = 8
@@ -21,12 +21,11 @@ def model() -> DRTForCausalLM:
     return make("alibi, two groups")
 
 
-def read_until_killed(folder: str, says: Connection) -> None:
-    """Say so, read, and wait: it is going to be killed, be it a moment late."""
+def read_and_tell(folder: str, says: Connection) -> None:
+    """Read, and tell after each commit how many tokens are there."""
     with DRTReader(model(), folder, segment_blocks=SEGMENT_BLOCKS) as reader:
-        says.send("reading")
+        telling(reader.memories[0], says)
         reader.read(tokens(LENGTH)[0])
-        signal.pause()
 
 
 def save_answer(folder: str, file: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,23 @@ def read_sealed(url: str, length: int) -> None:
     read(url, length)
 
 
-def read_until_killed(folder: str, length: int, name: str, says: Connection) -> None:
-    """Say so, read, and wait: it is going to be killed, be it a moment late."""
+def read_and_tell(folder: str, length: int, name: str, says: Connection) -> None:
+    """Read, and tell after each commit how many tokens are there."""
     with attach(tiny(name), folder, document="text", retrieval=RETRIEVAL, **SIZES) as attached:
-        says.send("reading")
+        telling(attached.memories[0], says)
         attached.read(tokens(length))
-        signal.pause()
+
+
+def telling(memory: memstore.Memory, says: Connection) -> None:
+    """Let a memory of one document tell after each commit how many tokens that has."""
+    store, write = memory._shared.store, memory._shared.store.write
+
+    def told(*arguments: Any) -> Any:
+        result = write(*arguments)
+        says.send(sum(map(len, memory.documents())))
+        return result
+
+    setattr(store, "write", told)  # noqa: B010 - a method is replaced
 
 
 def logits(folder: str, file: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 import memstore
 from memstore.memory import verify
 from tests import forks
-from tests.readers.child import RETRIEVAL, SIZES, answer, logits, read_until_killed
+from tests.readers.child import RETRIEVAL, SIZES, answer, logits, read_and_tell
 from tests.readers.models import tiny, tokens
 
-LENGTH = 3_000
+LENGTH = 1_200
+MOST_COMMITS = 12  # of 39 that a reading needs, until one is killed
 
 
 def read_here(folder: Path, length: int = LENGTH, name: str = "llama") -> None:
@@ -44,32 +44,22 @@ def test_another_process_answers_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kills"),
-    [("llama", 8), *(pytest.param(name, 50, marks=pytest.mark.slow) for name in ("llama", "qwen3_next"))],
+    [("llama", 6), pytest.param("qwen3_next", 12, marks=pytest.mark.slow)],
 )
 def test_killed_at_random_moments_reading_resumes_to_the_same_memory(tmp_path: Path, name: str, kills: int) -> None:
-    """SIGKILL again and again, each some milliseconds into reading; the last reader finishes."""
+    """SIGKILL again and again, each some commits and milliseconds into reading; the last reader finishes."""
     read_here(tmp_path / "undisturbed", name=name)
-    rng, folder, held, met = random.Random(0), tmp_path / "m", 0, set[int]()
-    longest = 0.3  # seconds; longer where nothing was committed, so that slow machines are met at work too
+    rng, folder, held = random.Random(0), tmp_path / "m", 0
     for number in range(kills):
-        kill_while_reading(folder, name, delay=rng.uniform(0.0, longest))
+        commits = rng.randrange(MOST_COMMITS)
+        told = forks.killed(commits, rng.uniform(0.0, 0.1), read_and_tell, str(folder), LENGTH, name)
         before, held = held, check_what_is_left(folder)
-        assert held >= before, "what was committed must stay"
-        met.add(held)
-        longest *= 2 if held == before else 0.5
+        assert held >= max([before, *told]), "what was committed must stay"
         if held == LENGTH and number < kills - 1:
             folder, held = tmp_path / f"m{number}", 0
-    assert len(met) > kills // 5, "the kills should have met reading at many places"
     read_here(folder, name=name)
     with memstore.open(tmp_path / "undisturbed", mode="r") as a, memstore.open(folder, mode="r") as b:
         assert_same(answer(a, name), answer(b, name))
-
-
-def kill_while_reading(folder: Path, name: str, *, delay: float) -> None:
-    process = forks.begun(read_until_killed, str(folder), LENGTH, name)
-    time.sleep(delay)  # the moment of the kill is what is tried
-    process.kill()
-    process.join()
 
 
 def check_what_is_left(folder: Path) -> int:

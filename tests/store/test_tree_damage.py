@@ -20,7 +20,7 @@ from memstore.testing.stores import BLOCKS, block, put_blocks, value
 
 PAGE = 4096  # bytes
 BRANCH = 1  # flag of a page
-FLIPS = 400
+FLIPS = 150
 
 PROGRAM = """
 # For each [place, bit] on standard input: flip it, scan and read in a fork, restore it, and print what happened.

@@ -3,12 +3,11 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from memstore.errors import MemoryInUse, NotFound, ReadOnlyMemory
 from memstore.store import Batch, LmdbStore
 from memstore.testing.stores import BLOCKS, block, put_blocks, same, value
+from tests import forks
 
 HOLD = """
 import sys
@@ -24,15 +24,6 @@ store = LmdbStore.open(sys.argv[1])
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 sys.stdin.read()
 store.close()
-"""
-
-CREATE = """
-import sys
-from memstore.store import Batch, LmdbStore
-from memstore.testing.stores import block, value
-batch = Batch(puts=[(block(0), value(0))])
-sys.stdout.write("ready\\n"); sys.stdout.flush()
-LmdbStore.create(sys.argv[1], batch=batch).close()
 """
 
 READ = """
@@ -44,22 +35,26 @@ for line in sys.stdin:
     sys.stdout.write(f"{len(store.keys(*BLOCKS))} {store.version()}\\n"); sys.stdout.flush()
 """
 
-WRITE = """
-import sys
-from memstore.store import Batch, LmdbStore
-from memstore.testing.stores import block, value
-store = LmdbStore.open(sys.argv[1])
-number = int(sys.argv[2])
-while True:
-    batch = Batch()
-    for item in range(10 * number, 10 * number + 10):
-        batch.put(block(item), *value(item))
-    batch.delete(block(0, document=2), block(99, document=2))
-    batch.put(block(number % 100, document=2), *value(number))
-    store.write(batch)
-    number += 1
-    sys.stdout.write(f"{number}\\n"); sys.stdout.flush()
-"""
+
+def create_and_tell(path: Path, says: Connection) -> None:
+    """Say so, and make a store with a block."""
+    batch = Batch(puts=[(block(0), value(0))])
+    says.send("ready")
+    LmdbStore.create(path, batch=batch).close()
+
+
+def write_and_tell(path: Path, number: int, says: Connection) -> None:
+    """Commit batches without end, from that number on; tell how many there are."""
+    store = LmdbStore.open(path)
+    while True:
+        batch = Batch()
+        for item in range(10 * number, 10 * number + 10):
+            batch.put(block(item), *value(item))
+        batch.delete(block(0, document=2), block(99, document=2))
+        batch.put(block(number % 100, document=2), *value(number))
+        store.write(batch)
+        number += 1
+        says.send(number)
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen[str]:
@@ -148,32 +143,21 @@ def test_readers_in_other_processes_see_commits(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.slow
 def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     """Twenty kills at random moments: what was acknowledged is there, the batch under way is whole or absent."""
     path, moments = tmp_path / "m", random.Random(0)
     LmdbStore.create(path, blocks_per_value=8).close()
     number = 0
     for _ in range(20):
-        with start(WRITE, path, number) as writer:
-            acknowledged = max(number, int(ask(writer)))
-            time.sleep(moments.random() * 0.02)  # the moment of the kill is what is tried
-            writer.send_signal(signal.SIGKILL)
-            assert writer.stdout is not None
-            whole_lines = writer.stdout.read().split("\n")[:-1]
-            acknowledged = int(whole_lines[-1]) if whole_lines else acknowledged
-        number = check_whole_batches(path, acknowledged)
-    assert number > 20
+        told = forks.killed(1, moments.random() * 0.02, write_and_tell, path, number)
+        number = check_whole_batches(path, told[-1])
 
 
 def test_a_killed_creation_leaves_all_or_nothing(tmp_path: Path) -> None:
     moments = random.Random(1)
     for attempt in range(10):
         path = tmp_path / str(attempt)
-        with start(CREATE, path) as creator:
-            assert ask(creator) == "ready"
-            time.sleep(moments.random() * 0.008)  # the moment of the kill is what is tried
-            creator.send_signal(signal.SIGKILL)
+        forks.killed(1, moments.random() * 0.008, create_and_tell, path)
         try:
             store = LmdbStore.open(path)
         except NotFound:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from memstore.errors import DamagedError, ForeignMemory, NotAMemory, NotFound, R
 from memstore.memory.urls import Mode
 from memstore.store import Batch, BlockStore, Key, Layout, LmdbStore, Record, Table, ZarrStore
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
+from tests import forks
 from tests.memory.helpers import D, G, S, append, check_content, make_spec, random_tokens
 
 SMALL = 160  # bytes: shards of four blocks of the suite's 40 bytes
@@ -261,20 +261,16 @@ def test_shards_of_another_memory_are_not_touched(tmp_path: Path) -> None:
         store.close()
 
 
-WRITE = """
-import sys
-from memstore.store import Batch, ZarrStore
-from memstore.testing.stores import block, value
-store = ZarrStore.open(sys.argv[1], shard_bytes=160)
-number = int(sys.argv[2])
-while True:
-    batch = Batch(deletes=[(block(10 * number - 3), block(10 * number))] if number else [])
-    for item in range(max(0, 10 * number - 3), 10 * number + 10):
-        batch.put(block(item), *value(item))
-    store.write(batch)
-    number += 1
-    sys.stdout.write(f"{number}\\n"); sys.stdout.flush()
-"""
+def write_and_tell(path: Path, number: int, says: Connection) -> None:
+    """Commit batches without end, from that number on; tell how many there are."""
+    store = ZarrStore.open(path, shard_bytes=160)
+    while True:
+        batch = Batch(deletes=[(block(10 * number - 3), block(10 * number))] if number else [])
+        for item in range(max(0, 10 * number - 3), 10 * number + 10):
+            batch.put(block(item), *value(item))
+        store.write(batch)
+        number += 1
+        says.send(number)
 
 
 def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
@@ -283,14 +279,7 @@ def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     open_zarr(path).close()
     number = 0
     for _ in range(6):
-        command = [sys.executable, "-c", WRITE, str(path), str(number)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            acknowledged = max(number, int(writer.stdout.readline()))
-            time.sleep(moments.random() * 0.1)  # the moment of the kill is what is tried
-            writer.send_signal(signal.SIGKILL)
-            whole_lines = writer.stdout.read().split("\n")[:-1]
-        acknowledged = int(whole_lines[-1]) if whole_lines else acknowledged
+        acknowledged = forks.killed(1, moments.random() * 0.1, write_and_tell, path, number)[-1]
         reader = open_zarr(path, read_only=True)
         number = len(reader.keys(*BLOCKS)) // 10
         assert number in (acknowledged, acknowledged + 1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from memstore.testing.peers import PEERS
+from tests import forks
 from tests.testing.broken import PLANTED
 from tests.testing.table import RESULTS, table
 
@@ -19,12 +20,13 @@ from tests.testing.table import RESULTS, table
 def tortured(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     # In a process of its own, which has one thread and no memory open: it forks.
     call = [sys.executable, "-m", "memstore", "torture", *arguments, "--json"]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    done = forks.completed(call)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)["rows"]
 
 
 def test_every_planted_fault_is_found_and_none_in_a_sound_store() -> None:
+    # Not from one that has imported PyTorch: it forks some hundred times, each longer the more memory there is.
     done = subprocess.run([sys.executable, "-m", "tests.testing.broken"], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     missed = [each for each in found if not PLANTED[each[0], each[1]] & set(each[3])]
@@ -142,8 +144,7 @@ def test_what_is_forked_ends_with_its_parent(tmp_path: Path) -> None:
     ],
 )
 def test_what_there_is_not_is_said(arguments: list[str], words: str) -> None:
-    call = [sys.executable, "-m", "memstore", "torture", *arguments]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    done = forks.completed([sys.executable, "-m", "memstore", "torture", *arguments])
     assert done.returncode == 2
     assert words in done.stderr
 
