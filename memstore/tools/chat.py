@@ -203,7 +203,7 @@ def _show_trace(conversation: Conversation, command: str) -> None:
     if not conversation.turns:
         _line("nothing was answered yet")
     elif trace is None:
-        _line("of the last answer it was not recorded, or is not any more, what it was written with")
+        _line("what the last answer was written with was not recorded, or its trace is gone")
     elif command == "/why":
         show_steps(page, describe(reader.memory, trace), 1)
     else:
