@@ -278,9 +278,11 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             ending = step_through(body, rng.randrange(int(calls)) + 1, 0, at_once=False)
         else:
             child = fork(body)
-            child.hear(str(after))
-            time.sleep(rng.random() * seconds)  # the moment is what is tried
-            ending = child.kill()
+            try:
+                child.hear(str(after))
+                time.sleep(rng.random() * seconds)  # the moment is what is tried
+            finally:  # also where this process is interrupted, for then its folder is removed
+                ending = child.kill()
         told = max([done, *(int(line) for line in ending.lines if line.isdigit())])
         if by_calls:
             calls *= 0.7 if told > after + 1 else 1.3
