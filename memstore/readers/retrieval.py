@@ -16,8 +16,6 @@ from memstore.readers.kinds import ATTACHED, DRT, KNN, LANDMARK, MEMORIZING, STO
 
 Share = Literal["none", "group", "layer", "model"]
 Positions = Literal["stingy", "true", "clamped"]
-FITTED = "fit"
-"""In place of the file of a router: fit one to the text, also where one comes with the package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,7 @@ class Retrieval:
     pool: Literal["max", "mean"] = "max"
     span: int = 32
     query: Literal["last", "all"] = "last"
-    words: float = 1.0
+    words: float = 2.0
     rerank: int = 0
     passes: Literal[1, 2] = 1
     positions: Positions = "stingy"

@@ -14,7 +14,6 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import require_transformers
-from memstore.readers.retrieval import FITTED
 from memstore.tools.models import SMOLLM2, load_model
 from memstore.tools.options import Device, Dtype, RouterFile, Threads, taking, use_threads
 from memstore.tools.output import Json, Page, Report
@@ -80,7 +79,7 @@ class QuestionSetting:
     memory: Memory = None
     top_k: TopKs = "8"
     answers: Answers = None
-    words: WordsFactor = 1.0
+    words: WordsFactor = 2.0
     rerank: Rerank = 0
     router: RouterFile = None
     window: Window = None
@@ -104,7 +103,7 @@ class QuestionSetting:
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
-        alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
+        alone = self.memory is None and not (self.answers or self.router or self.rerank)
         layer = cut_off(model) if alone else None
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (

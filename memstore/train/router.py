@@ -147,7 +147,7 @@ def train_router(
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
-        save_router(out, trained, sets[0].layer, model, reader.architecture)
+        save_router(out, trained, sets[0].layer, reader.architecture)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
     return {
         "out": str(out),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +89,6 @@ def test_a_memory_keeps_the_router_that_it_was_made_with(tmp_path: Path, router_
         pass
 
 
-def test_a_router_of_the_package_is_for_its_model_alone_and_for_new_memories(
-    tmp_path: Path, router_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kept(model: Any, place: str, **options: Any) -> torch.Tensor:
-        with attach(model, tmp_path / place, tokenizer=byte_tokenizer(), **OPTIONS, **options) as reader:
-            if not len(reader):
-                reader.read("Call me Ishmael. " * 40)
-            ((router,),) = reader.selection.routers.values()
-            return router.basis
-
-    fitted = kept(model_of(), "before")
-    monkeypatch.setattr("memstore.readers.stock.selection.ROUTERS", tmp_path)
-    shutil.copy(router_file, tmp_path / "llama-32.safetensors")
-    trained = load_file(router_file)["basis"]
-    assert torch.equal(kept(model_of(), "new"), trained)
-    assert torch.equal(kept(model_of().bfloat16(), "half"), trained)
-    assert torch.equal(kept(model_of(), "before"), fitted)
-    assert torch.equal(kept(model_of(), "asked", router="fit"), fitted)
-    assert not torch.equal(kept(model_of(1), "other"), trained)
-    assert not torch.equal(kept(model_of(), "elsewhere", routing_layers=(0,)), trained)
-
-
 def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, router_file: Path) -> None:
     other = tiny("llama", vocab_size=256, num_hidden_layers=6)
     (tmp_path / "text").write_text("no tensors")
@@ -122,7 +99,7 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
     with pytest.raises(NotFound, match="name what memstore train router wrote"):
         memstore.attach(other, "ram:", router=tmp_path / "nowhere")
     with attach(model_of(), "ram:") as reader:
-        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, model_of(), reader.architecture)
+        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture)
     with pytest.raises(DamagedError, match="router must be finite arrays"):
         memstore.attach(model_of(), "ram:", router=tmp_path / "small")
     with pytest.raises(InvalidArgument, match="leave routing_layers"):

@@ -22,19 +22,12 @@ from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK, encode
 from memstore.readers.reader import Reader
 from memstore.readers.reading import Job, pipelined
-from memstore.readers.retrieval import FITTED, Retrieval
+from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
 from memstore.readers.stock.reading import Opening, SegmentReading, ending, recurrent_at_end
-from memstore.readers.stock.selection import (
-    SAMPLE_TOKENS,
-    CandidateLists,
-    Selection,
-    load_router,
-    router_samples,
-    shipped_router,
-)
+from memstore.readers.stock.selection import SAMPLE_TOKENS, CandidateLists, Selection, load_router, router_samples
 from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
@@ -100,8 +93,7 @@ class StockReader(Reader):
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
         self._trained: tuple[int, Router] | None = None
-        self._fits = router == FITTED
-        if router not in (None, FITTED):
+        if router is not None:
             self._trained = load_router(router, self.architecture, _code_dim(self.architecture))
             if self.retrieval.share != "model" or routing_layers not in (None, (self._trained[0],)):
                 raise InvalidArgument(
@@ -410,16 +402,12 @@ class StockReader(Reader):
         return not selection.by_layer and any(layer not in selection.routers for layer in selection.index_layers)
 
     def calibrate(self, tokens: Tensor) -> None:
-        """Store the model's router, unless the memory has one: the package's for it, or one fitted to ``tokens``."""
+        """Fit the routers to ``tokens`` and general text and store them, unless the memory has them already."""
         if not self._uncalibrated:
             return
-        for layer, router in (self._shipped() or self.fitted(tokens)).items():
+        for layer, router in self.fitted(tokens).items():
             self.memory.put_arrays(_stored_name(layer), router.to_arrays())
         self._load_routers()
-
-    def _shipped(self) -> dict[int, Router] | None:
-        found = None if self._fits else shipped_router(self.model, self.architecture, self.memory.spec.key_dim)
-        return {found[0]: found[1]} if found is not None and self.selection.index_layers == found[:1] else None
 
     def fitted(self, tokens: Tensor) -> dict[int, Router]:
         """The routers of a memory whose first text begins with ``tokens [n]``, by layer; none is kept."""

@@ -19,14 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import best_inherited, inherited
 from memstore.errors import DamagedError, ForeignMemory, NotFound
 from memstore.index.words import WordIndex, words_of
-from memstore.memory.tensors import byte_rows
 from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, LayerPlan
 from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments
@@ -49,8 +47,6 @@ UNKNOWN = -1
 """A word that no block has."""
 AT_ONCE = 1024
 """Blocks that are decoded at a time."""
-ROUTERS = Path(__file__).with_name("routers")
-"""Routers that come with the package, each trained for one model on a half of SQuAD's questions."""
 _NO_WORDS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
 
@@ -373,18 +369,17 @@ class DocumentWords:
         return torch.tensor(found, dtype=torch.int64), of
 
 
-def save_router(path: str | Path, router: Router, layer: int, model: Any, architecture: Architecture) -> None:
-    """Write ``router``, whose codes are made of what enters ``layer`` of ``model``.
+def save_router(path: str | Path, router: Router, layer: int, architecture: Architecture) -> None:
+    """Write ``router``, whose codes are made of what enters ``layer`` of a model of this ``architecture``.
 
     It was trained once for a model (``memstore.train.train_router``), and many memories use it: each keeps it in the
     place of the one that it would fit to its text. Two float32 arrays, in a safetensors file whose metadata says the
-    layer, the shape of the model, and a digest of its embedding.
+    layer and the shape of the model.
     """
     from safetensors.torch import save_file
 
     arrays = {name: array.contiguous() for name, array in router.to_arrays().items()}
-    told = {"layer": str(layer), "model": _shape(architecture), "embedding": _embedding(model)}
-    save_file(arrays, path, told)
+    save_file(arrays, path, {"layer": str(layer), "model": _shape(architecture)})
 
 
 def load_router(path: str | Path, architecture: Architecture, dim: int) -> tuple[int, Router]:
@@ -392,47 +387,25 @@ def load_router(path: str | Path, architecture: Architecture, dim: int) -> tuple
 
     Raises ``NotFound``, ``DamagedError``, or ``ForeignMemory`` where it was made for another model.
     """
-    if not Path(path).is_file():
-        raise NotFound(f"no file {path}: name what memstore train router wrote")
-    told, layer, arrays = _router_in(path)
-    if told["model"] != _shape(architecture):
-        raise ForeignMemory(
-            f"the router {path} was trained for {told['model']}, and this model is {_shape(architecture)}: train one "
-            "for it, or leave router out"
-        )
-    return layer, Router.from_arrays(arrays, architecture.hidden_size, dim)
-
-
-# The embedding tells one model from another, is there before anything is read, and stays where layers are left out.
-def shipped_router(model: Any, architecture: Architecture, dim: int) -> tuple[int, Router] | None:
-    """The layer and the router that come with the package for just this model, in whatever precision, or None."""
-    path = ROUTERS / f"{architecture.name}-{architecture.hidden_size}.safetensors"
-    if not path.is_file():
-        return None
-    told, layer, arrays = _router_in(path)
-    if told.get("embedding") != _embedding(model):
-        return None
-    return layer, Router.from_arrays(arrays, architecture.hidden_size, dim)
-
-
-def _router_in(path: str | Path) -> tuple[dict[str, str], int, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
+    if not Path(path).is_file():
+        raise NotFound(f"no file {path}: name what memstore train router wrote")
     try:
         with safe_open(path, "pt") as file:
-            told: dict[str, str] = file.metadata() or {}
+            told = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except SafetensorError as error:
         raise DamagedError(f"{path} is no router: {error}; name what memstore train router wrote") from None
     layer = told.get("layer", "")
     if not layer.isdecimal() or "model" not in told:
         raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
-    return told, int(layer), arrays
-
-
-def _embedding(model: Any) -> str:
-    weight: Tensor = model.get_input_embeddings().weight
-    return xxhash.xxh3_128(byte_rows(weight.detach().bfloat16().reshape(1, -1)).data).hexdigest()
+    if told["model"] != _shape(architecture):
+        raise ForeignMemory(
+            f"the router {path} was trained for {told['model']}, and this model is {_shape(architecture)}: train one "
+            "for it, or leave router out"
+        )
+    return int(layer), Router.from_arrays(arrays, architecture.hidden_size, dim)
 
 
 def _shape(architecture: Architecture) -> str:
