@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton, an optional extra, is not installe
 from tests.device.cases import CASES, FAISS, GRAPHS, LAYERS, LISTS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
-QUICK = ("attach", "graphs, stock", "index", "index of signs", "memory", "lists in place, 4 for a token")
+QUICK = ("attach", "index", "index of signs", "memory", "lists in place, 4 for a token")
 MOST: dict[str, dict[str, float]] = {
     "attach": {
         "kernels per layer and token beside the model's": 3,

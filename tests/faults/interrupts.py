@@ -25,7 +25,7 @@ from tests.faults.outcome import Outcome
 from tests.faults.world import STORES, sound
 from tests.tools.conftest import save_tiny_model
 
-TEXT = "".join(chr(97 + number * number % 23) for number in range(6_000))
+TEXT = "".join(chr(97 + number * number % 23) for number in range(3_000))
 INTERRUPTED = 128 + signal.SIGINT
 EXPECTED = re.compile(r"reading text|[\d,]+ tokens to read: ")
 """Lines of a reading that nothing interrupts."""

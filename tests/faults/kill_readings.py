@@ -64,7 +64,7 @@ class StockReader(Reading):
 
     def read(self) -> None:
         """See ``Reading``."""
-        self._attached.read(llama_tokens(1_500))
+        self._attached.read(llama_tokens(800))
 
 
 class Drt(Reading):
@@ -83,7 +83,7 @@ class Drt(Reading):
 
     def read(self) -> None:
         """See ``Reading``."""
-        self._reader.read(drt_tokens(2_500)[0])
+        self._reader.read(drt_tokens(1_200)[0])
 
 
 def kill_readings(folder: Path, store: str, rounds: int, seed: int) -> Outcome:

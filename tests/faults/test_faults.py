@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests import forks
-from tests.faults.run import FAULTS
+from tests.faults.run import DISKS, FAULTS
 from tests.store.seaweed import PROGRAM
 
 
@@ -16,8 +16,9 @@ def check(*arguments: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_no_promise_is_broken_in_a_few_rounds_of_every_fault() -> None:
-    check("--brief")
+@pytest.mark.parametrize("store", DISKS)
+def test_no_promise_is_broken_in_a_few_rounds_of_every_fault(store: str) -> None:
+    check("--brief", "--store", store)
 
 
 @pytest.mark.slow

@@ -346,7 +346,8 @@ def test_what_is_not_answered_in_time_is_asked_again(way: Way, monkeypatch: pyte
     seen: set[str] = set()
 
     def slow(method: str, path: str) -> int | None:
-        if method + path not in seen and (method == "POST" or "/blocks/" in path or "manifest" in path):
+        met = method == "POST" or "/blocks/" in path or "manifest" in path
+        if met and method + path not in seen and sum(each.startswith(method) for each in seen) < 2:
             seen.add(method + path)
             time.sleep(1.5)
             return 0 if method == "POST" else None  # of what is to be deleted the server has not heard

@@ -27,8 +27,6 @@ from tests.readers.models import tiny, tokens
 
 pytest.importorskip("ray")
 
-
-pytestmark = pytest.mark.usefixtures("ray_starts")
 SIZES: dict[str, Any] = {"block_size": 16, "window": 32, "sink": 16, "segment": 32}
 LONG_TEXTS = {name: tokens(length, seed=length) for name, length in (("a", 6000), ("b", 5000), ("c", 4000))}
 TEXTS = {f"text {number}": tokens(150 + 37 * number, seed=number) for number in range(4)}
@@ -61,6 +59,7 @@ def check(folder: Path, texts: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 def test_several_processes_store_what_one_stores_and_only_once(tmp_path: Path) -> None:
     load = Loader(tmp_path / "processes")
     read = read_many(load, TEXTS, tmp_path / "m", **SIZES)
@@ -76,6 +75,7 @@ def test_several_processes_store_what_one_stores_and_only_once(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 def test_a_worker_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     load, texts = Loader(tmp_path / "processes"), {"a": tokens(4000, seed=1), "b": tokens(3000, seed=2)}
     killed: list[int] = []
@@ -98,6 +98,7 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 def test_what_is_left_of_a_part_that_was_copied_goes_with_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def read_long(load: Loader, folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 @pytest.mark.timeout(600)
 def test_whoever_is_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """The process that copies, and every other time a worker before it; what is there is always sound."""
@@ -156,6 +158,7 @@ def test_whoever_is_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 def test_only_what_has_failed_is_read_again(tmp_path: Path) -> None:
     load = Loader(tmp_path / "processes")
     place = tmp_path / "parts"
@@ -172,6 +175,7 @@ def test_only_what_has_failed_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ray_starts")
 def test_a_long_text_is_read_by_several_processes_and_only_what_failed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from tests.readers.test_retrieval import (
 
 LISTS = {"none": HEADS, "group": KEY_HEADS, "layer": 1, "model": 1}
 BLOCK = SIZES["block_size"]
+NEW_TOKENS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -138,16 +139,16 @@ def test_weights_are_right_at_all_positions(positions: Any, monkeypatch: pytest.
 
 
 def check_weights(model: PreTrainedModel, retrieval: Retrieval, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows, one of them padded, for a prompt and six steps."""
+    """Two rows, one of them padded, for a prompt and three steps."""
     ids = tokens(PROMPT, seed=5, rows=2)
     mask = torch.ones(2, PROMPT, dtype=torch.long)
     mask[1, :4] = 0
     with reading(model, retrieval) as attached, watched(attached, monkeypatch) as calls:
         with attached.record():
-            generate(model, ids, attention_mask=mask, max_new_tokens=7, do_sample=False)
+            generate(model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
         steps = last(attached.memories[0]).steps()
         layers_in_all = len(attached.architecture.layers)
-    assert len(calls) == 7 * layers_in_all == len(steps) * layers_in_all
+    assert len(calls) == NEW_TOKENS * layers_in_all == len(steps) * layers_in_all
     compared = 0
     for step in steps:
         assert {look.row for look in step.looks} == {0, 1}

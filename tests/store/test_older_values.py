@@ -16,6 +16,7 @@ from memstore.store.zarr.tail import Tail
 from memstore.testing.stores import LAYOUTS, block, put_blocks, rows, value
 
 PAGE = 4096  # bytes
+GENERATIONS = 4  # a page is written anew after two
 SIZES = {"on a page of the tree": 100, "on pages of their own": 9_000}
 
 
@@ -44,11 +45,11 @@ def test_no_page_that_is_rolled_back_brings_an_older_value(tmp_path: Path, nbyte
     """Each page alone, to what it held one, two, ... commits ago."""
     path, older = tmp_path / "m", []
     with closing(LmdbStore.create(path, blocks_per_value=length)) as store:
-        for generation in range(6):
+        for generation in range(GENERATIONS):
             put(store, generation, nbytes)
             older.append((path / "data.mdb").read_bytes())
     now = older.pop()
-    expected = [content(10 * item + 5, nbytes)[0].payload.tobytes() for item in range(8)]
+    expected = [content(10 * item + GENERATIONS - 1, nbytes)[0].payload.tobytes() for item in range(8)]
     found = 0
     for data in older:
         for page in range(2, len(data) // PAGE):

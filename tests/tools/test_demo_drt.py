@@ -14,12 +14,13 @@ from memstore.tools import demo_drt
 from tests.eval.drts import save_drt
 from tests.tools.conftest import Cli
 
-TOKENS = 3_000
+TOKENS = 1_000
 
 
 def test_every_volume_is_read_and_asked_in_a_new_process(
-    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo_drt, "VOLUMES", 2)
     model = save_drt(tmp_path / "model")
     assert kind_in(model) is DRT
     result = demo_drt.run(model, threads=1, tokens=TOKENS, keep=tmp_path / "m")
