@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
+import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import memstore
@@ -27,12 +31,23 @@ that the environment variable `MEMSTORE_CACHE` names; what a C compiler makes at
 API = """\
 # Python
 
-Written by `make docs` from the docstrings. Everything here is a name of `memstore`; [howto.md](howto.md) has programs
-to start from. Models that learn to retrieve, layers and kernels have their own packages: `memstore.models`,
-`memstore.attention`, `memstore.kernels`.
+Written by `make docs` from the docstrings. Everything here is a name of `memstore`, but for
+[what to build on](#to-build-on), which is imported as it stands there; [howto.md](howto.md) has programs to start from.
+Layers and kernels have their own packages: `memstore.attention`, `memstore.kernels`.
 """
 FUNCTIONS = ("attach", "open", "read_many", "copy")
 CLASSES = ("Reader", "Memory", "Document", "Retrieval", "MemorySpec", "Fingerprint")
+
+BUILD_ON = (
+    "memstore.store:BlockStore", "memstore.index:VectorIndex", "memstore.testing.stores:StoreTests",
+    "memstore.testing.machine:StoreMachine",
+    "memstore.testing.indexes:IndexTests", "memstore.testing.readers:ReaderTests", "memstore.testing.torture:Subject",
+    "memstore.models.drt:DRTForCausalLM", "memstore.models.drt:SharedBlocks",
+    "memstore.models.landmark:LandmarkForCausalLM", "memstore.models.landmark:make_landmark",
+    "memstore.models.memorizing:MemorizingForCausalLM", "memstore.models.memorizing:add_knn_memory",
+    "memstore.models.memorizing:load_knn_memory",
+)  # fmt: skip
+"""What pages tell people to subclass, train or call, beside the names of ``memstore`` itself."""
 
 
 def pages() -> dict[str, str]:
@@ -82,11 +97,14 @@ def api() -> str:
         parts += [f"## memstore.{name}\n", *_function(name, getattr(memstore, name))]
     for name in CLASSES:
         kind: Any = getattr(memstore, name)
-        parts += [f"## {name}\n", _prose(inspect.getdoc(kind) or "")]
+        parts += [f"## {name}\n", _prose(inspect.getdoc(kind) or "", _fields(kind))]
         ours = [vars(base) for base in reversed(kind.__mro__) if base.__module__.startswith("memstore.")]
         for member, what in sorted({name: what for names in ours for name, what in names.items()}.items()):
             if not member.startswith("_") and (inspect.isfunction(what) or isinstance(what, property)):
                 parts += _member(member, what)
+    parts.append("## To build on\n")
+    for each in BUILD_ON:
+        parts += _to_build_on(*each.split(":"))
     parts.append("## Errors\n")
     parts.append("Each is a `MemstoreError` and the built-in that fits, and has `code`, `memory` and `remedy`.\n")
     for name in sorted(memstore.__all__):
@@ -94,6 +112,51 @@ def api() -> str:
         if isinstance(kind, type) and issubclass(kind, memstore.MemstoreError):
             parts.append(f"- `{name}` (`{kind.code}`): {(inspect.getdoc(kind) or '').splitlines()[0]}")
     return "\n".join(parts) + "\n"
+
+
+def _fields(kind: Any) -> dict[str, str]:
+    """Of a dataclass: the name of a field -> its type and its default."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        words = "" if default is dataclasses.MISSING else f" = {default!r}"
+        found[field.name] = f"{_type(hints[field.name])}{words}"
+    return found
+
+
+def _type(hint: Any) -> str:
+    """As it is written; of a choice, the values."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(repr(each) for each in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(_type(each) for each in typing.get_args(hint))
+    return "None" if hint is type(None) else re.sub(r"\b(\w+\.)+", "", inspect.formatannotation(hint))
+
+
+def _to_build_on(module: str, name: str) -> Iterator[str]:
+    """A class with what a subclass has to give, or a function."""
+    what: Any = resolve_name(f"{module}:{name}")
+    yield f"### {name}\n"
+    yield f"    from {module} import {name}\n"
+    if inspect.isfunction(what):
+        yield from _function(name, what)
+        return
+    doc, fields = inspect.getdoc(what) or "", _fields(what)
+    yield _prose(doc, fields)
+    if fields and "Attributes:" not in doc:
+        yield "".join(f"- `{field}: {kind}`\n" for field, kind in fields.items())
+    for member in sorted(getattr(what, "__abstractmethods__", ())):
+        method = inspect.getattr_static(what, member)
+        if isinstance(method, property):
+            yield f"    {member}\n"
+            yield _prose(inspect.getdoc(method) or "")
+        else:
+            yield from _function(member, method)
 
 
 def _member(name: str, what: Any) -> Iterator[str]:
@@ -119,16 +182,20 @@ def _function(name: str, function: Any, heading: str = "") -> Iterator[str]:
     yield _prose(inspect.getdoc(function) or "")
 
 
-def _prose(doc: str) -> str:
-    """A docstring as Markdown: lists of arguments and errors become lists, double ticks single ones."""
+def _prose(doc: str, fields: dict[str, str] | None = None) -> str:
+    """A docstring as Markdown: lists of arguments and errors become lists, double ticks single ones.
+
+    Where it lists ``fields``, their types and defaults stand there too.
+    """
     lines: list[str] = []
     listing = False
     for line in doc.replace("``", "`").split("\n"):
         if head := re.fullmatch(r"((Args|Attributes|Raises|Returns|Yields)\b.*):", line):
             listing = head[2] not in ("Returns", "Yields")
             lines += [line, ""]
-        elif listing and (entry := re.fullmatch(r"    (\w[\w.]*): (.*)", line)):
-            lines.append(f"- `{entry[1]}`: {entry[2]}")
+        elif listing and (entry := re.fullmatch(r"    (\**\w[\w.]*): (.*)", line)):
+            kind = (fields or {}).get(entry[1])
+            lines.append(f"- `{entry[1]}{f': {kind}' if kind else ''}`: {entry[2]}")
         elif listing and line.startswith("        "):
             lines[-1] += f" {line.strip()}"
         else:
