@@ -27,4 +27,7 @@ def main(book: str, question: str, model_name: str = "smollm2") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        print(__doc__.strip(), file=sys.stderr)
+        sys.exit(2)
     main(*sys.argv[1:])

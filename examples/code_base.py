@@ -28,4 +28,7 @@ def main(folder: str, question: str, model_name: str = "smollm2", pattern: str =
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        print(__doc__.strip(), file=sys.stderr)
+        sys.exit(2)
     main(*sys.argv[1:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 import memstore
+from memstore.index import VectorIndex
+from memstore.testing.indexes import IndexTests
 from memstore.tools import models
 from tests.instruct import instruct_model, instruct_tokenizer
 
@@ -79,6 +83,26 @@ def test_a_code_base_is_searched_by_file_and_line(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert all(line.startswith(("src/hashing.py:", "src/sending.py:")) for line in lines)
+
+
+@pytest.mark.parametrize("name", ["book.py", "code_base.py"])
+def test_without_arguments_it_says_how_it_is_called(name: str) -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False)
+    assert (done.returncode, f"python examples/{name} " in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+
+
+OWN = run_path(str(EXAMPLES / "own_index.py"))
+
+
+class TestOwnIndex(IndexTests):
+    def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
+        index: VectorIndex = OWN["HalfIndex"](key_heads, key_dim, keys_per_block)
+        return index
+
+
+def test_an_index_of_ones_own_finds_nearly_all(capsys: pytest.CaptureFixture[str]) -> None:
+    OWN["main"]()
+    assert float(capsys.readouterr().out.split()[0]) > 0.9
 
 
 @pytest.mark.slow
