@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 Memories = Annotated[list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories.", show_default=False)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
 Host = Annotated[str, typer.Option(help="Address to listen at. All but the default need --token-file.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        metavar="HOST",
+        help="A host name, beside this machine's own, that requests may ask for; may be given several times.",
+        show_default=False,
+    ),
+]
 TokenFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="A file with the token that requests must bear, in one line.")
 ]
@@ -57,6 +66,7 @@ def serve(
     *,
     port: Port = 8000,
     host: Host = "127.0.0.1",
+    name: Names = None,
     token_file: TokenFile = None,
     sessions: Sessions = 0,
     folder: NewIn = None,
@@ -102,7 +112,7 @@ def serve(
             shelf = Shelf(stack, model, top_k, device, index, on_error, folder, most)
             for each in urls:
                 shelf.open(each)
-            endpoint = Endpoint(shelf, token=token, hosts=(host,), sessions=sessions)
+            endpoint = Endpoint(shelf, token=token, hosts=(host, *(name or ())), sessions=sessions)
         try:
             url = run(
                 endpoint.app,

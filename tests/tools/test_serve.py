@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -167,6 +169,16 @@ def test_the_client_of_openai(port: int) -> None:
             assert "".join(each.choices[0].text for each in stream) == raw.choices[0].text
         with pytest.raises(openai.NotFoundError, match="no memory is served as 'whale'; there are cottage, ferry"):
             client.completions.create(model="whale", prompt="The key")
+
+
+def test_the_program_of_the_page_runs(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
+    page = (Path(__file__).parents[2] / "docs" / "everyday.md").read_text("utf-8")
+    ((program,),) = [re.findall(r"^    from openai.*\n(?:    .*\n|\n(?=    ))*", page, re.MULTILINE)]
+    names: dict[str, Any] = {}
+    exec(dedent(program).replace(":8000/", f":{port}/").replace('"notes"', '"ferry"'), names)  # noqa: S102
+    assert capsys.readouterr().out.split()[-2] == "ferry"
+    names["client"].close()
 
 
 def test_a_stream_ends_with_sources_and_done(port: int) -> None:
@@ -459,7 +471,9 @@ def test_a_server_for_others_needs_a_token(cli: Cli, shelf: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_in_peace(cli: Cli, shelf: Path, number: int) -> None:
+def test_a_signal_ends_the_server_in_peace_and_it_answers_to_its_names_alone(
+    cli: Cli, shelf: Path, number: int
+) -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     answers: list[int] = []
@@ -469,14 +483,15 @@ def test_a_signal_ends_the_server_in_peace(cli: Cli, shelf: Path, number: int) -
             while not answers:
                 with suppress(urllib.error.URLError):
                     answers.append(ask(port, "/v1/chat/completions", chat("ferry"))[0])
+            answers.extend(ask(port, "/v1/models", host=name)[0] for name in ("notes.example", "other.example"))
         finally:
             os.kill(os.getpid(), number)
 
     ending = threading.Thread(target=end)
     ending.start()
-    done = cli("serve", shelf / "ferry.mem", "--port", port, "--json")
+    done = cli("serve", shelf / "ferry.mem", "--port", port, "--name", "Notes.example", "--json")
     ending.join()
-    assert (done.code, answers) == (0, [200])
+    assert (done.code, answers) == (0, [200, 200, 403])
     assert done.json == {"url": f"http://127.0.0.1:{port}/v1", "memories": ["ferry"]}
     assert done.err == f"http://127.0.0.1:{port}/v1 serves ferry\nCtrl-C ends it.\n"
 
