@@ -61,3 +61,30 @@ def test_docstrings_and_comments_name_files_that_are_there() -> None:
                 (source.name, name) for name in names if name and not any((at / name).is_file() for at in places)
             ]
     assert missing == []
+
+
+RUN = {
+    "README.md": ("tests/tools/test_readme.py", 1),
+    "docs/everyday.md": ("tests/tools/test_serve.py", 1),
+    "docs/export.md": ("tests/tools/test_export.py", 1),
+    "docs/format.md": ("tests/store/test_format_doc.py", 1),
+    "docs/howto.md": ("tests/tools/test_howto.py", 4),
+    "docs/indexes.md": ("tests/index/test_indexes_doc.py", 3),
+    "docs/models.md": ("tests/tools/test_models_doc.py", 2),
+    "docs/scale.md": ("tests/tools/test_scale_doc.py", 3),
+    "docs/stores.md": ("tests/store/test_stores_doc.py", 3),
+}
+"""A page -> the test that runs its blocks of Python, and how many they are. A new block goes into that test too."""
+INDENTED = re.compile(r"^    (?:from \S+ import|import \w).*\n(?:    .*\n|\n(?=    ))*", re.MULTILINE)
+
+
+def test_each_block_of_python_is_one_that_a_test_runs() -> None:
+    found = {}
+    for page in PAGES:
+        rest, fenced = re.subn(r"^```python\n.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        if page.name != "api.md" and (
+            blocks := fenced + len(INDENTED.findall(rest))
+        ):  # api.md only says what to import
+            found[str(page.relative_to(ROOT))] = blocks
+    assert found == {page: blocks for page, (_, blocks) in RUN.items()}
+    assert [test for page, (test, _) in RUN.items() if Path(page).name not in (ROOT / test).read_text("utf-8")] == []
