@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -74,3 +75,11 @@ def test_no_files_import_each_other_and_no_class_has_the_name_of_another() -> No
     assert house.import_circles(sources) == []
     assert {name: homes for name, homes in house.public_classes(sources).items() if len(homes) > 1} == {}
     assert house.kinds_asked(sources) == []
+
+
+def test_the_long_description_stands_alone() -> None:
+    """An index shows it alone, and has no file that it could link to."""
+    text = (Path(__file__).parents[1] / "PACKAGE.md").read_text("utf-8")
+    assert 'readme = "PACKAGE.md"' in (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    assert re.findall(r"\]\((?!https?://)", text) == []
+    assert "pip install 'torch-memstore[" in text

@@ -41,6 +41,7 @@ def check_releases(folder: Path) -> None:
         "CITATION.cff",
         "CONTRIBUTING.md",
         "LICENSE",
+        "PACKAGE.md",
         "README.md",
         "SECURITY.md",
         "docs/tour.md",
