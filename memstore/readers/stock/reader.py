@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memstore.attention import Router, pooled
+from memstore.attention import Router, choose, pooled
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
@@ -439,7 +439,9 @@ class StockReader(Reader):
         if not len(candidates):
             return []
         scores = self._prompt_scores(tokens, layer, candidates)
-        values, at = scores.topk(min(top_k, len(scores)))
+        at, best = choose(scores, top_k)  # of equal ones those that an answer would take
+        values, order = best.sort(descending=True, stable=True)
+        at = at[order]
         names, document, blocks = candidates.named(at)
         found = zip(document.tolist(), blocks.tolist(), values.tolist(), strict=True)
         return [Match(names[place], block, score) for place, block, score in found]
