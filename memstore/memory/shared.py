@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -51,6 +51,8 @@ ARRAYS = table(arrays=array(text(1000), 254))
 
 CHAT = "chat/"
 """Before the name of a conversation: its document."""
+OF_DOCUMENT = ("file/", "reading/")
+"""Before a document's name: JSON values about it."""
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -300,11 +302,11 @@ def owner_of(fact: str) -> str | None:
     ``file/DOCUMENT`` is which file it is, ``reading/DOCUMENT`` how it was read (as earlier versions noted it), and
     ``said/SESSION/NUMBER`` a turn of the conversation whose document is ``chat/SESSION``.
     """
-    kind, _, name = fact.partition("/")
+    kind, slash, name = fact.partition("/")
     if kind == "said":
         session, _, number = name.rpartition("/")
         return CHAT + session if session and number.isdecimal() else None
-    return name if kind in ("file", "reading") and name else None
+    return name if kind + slash in OF_DOCUMENT and name else None
 
 
 class NamedValues:
@@ -342,7 +344,7 @@ class NamedValues:
         if value is None:
             with self._shared.writing:
                 batch = Batch()
-                self._remove(batch, lambda each: each == name)
+                self._remove(batch, [name])
                 if batch.deletes:
                     with self._shared.catalog.committing():
                         self._shared.store.write(batch)
@@ -360,16 +362,16 @@ class NamedValues:
 
     def infos(self, beginning: str) -> dict[str, Any]:
         """All JSON values whose names begin so, by name."""
-        heads = (head_of(records) for _, records in self._shared.store.walk(FIRST_NAMED, _LAST_NAMED))
-        return {
-            head["name"]: head["value"]
-            for head in heads
-            if head["kind"] == "info" and head["name"] and str(head["name"]).startswith(beginning)
-        }
+        keys = [key for name, key in self._infos().items() if name.startswith(beginning)]
+        if self._unread:  # one of these may begin so
+            raise next(iter(self._unread.values()))
+        heads = [head_of(records) for key in keys if (records := self._shared.store.get(key)) is not None]
+        return {head["name"]: head["value"] for head in heads if head["name"]}
 
     def forget(self, batch: Batch, document: str) -> None:
         """Let ``batch`` delete what is known of a document; see ``owner_of``."""
-        self._remove(batch, lambda name: owner_of(name) == document)
+        said = [name for name in self._infos() if owner_of(name) == document] if document.startswith(CHAT) else []
+        self._remove(batch, [*(kind + document for kind in OF_DOCUMENT), *said])
 
     def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """All JSON values and all arrays, by their names."""
@@ -432,12 +434,16 @@ class NamedValues:
             with self._shared.catalog.committing():
                 self._shared.store.write(batch)
 
-    def _remove(self, batch: Batch, wanted: Callable[[str], bool]) -> None:
-        """Let ``batch`` delete the JSON values whose names are wanted."""
+    def _infos(self) -> dict[str, Key]:
+        """Names of the JSON values, and where they lie."""
         self._read_new()
         with self._lock:
-            known = list(self._known.items())
-        gone = [key for (kind, name), key in known if kind == "info" and name and wanted(name)]
+            return {name: key for (kind, name), key in self._known.items() if kind == "info" and name}
+
+    def _remove(self, batch: Batch, names: Iterable[str]) -> None:
+        """Let ``batch`` delete the JSON values of these names, as far as they are there."""
+        self._read_new()
+        gone = [key for name in names if (key := self._known.get(("info", name))) is not None]
         if not gone:
             return
         last = Key(Table.META, item=self._next - 1)
@@ -461,17 +467,25 @@ class NamedValues:
     def _read_new(self) -> None:
         """Note the names of values that were stored since: they lie behind all others."""
         with self._lock:
-            for key in [*self._unread, *self._keys(self._next)]:
-                self._next = max(self._next, key.item + 1)
+            try:
+                for key, records in self._shared.store.walk(Key(Table.META, item=self._next), _LAST_NAMED):
+                    self._note(key, head_of(records))
+                unread = list(self._unread)
+            except DamagedError:  # which one, each by itself tells
+                unread = [*self._unread, *self._keys(self._next)]
+            for key in unread:
                 try:
-                    records = self._shared.store.get(key)
-                    head = None if records is None else head_of(records)
+                    records_of_it = self._shared.store.get(key)
+                    self._note(key, None if records_of_it is None else head_of(records_of_it))
                 except DamagedError as error:
                     self._unread[key] = error
-                    continue
-                self._unread.pop(key, None)
-                if head is not None:
-                    self._known[head["kind"], head["name"]] = key
+                    self._next = max(self._next, key.item + 1)
+
+    def _note(self, key: Key, head: Mapping[str, Any] | None) -> None:
+        self._unread.pop(key, None)
+        self._next = max(self._next, key.item + 1)
+        if head is not None:
+            self._known[head["kind"], head["name"]] = key
 
     def _keys(self, first: int = FIRST_NAMED.item) -> list[Key]:
         return self._shared.store.keys(Key(Table.META, item=first), _LAST_NAMED)
