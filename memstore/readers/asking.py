@@ -232,7 +232,9 @@ class Teller:
                 self._made.append(token)
         self._look_for_thoughts()
         self.loops = self.frame is not None and loops(self._made)
-        self.ended = self.ended or any(stop in self._decoded() for stop in self._stops)
+        if self._stops and not self.ended:
+            text = self._decoded()
+            self.ended = any(stop in text for stop in self._stops)
         self._tell_more(held=True)
 
     def end(self) -> None:

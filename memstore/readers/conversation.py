@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from memstore.readers.asking import Asker
 
 SYSTEM = "You are a helpful assistant. You remember what was said and read before."
-PREFIX = CHAT
 SAID = "said/"
 """Before the facts of a session: who said what, and when."""
 
@@ -53,7 +52,7 @@ class Conversation:
         if not session.strip():
             raise InvalidArgument("the name of the session is empty")
         self.reader, self.session = reader, session
-        self.name = PREFIX + session
+        self.name = CHAT + session
         """Of its document."""
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
         self.turns = self._kept()
@@ -148,7 +147,7 @@ class Conversation:
         """The session goes on as the last of the documents; before it begins, nothing does."""
         reader, before = self.reader, self.reader.names
         everything = (document.name for memory in reader.memories for document in memory.documents())
-        others = (name for name in everything if not name.startswith(PREFIX)) if before is None else before
+        others = (name for name in everything if not name.startswith(CHAT)) if before is None else before
         reader.names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
         try:
             with reader.seeing(tail=goes_on):

@@ -165,9 +165,9 @@ def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) ->
 
 def all_but_chats(memory: Memory) -> list[str]:
     """The names of the documents that are no conversations."""
-    from memstore.readers.conversation import PREFIX
+    from memstore.memory.shared import CHAT
 
-    return [each.name for each in memory.documents() if not each.name.startswith(PREFIX)]
+    return [each.name for each in memory.documents() if not each.name.startswith(CHAT)]
 
 
 def _check_documents(memory: Memory, wanted: list[str] | None) -> None:

@@ -119,8 +119,8 @@ def _subject(name: str) -> type[Subject]:
     if not re.fullmatch(r"[\w.]+:\w+", module):
         known = ", ".join([*SUBJECTS, *PEERS])
         raise InvalidArgument(f"there is no store {name!r}; choose from {known}, or name module:Class.")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # the console script leaves it out
+    if not needs and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # where one's own store may lie; the console script leaves it out
     try:
         found = resolve_name(module)
     except (ImportError, AttributeError) as error:

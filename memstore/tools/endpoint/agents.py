@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory import Document
+from memstore.memory.shared import CHAT
 from memstore.readers.asking import passages
-from memstore.readers.conversation import PREFIX
 from memstore.readers.passages import Passage
 from memstore.readers.reader import Reader
 from memstore.tools.ask import chosen_documents
@@ -208,7 +208,7 @@ class Agents(MCPServer[Any]):
 
 def _check_place(reader: Reader, document: str) -> None:
     """Raise ``InvalidArgument`` for documents that are not to be written to."""
-    if document.startswith(PREFIX):
+    if document.startswith(CHAT):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another")
     if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):
         raise InvalidArgument(

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from memstore.errors import MemstoreError
-from memstore.memory.shared import not_found
+from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered
-from memstore.readers.conversation import PREFIX
 from memstore.readers.kinds import encode
 from memstore.tools.ask import all_but_chats, chosen_documents
 from memstore.tools.endpoint.request import Ask, Refused
@@ -246,9 +245,9 @@ def converse(
     """
     assert ask.session is not None
     _choose(ask, reader, chats=chats)
-    session, prefix = (ask.session, PREFIX) if chats else (SERVED + ask.session, PREFIX + SERVED)
+    session, prefix = (ask.session, CHAT) if chats else (SERVED + ask.session, CHAT + SERVED)
     sessions = {each.name for each in reader.memory.documents() if each.name.startswith(prefix)}
-    if PREFIX + session not in sessions and len(sessions) >= most:
+    if CHAT + session not in sessions and len(sessions) >= most:
         raise Refused(
             f"this server keeps at most {most:,} conversations in a memory, and there are as many: go on with one of "
             "them, or forget one",

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import MemstoreError
-from memstore.memory.shared import owner_of
-from memstore.readers.conversation import PREFIX, SAID
+from memstore.memory.shared import CHAT, owner_of
+from memstore.readers.conversation import SAID
 from memstore.stored import printable
 from memstore.tools.models import named_model, recorded_name
 
@@ -87,5 +87,5 @@ def conversations(memory: Memory) -> dict[str, Any]:
     for session, turns in said.items():
         last = [fact for _, fact in sorted(turns, key=lambda turn: turn[0])[-MOST_TURNS:]]
         shown = [{name: printable(str(fact.get(name, ""))) for name in ("role", "text", "time")} for fact in last]
-        told.append({"session": printable(session), "document": printable(PREFIX + session), "turns": shown})
+        told.append({"session": printable(session), "document": printable(CHAT + session), "turns": shown})
     return {"conversations": told}
