@@ -221,6 +221,9 @@ class ReaderTests(ABC):
                 reader.read(text)
             with pytest.raises(ReadOnlyMemory, match="mode='r'"):
                 reader.append(text[:2])
+            before = self.asked(reader)
+        with reader:  # the same one once more
+            assert torch.equal(self.asked(reader), before)
 
     def test_tokens_that_cannot_be_are_refused_before_anything_is_stored(self) -> None:
         model = self.model()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
@@ -90,6 +93,36 @@ def test_words_are_exact_after_appends_cuts_forks_and_forgetting() -> None:
         memory.forget("a")
         check(7)
         attached.read(tokens(100, seed=4), document="a")
+        check(20)
+
+
+def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, read = tokens(5, seed=3), []
+    monkeypatch.setattr(
+        DocumentWords, "_read", lambda *args, kept=DocumentWords._read: read.append(args) or kept(*args)
+    )
+    attached = attach(tiny("llama"), tmp_path / "m", **SIZES)
+
+    def check(full: int) -> None:
+        """So many blocks are read off anew."""
+        candidates = everything(attached._sources())
+        read.clear()
+        found = attached._words.score(candidates, query)
+        assert sum(len(blocks) for _, _, blocks in read if len(blocks) > 1) == full
+        assert torch.equal(found, DocumentWords(None).score(candidates, query))
+
+    with attached:
+        attached.read(tokens(100), document="a")
+        check(12)
+    with attached:
+        check(0)
+        attached.append(tokens(60, seed=1), document="a")
+        check(8)
+    shutil.rmtree(tmp_path / "m")
+    with attached:
+        attached.read(tokens(160, seed=4), document="a")
         check(20)
 
 

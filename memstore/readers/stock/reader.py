@@ -27,7 +27,14 @@ from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
 from memstore.readers.stock.reading import Opening, SegmentReading, ending, recurrent_at_end
-from memstore.readers.stock.selection import SAMPLE_TOKENS, CandidateLists, Selection, load_router, router_samples
+from memstore.readers.stock.selection import (
+    SAMPLE_TOKENS,
+    CandidateLists,
+    DocumentWords,
+    Selection,
+    load_router,
+    router_samples,
+)
 from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
@@ -102,6 +109,7 @@ class StockReader(Reader):
                 )
             self._routing_layers = (self._trained[0],)
         self._fingerprints: dict[int, Fingerprint] = {}
+        self._words = DocumentWords(self.tokenizer)
         self._tail = True  # calls see the document's end
         self._held_of: tuple[list[int], list[str] | None] = ([], None)
         self._held: dict[str, Any] = {}
@@ -162,10 +170,11 @@ class StockReader(Reader):
         self.block_size = spec.block_size
         self.selection = self._selection(spec)
         self.selection.likelihood = self._likelihood
+        self._held_of = ([], None)  # what was found in a memory that has been closed since
         self.hooks = Hooks(self.model, self.architecture, self.selection, self._new_call, self.observers)
 
     def _selection(self, spec: MemorySpec) -> Selection:
-        options = (self.architecture, self.retrieval, spec.block_size, spec.index_layers, self.tokenizer)
+        options = (self.architecture, self.retrieval, spec.block_size, spec.index_layers, self._words)
         if self.share is None:
             return Selection(*options)
         if self.retrieval.rerank:

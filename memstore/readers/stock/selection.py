@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -107,13 +107,13 @@ class Selection:
         retrieval: Retrieval,
         block_size: int,
         index_layers: Sequence[int],
-        tokenizer: Any = None,
+        words: DocumentWords,
     ) -> None:
         self.architecture, self.retrieval, self.block_size = architecture, retrieval, block_size
         self.index_layers = tuple(index_layers)
         self.routers: dict[int, list[Router]] = {}
         """Of each routing layer, one for each memory."""
-        self.words = DocumentWords(tokenizer)
+        self.words = words
         self.short = ShortDocuments()
         self.likelihood: Callable[[Candidates, Tensor, Tensor], Tensor] | None = None
         """How likely a query is behind each of some candidates."""
@@ -270,6 +270,22 @@ def _language_reference() -> str:
     return "\n".join(str(topics[name]) for name in sorted(topics))[:40_000]
 
 
+_State = tuple[ReferenceType[Any], int | None, int, int]
+"""A document of an open memory, its edits, and how far it goes or where it begins."""
+
+
+class _WordRun(NamedTuple):
+    """The words of the complete blocks of a document."""
+
+    state: _State
+    digest: str | None
+    start: int
+    stop: int
+    words: Tensor
+    of: Tensor
+    """The block of each."""
+
+
 class DocumentWords:
     """The words of the documents that a reader sees. One thread at a time, as the reader.
 
@@ -277,16 +293,17 @@ class DocumentWords:
     block together with its neighbour. And a word is its first letters here, for "settlers" asks for "settled" too.
 
     Token ids are stored with the blocks, so nothing else is: the words of a document are read off when the first query
-    comes, in about a second for a million tokens, and those of new blocks as they come. An edit starts anew. An index
-    lives as long as the candidates that it is of.
+    comes, in about a second for a million tokens, and those of new blocks as they come. An edit starts anew. What was
+    read outlives the opening of a memory, for a chat opens it for each turn, but counts only for the same complete
+    blocks. An index lives as long as the candidates that it is of.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         """Without a tokenizer every token is a word of its own."""
         self._tokenizer = tokenizer
         self._numbers: defaultdict[str, int] = defaultdict(count().__next__)
-        self._runs: dict[tuple[int, str], tuple[tuple[int | None, int, int], int, Tensor, Tensor]] = {}
-        self._lasts: dict[tuple[int, str], tuple[tuple[int | None, int, int], Tensor, Tensor]] = {}
+        self._runs: dict[tuple[int, str], _WordRun] = {}
+        self._lasts: dict[tuple[int, str], tuple[_State, Tensor, Tensor]] = {}
         self._indexes: WeakKeyDictionary[Candidates, tuple[WordIndex, WordIndex]] = WeakKeyDictionary()
 
     def score(self, candidates: Candidates, query: Tensor) -> Tensor:
@@ -327,7 +344,7 @@ class DocumentWords:
     def _last(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
         """As ``_run``, of the last block, which is not full and grows."""
         document, state = source.document, source.state
-        key, now = (source.memory, document.name), (document.id, state.edits, state.tokens)
+        key, now = (source.memory, document.name), (ref(document.memory), document.id, state.edits, state.tokens)
         held, words, of = self._lasts.get(key, (None, *_NO_WORDS))
         if held != now:
             words, of = self._read(document, blocks)
@@ -341,14 +358,18 @@ class DocumentWords:
         document = source.document
         complete = source.state.complete(document.memory.spec.block_size)
         (whole,) = (run for run in source.present(complete) if blocks.start in run)
-        key, state = (source.memory, document.name), (document.id, source.state.edits, whole.start)
-        held, stop, words, of = self._runs.get(key, (None, 0, *_NO_WORDS))
-        if held != state:
-            stop, words, of = whole.start, *_NO_WORDS
-        if stop < whole.stop:
-            new, places = self._read(document, range(stop, whole.stop))
+        key, digest = (source.memory, document.name), source.state.digest
+        state = (ref(document.memory), document.id, source.state.edits, whole.start)
+        held = self._runs.get(key)
+        if held is None or (
+            held.state != state and (digest is None or (held.digest, held.start) != (digest, whole.start))
+        ):
+            held = _WordRun(state, digest, whole.start, whole.start, *_NO_WORDS)
+        words, of = held.words, held.of
+        if held.stop < whole.stop:
+            new, places = self._read(document, range(held.stop, whole.stop))
             words, of = torch.cat((words, new)), torch.cat((of, places))
-            self._runs[key] = (state, whole.stop, words, of)
+        self._runs[key] = _WordRun(state, digest, whole.start, max(held.stop, whole.stop), words, of)
         first, last = torch.searchsorted(of, torch.tensor([blocks.start, blocks.stop])).tolist()
         return words[first:last], of[first:last]
 

@@ -21,7 +21,7 @@ from memstore.kernels.block_attention.fused import whole_mask
 from memstore.readers.ranks import Ranks, Share
 from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.selection import CandidateLists, Selection
+from memstore.readers.stock.selection import CandidateLists, DocumentWords, Selection
 from memstore.readers.stock.visible import (
     SHORT,
     AttachedDocument,
@@ -64,9 +64,9 @@ class ShardedSelection(Selection):
         retrieval: Retrieval,
         block_size: int,
         index_layers: Sequence[int],
-        tokenizer: Any = None,
+        words: DocumentWords,
     ) -> None:
-        super().__init__(architecture, retrieval, block_size, index_layers, tokenizer)
+        super().__init__(architecture, retrieval, block_size, index_layers, words)
         self.share, self.ranks = share, share.ranks
         self.last = ShortDocuments()
         """The last blocks of short documents."""
