@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
