@@ -1,15 +1,15 @@
 """memstore beside what people would use instead, on the same work in one run.
 
     python -m benchmarks.peers --lengths 8192 32768
-    python -m benchmarks.peers --peers memstore llama.cpp --python llama.cpp=/envs/llama/bin/python --gguf model.gguf
+    python -m benchmarks.peers --peers memstore llama.cpp --environments ENVS --gguf model.gguf
 
 A text with twelve hidden sentences is read once by each peer and kept on disk; a new process is asked for the twelve
 in their own words, whose end is to be written, and then in plain questions; then one bit of what is on disk is flipped,
 the highest of an exponent, and the first twelve are asked again. Seconds are the processor's. What memory, processor
 and disk can do at most is measured before each length. The model is the same for all; llama.cpp's is the 4-bit file
-that it was made from. Peers with other dependencies than memstore's run with the Python named by ``--python``: ``pip
-install llama-cpp-python``, ``pip install kvpress``, ``pip install infini-retri matplotlib seaborn scipy tiktoken``,
-``pip install optimum-quanto``. Rows that the file has already, of the same machine and options, stay in it.
+that it was made from. Peers with other dependencies than memstore's run with the Python named by ``--python``, or in
+environments that ``--environments`` makes, with the versions in ``PINNED``. Rows that the file has already, of the same
+machine and options, stay in it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import venv
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.limits import limits
 from memstore.eval import needles
+from memstore.eval.questions.wheel import load_json
 from memstore.eval.resources import disk_bytes, hardware
 from memstore.tools.models import load_tokenizer, resolve_model
 
@@ -47,6 +49,18 @@ PEERS = {
     "minilm": "stock:Embedded",
     "llama.cpp": "llamacpp:Saved",
 }
+PINNED = {
+    "llama.cpp": ["llama-cpp-python==0.3.36"],
+    "kvpress": ["kvpress==0.5.5"],
+    "quanto": ["optimum-quanto==0.2.7"],
+    "infini-retri": [
+        "infini-retri==0.0.3", "transformers==5.2.0", "matplotlib==3.11.2", "seaborn==0.13.2", "scipy==1.17.1",
+        "tiktoken==0.14.0",
+    ],
+}  # fmt: skip
+"""What peers need beside what memstore does."""
+PROSE_TOKENS = 100_000
+"""Python's language reference has not many more; behind it come the paragraphs of SQuAD (CC BY-SA 4.0)."""
 READS_AGAIN = ("infini-retri",)
 """Peers that keep the text alone and need minutes for their questions; they are asked once."""
 
@@ -58,6 +72,9 @@ def main() -> None:
         print(table(json.loads(options.table.read_text("utf-8"))))
         return
     pythons = dict(each.split("=", 1) for each in options.python)
+    if options.environments:
+        missing = [peer for peer in options.peers if peer in PINNED and peer not in pythons]
+        pythons |= {peer: environment(options.environments / peer, PINNED[peer]) for peer in missing}
     about = {
         **{name: getattr(options, name) for name in ("model", "dtype", "threads", "seed", "window", "kept", "top_k")},
         **hardware(),
@@ -84,6 +101,19 @@ def main() -> None:
                 options.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 
 
+def environment(folder: Path, packages: list[str]) -> str:
+    """The Python of an environment that sees this one's packages behind its own, which are ``packages``."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        (own,) = folder.glob("lib/*/site-packages")
+        (own / "behind.pth").write_text(
+            "".join(f"{each}\n" for each in sys.path if each.endswith("-packages")), "utf-8"
+        )
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    return str(python)
+
+
 def _put(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
     """Among the others, by length and in the order of ``PEERS``; in the place of the one that it measures anew."""
     rows[:] = [row for row in rows if _place(row) != _place(new)] + [new]
@@ -99,6 +129,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192], help="tokens of the text")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a peer")
+    parser.add_argument("--environments", type=Path, metavar="DIR", help="a folder for environments of peers")
     parser.add_argument("--model", default="smollm2", help="a model that transformers can load")
     parser.add_argument("--gguf", help="the same model for llama.cpp")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -183,7 +214,11 @@ def _work(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(f"{options.seed} {tokens}")
     tokenizer = load_tokenizer(options.model)
     kinds = [kind for kind, *_ in needles.KINDS]
-    hay = needles.hide(needles.prose_text(rng), needles.prose_needles(kinds, rng), tokenizer, tokens, rng)
+    text = needles.prose_text(rng)
+    if tokens > PROSE_TOKENS:
+        articles = load_json("squad.json")["data"]
+        text += "".join(f"\n\n{each['context']}" for article in articles for each in article["paragraphs"])
+    hay = needles.hide(text, needles.prose_needles(kinds, rng), tokenizer, tokens, rng)
     return {
         "model": resolve_model(options.model),
         "text": tokenizer.decode(hay.tokens),

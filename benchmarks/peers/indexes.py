@@ -1,6 +1,6 @@
 """Indexes beside those of others, on the same keys: ``python -m benchmarks.peers.indexes --out ROWS``.
 
-    pip install faiss-cpu usearch hnswlib
+    pip install faiss-cpu==1.15.1 usearch==2.26.6 hnswlib==0.8.0
 
 Key sets are those of ``benchmarks/keysets.py``; one thread, seconds of the processor. Each index looks as far as it
 must for ``--recall`` of the true best eight of queries that are not those it is measured with; where its widest look

@@ -1,7 +1,7 @@
 """The kNN layer beside ``memorizing-transformers-pytorch``: ``python -m benchmarks.peers.layers --out ROWS``.
 
-    pip install --no-deps memorizing-transformers-pytorch einops einops-exts filelock joblib
-    pip install faiss-cpu  # the package asks for that of a GPU
+    pip install --no-deps memorizing-transformers-pytorch==0.4.1 einops einops-exts filelock joblib
+    pip install faiss-cpu==1.15.1  # the package asks for that of a GPU
 
 Both layers have the same weights, softmax and local text, and before a memory is filled their outputs are compared.
 They are given real queries and keys, those of heads of SmolLM2 (``benchmarks/keysets.py``), through projections that

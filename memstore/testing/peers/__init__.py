@@ -5,11 +5,11 @@ imports its store at once: each round forks, and would import it again.
 """
 
 PEERS = {
-    "memos": ("memstore.testing.peers.memos:MemOS", "pip install MemoryOS"),
-    "llama.cpp": ("memstore.testing.peers.llamacpp:Slots", "pip install llama-cpp-python gguf"),
+    "memos": ("memstore.testing.peers.memos:MemOS", "pip install MemoryOS==2.0.33"),
+    "llama.cpp": ("memstore.testing.peers.llamacpp:Slots", "pip install llama-cpp-python==0.3.36 gguf"),
     "lmcache": (
         "memstore.testing.peers.lmcache:LocalDisk",
-        "pip install --no-deps lmcache, and of its other dependencies those that are not of CUDA",
+        "pip install --no-deps lmcache==0.5.6, and of its other dependencies those that are not of CUDA",
     ),
 }
 """By the name that the command knows them by: the class, and what it needs."""
