@@ -32,8 +32,9 @@ OTHERS := not milvus and not Milvus and not killed and not refused and not kerne
 
 BIN := .venv/bin
 READY := .venv/.ready
+LOWEST := .venv/lowest
 
-.PHONY: help demo test test-slow test-narrow lint types format pytest bench faults gpu coverage house docs site pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow test-lowest lint types format pytest bench faults gpu coverage house docs site pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -49,6 +50,14 @@ test-slow: $(READY) ## Run the tests that `make test` leaves out (trainings, dem
 
 test-narrow: $(READY) ## Run the numerical tests as on a processor with AVX2 and no wider vectors, without compiled C
 	$(NARROW) $(BIN)/python -m pytest tests/kernels tests/index tests/models tests/memory/test_golden.py $(SAME) -m "not slow" -k "$(OTHERS)" $(PYTEST)
+
+test-lowest: $(READY) ## Run tests of readers and models with the lowest transformers that is supported, which pip fetches
+	test -x $(LOWEST)/bin/python || $(BIN)/python -m venv $(LOWEST)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo $(LOWEST)/lib/*/site-packages)/behind.pth"
+	$(LOWEST)/bin/python -m pip install -q transformers==5.4.0
+	PYTHONPATH=$(CURDIR) $(LOWEST)/bin/python -m pytest tests/readers/test_asking.py tests/readers/test_caches.py tests/readers/test_contract.py \
+	    tests/readers/test_conversation.py tests/models/test_drt_transformers.py tests/models/test_landmark_transformers.py \
+	    -m "not slow" -k "not Hybrid and not checkpointing" $(PYTEST)
 
 lint: $(READY) ## Check format and style
 	$(BIN)/ruff format --check .

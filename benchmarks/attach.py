@@ -27,6 +27,7 @@ from torch import Tensor
 import memstore
 from memstore.eval import needles
 from memstore.eval.resources import PeakMemory, disk_bytes, hardware
+from memstore.readers.caches import CACHE
 from memstore.tools.models import LoadedModel, load_model
 from memstore.tools.output import Page
 
@@ -168,7 +169,7 @@ def decode(loaded: LoadedModel) -> float:
     token, cache, times = torch.tensor([[5]]), None, []
     for _ in range(STEPS):
         begun = time.perf_counter()
-        output = loaded.model(token, past_key_values=cache, use_cache=True)
+        output = loaded.model(token, **{CACHE: cache}, use_cache=True)
         token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
         times.append(time.perf_counter() - begun)
     return 1000 * median(times[8:])

@@ -37,6 +37,7 @@ import memstore
 from memstore.eval.resources import hardware
 from memstore.memory import Document
 from memstore.readers.asking import INSTRUCTION, Template
+from memstore.readers.caches import CACHE
 from memstore.tools.models import load_model
 
 QUESTION = "Who was in charge of the lighthouse when the great storm came, and what was the keeper's dog called?"
@@ -123,7 +124,7 @@ def in_turn(plain: Any, prompt: torch.Tensor, opening: int, reader: Any, rounds:
         kept = plain(prompt[:, :opening], use_cache=True).past_key_values
     ways: dict[str, Callable[[], object]] = {
         "bare": lambda: plain.generate(prompt, **one),
-        "bare_kept": lambda: plain.generate(prompt, past_key_values=copy.deepcopy(kept), **one),
+        "bare_kept": lambda: plain.generate(prompt, **{CACHE: copy.deepcopy(kept)}, **one),
         "asked": lambda: reader.generate(prompt, query=QUESTION, opening=opening, **one),
         "asked_whole": lambda: reader.generate(prompt, query=QUESTION, **one),
         "by_prompt": lambda: reader.generate(prompt, **one),

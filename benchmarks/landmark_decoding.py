@@ -24,6 +24,7 @@ from torch import Tensor
 from memstore import Retrieval
 from memstore.eval.resources import hardware
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, LandmarkReader
+from memstore.readers.caches import CACHE
 
 RESULTS = Path(__file__).parent / "results" / "landmark-decoding.json"
 SIZES: dict[str, Any] = {
@@ -65,10 +66,10 @@ def measure(folder: Path, length: int, count: int) -> list[dict[str, Any]]:
     with LandmarkReader(landmark, folder, retrieval=SETTINGS["one list for a segment"]) as reader:
         result = reader.read(text(length))
         before = window(text(length)[None, -2 * WINDOW :], use_cache=True).past_key_values
-        steps: dict[str, Callable[[Tensor], Any]] = {BASE: partial(window, past_key_values=before)}
+        steps: dict[str, Callable[[Tensor], Any]] = {BASE: partial(window, **{CACHE: before})}
         caches = {name: reader.cache(retrieval=retrieval) for name, retrieval in SETTINGS.items()}
         for name, cache in caches.items():
-            steps[name] = partial(landmark, past_key_values=cache)
+            steps[name] = partial(landmark, **{CACHE: cache})
         times: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(count):
             for name, step in steps.items():

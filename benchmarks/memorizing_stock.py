@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from memstore.attention.knn_memory import RecentTokens
 from memstore.eval.memorizing import paired
 from memstore.models.memorizing import KNNMemory, knn_memory_of
+from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode, load_model
 
 SIZES = (0, 512, 1536, 8192, 65_536)
@@ -131,7 +132,7 @@ def measure(model: Any, documents: dict[str, Tensor], every: int, show: Any) -> 
             if start // window % CHUNK == 0:
                 cache = DynamicCache()
             part = ids[None, start : start + len(targets)]
-            logits = model(part, past_key_values=cache, use_cache=True).logits[0]
+            logits = model(part, **{CACHE: cache}, use_cache=True).logits[0]
             long = F.cross_entropy(logits, targets, reduction="none")
             found.losses.setdefault(f"none, a context of up to {CHUNK * window:,}", []).append(long)
             show(found)

@@ -16,6 +16,7 @@ from memstore.eval.filler import load_filler
 from memstore.eval.run import memory_spec
 from memstore.eval.tasks import Phrases, make, plant
 from memstore.memory import Memory, Recorder, open_memory
+from memstore.readers.caches import CACHE
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model
 from memstore.readers.reader import Reader
 
@@ -31,7 +32,7 @@ class Asked:
         """Generate so many tokens."""
         cache = self._reader.cache(recorder=self._recorder)
         self._reader.model.generate(
-            self._prompt, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False
+            self._prompt, **{CACHE: cache}, max_new_tokens=new, min_new_tokens=new, do_sample=False
         )
 
     @contextmanager

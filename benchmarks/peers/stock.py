@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.contract import Peer
+from memstore.readers.caches import CACHE
 
 SEGMENT = 512
 
@@ -44,7 +45,7 @@ class Stock(Peer):
         for at in range(0, ids.shape[1], SEGMENT):
             part = ids[:, at : at + SEGMENT]
             places = torch.arange(position + at, position + at + part.shape[1])[None]
-            out = self.model(part, past_key_values=cache, position_ids=places, use_cache=True, logits_to_keep=1)
+            out = self.model(part, **{CACHE: cache}, position_ids=places, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = out.logits[0, -1]
         return logits
 
@@ -235,7 +236,7 @@ class Compressed(Full):
         ids, self.cache = self.ids(text), DynamicCache()
         press = ExpectedAttentionPress(compression_ratio=1 - self.options["kept"])
         with torch.inference_mode(), press(self.model):
-            self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.model(ids, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
         self.save(ids.shape[1])
 
 

@@ -41,7 +41,7 @@ def generate_answers(
     answers = []
     for pair in encode_pairs(list(pairs), tokenizer, model.config.tokens_per_block):
         ids = torch.tensor([pair.prompt], device=model.device)
-        generated = model.generate(  # type: ignore[misc]  # its self is a protocol of transformers
+        generated = model.generate(
             ids,
             max_new_tokens=max_tokens,
             do_sample=False,

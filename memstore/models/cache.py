@@ -15,7 +15,11 @@ from memstore.readers.observer import Choice, Observer, Origin
 class ModelCache:
     """Base of all ``past_key_values``. One serves one generation of one model: to branch, make another."""
 
+    # What ``generate`` asks of a cache. Where no layer is said to be linear or to be another, it leaves it to the model
+    # which tokens of a prompt are new.
     is_compileable = False
+    is_croppable = False
+    is_linear: tuple[bool, ...] = ()
 
     def __init__(self, config: Any, rows: int) -> None:
         self.config = config

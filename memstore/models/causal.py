@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
+from memstore.readers.caches import CACHE, takes_cache
 
 WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
 """Options of ``from_pretrained`` that say where a checkpoint is."""
@@ -60,7 +61,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # it takes what it needs, by name
+    @takes_cache
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         past_key_values: ModelCache | None = None,
@@ -81,7 +83,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return {
             "input_ids": input_ids[:, known:],
             "attention_mask": None if written else attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values,
             "use_cache": kwargs.get("use_cache", True),
             "logits_to_keep": 1,
         }

@@ -14,6 +14,7 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document, Recorder
 from memstore.models.cache import ModelCache
 from memstore.models.causal import uncompiled
+from memstore.readers.caches import CACHE, cache_in, with_cache
 from memstore.readers.reader import Reader
 
 _OPEN: WeakKeyDictionary[nn.Module, list[CacheReader]] = WeakKeyDictionary()
@@ -41,15 +42,15 @@ class CacheReader(Reader):
     def _go_on(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Give a call of the model that begins without a past one that goes on after the document."""
         ids = args[0] if args else given.get("input_ids")
-        if given.get("past_key_values") is not None or len(args) > 2 or not isinstance(ids, Tensor):
+        if cache_in(given) is not None or len(args) > 2 or not isinstance(ids, Tensor):
             return None
         if len(_OPEN[self.model]) > 1:
             raise InvalidArgument(
-                "this model has several memories attached: say which one with past_key_values=reader.cache()"
+                f"this model has several memories attached: say which one with {CACHE}=reader.cache()"
             )
         cache = self.cache(len(ids))
         cache.observers += self.observers
-        return args, {**given, "past_key_values": cache}
+        return args, with_cache(given, cache)
 
     def _tokens(self, document: Document, first: int, count: int) -> Tensor:
         """Tokens of ``document`` from block ``first`` on, which has ``count`` tokens in all."""

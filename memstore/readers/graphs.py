@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from memstore.readers.caches import CACHE, cache_in
+
 WANTED = ("labels", "output_attentions", "output_hidden_states", "inputs_embeds")
 """What a recorded step does not give."""
 
@@ -102,7 +104,7 @@ class _StepGraph:
         self._at = -1
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        steps: Steps | None = _steps_of(given.get("past_key_values"))
+        steps: Steps | None = _steps_of(cache_in(given))
         ids: Any = given.get("input_ids")
         if args or steps is None or not _one_token(ids, given) or (key := steps.same()) is None:
             return self._plain(*args, **given)
@@ -149,11 +151,11 @@ class _StepGraph:
         self._graph.replay()
         steps.on(self._added)
         self._at = steps.place
-        return CausalLMOutputWithPast(logits=self._logits.clone(), past_key_values=given["past_key_values"])
+        return CausalLMOutputWithPast(logits=self._logits.clone(), **{CACHE: cache_in(given)})
 
 
 def _steps_of(cache: Any) -> Any:
-    """The steps of ``past_key_values``; None where they cannot be recorded."""
+    """The steps of a cache; None where they cannot be recorded."""
     layers = getattr(cache, "layers", None)
     return getattr(getattr(layers[0], "call", None) if layers else cache, "steps", None)
 

@@ -27,6 +27,7 @@ from memstore.memory.urls import Mode
 from memstore.progress import progress_bar
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
 from memstore.readers.attachment import Attachment
+from memstore.readers.caches import cache_in
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import encode, kind_of
@@ -623,4 +624,4 @@ def _makes_cache(model: Any, options: Mapping[str, Any]) -> bool:
     """Whether ``model.generate`` with ``options`` makes the cache that it goes on with, as it usually does."""
     config = options.get("generation_config") or model.generation_config
     uses, kind = (options.get(name, getattr(config, name)) for name in ("use_cache", "cache_implementation"))
-    return uses is not False and kind is None and "past_key_values" not in options
+    return uses is not False and kind is None and cache_in(options) is None

@@ -202,13 +202,15 @@ def decode_milliseconds(loaded: LoadedModel, memory: memstore.Memory | None, doc
 def _decode(loaded: LoadedModel) -> float:
     import torch
 
+    from memstore.readers.caches import CACHE, cache_in
+
     token = torch.tensor([[loaded.tokenizer.encode(" the", add_special_tokens=False)[0]]])
     times, cache = [], None
     with torch.inference_mode():
         for _ in range(DECODED):
             begun = time.perf_counter()
-            output = loaded.model(token, past_key_values=cache, use_cache=True)
-            token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            output = loaded.model(token, use_cache=True, **{CACHE: cache})
+            token, cache = output.logits[:, -1:].argmax(-1), cache_in(output)
             times.append(time.perf_counter() - begun)
     return 1000 * median(times[4:])
 

@@ -15,6 +15,7 @@ from memstore.eval.landmark import attention_size, by_cutoff, by_granularity, by
 from memstore.eval.landmark_asking import layer_found
 from memstore.eval.run import TaskPlan, draw, evaluate, memory_spec
 from memstore.models.landmark.cache import LandmarkCache
+from memstore.readers.caches import CACHE
 from tests.eval.drts import byte_tokenizer
 from tests.eval.landmarks import small_landmark
 from tests.eval.test_run import noise
@@ -151,9 +152,8 @@ def test_the_answer_through_a_memory_is_that_of_the_model_alone_and_layers_say_w
     for sample, outcome in zip(samples, row.outcomes, strict=True):
         text = [int(token) for chunk in sample.haystack(filler) for token in chunk] + sample.prompt
         cache = LandmarkCache(model.config, 1)
-        said = model.generate(  # type: ignore[misc]  # its self is a protocol of transformers
-            torch.tensor([text]), max_new_tokens=len(sample.answer), do_sample=False, past_key_values=cache
-        )
+        options: dict[str, Any] = {"max_new_tokens": len(sample.answer), "do_sample": False, CACHE: cache}
+        said = model.generate(torch.tensor([text]), **options)
         assert outcome.reply.tokens == said[0, len(text) :].tolist()
 
 

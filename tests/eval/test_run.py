@@ -49,7 +49,7 @@ def test_the_answer_through_a_memory_is_that_of_one_pass(task: str) -> None:
             reader.read(text[: sample.length])
             reply = ask(model, reader.cache(), sample)
         ids = torch.tensor([text])
-        generated = model.generate(ids, max_new_tokens=len(sample.answer), do_sample=False)  # type: ignore[misc]
+        generated = model.generate(ids, max_new_tokens=len(sample.answer), do_sample=False)
         assert reply.tokens == generated[0, len(text) :].tolist()
         answers.add(tuple(reply.tokens))
 

@@ -20,6 +20,7 @@ from memstore.index import ExactIndex, VectorIndex, auto, cluster_index, codes, 
 from memstore.index.signs import SignIndex
 from memstore.memory import Document, Memory, view
 from memstore.models import drt, landmark, memorizing
+from memstore.readers.caches import CACHE
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 from tests.eval.memorizing import small_memorizing
@@ -60,7 +61,7 @@ def _with_reader(model: Any, reader: Any) -> Iterator[Session]:
 
     def answer() -> list[int]:
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-        return list(generate(model, QUESTION[None], past_key_values=reader.cache(), **options)[0, -NEW:].tolist())
+        return list(generate(model, QUESTION[None], **{CACHE: reader.cache()}, **options)[0, -NEW:].tolist())
 
     with reader:
         yield Session(reader.memory, reader.document, reader.read, logits, answer)

@@ -15,6 +15,7 @@ import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.models.drt import DRTForCausalLM, DRTReader
 from memstore.models.drt.reader import memory_spec
+from memstore.readers.caches import CACHE
 from tests import forks
 from tests.models.child import LENGTH, SEGMENT_BLOCKS, answer, read_and_tell, save_answer
 from tests.models.child import model as model_of_child
@@ -97,7 +98,7 @@ def test_generating_after_a_document_is_generating_after_the_text(options: dict[
     model, text = make("rope"), tokens(300)[0]
     options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, **options}
     prompts = tokens(9, rows=2, seed=4)
-    expected = model.generate(torch.cat([text.expand(2, -1), prompts], 1), **options)[:, 300:]  # type: ignore[misc]
+    expected = model.generate(torch.cat([text.expand(2, -1), prompts], 1), **options)[:, 300:]
     with DRTReader(model, "ram:") as reader:
         reader.read(text)
         assert torch.equal(reader.generate(prompts, **options), expected)
@@ -227,9 +228,9 @@ def test_a_cache_serves_the_model_that_began_it_alone(tmp_path: Path) -> None:
             with pytest.raises(InvalidArgument, match="past_key_values was computed by another model"):
                 other(tokens(5), past_key_values=cache)
         cache, generate = reader.cache(), cast("Any", model).generate
-        generate(tokens(9), past_key_values=cache, max_new_tokens=2)
+        generate(tokens(9), **{CACHE: cache}, max_new_tokens=2)
         with pytest.raises(InvalidArgument, match="past_key_values holds 10 given tokens already"):
-            generate(tokens(4), past_key_values=cache, max_new_tokens=2)
+            generate(tokens(4), **{CACHE: cache}, max_new_tokens=2)
         with pytest.raises(InvalidArgument, match="at least one row, not 0"):
             reader.cache(0)
 

@@ -12,12 +12,13 @@ from transformers import Trainer, TrainingArguments
 
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM
+from memstore.readers.caches import CACHE
 from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 from tests.models.stock import realigned
 
 
 def generate(model: DRTForCausalLM, ids: Tensor, **options: Any) -> Tensor:
-    out = model.generate(ids, pad_token_id=0, **{"do_sample": False, **options})  # type: ignore[misc]  # any causal LM
+    out = model.generate(ids, pad_token_id=0, **{"do_sample": False, **options})
     assert isinstance(out, Tensor)
     return out
 
@@ -75,7 +76,7 @@ def test_a_generation_goes_on_from_a_cache() -> None:
     model, ids = make(), tokens(50)
     with torch.no_grad():
         cache = model(ids[:, :30], use_cache=True).past_key_values
-    assert torch.equal(generate(model, ids, past_key_values=cache, max_new_tokens=9), greedy(model, ids, 9))
+    assert torch.equal(generate(model, ids, **{CACHE: cache}, max_new_tokens=9), greedy(model, ids, 9))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.models.landmark import LandmarkForCausalLM, WindowCache
+from memstore.readers.caches import CACHE
 from tests.models.landmark import close, logits, make, streamed, tokens
 
 KINDS = ["full", "window", "xl"]
@@ -56,9 +57,7 @@ def greedy(model: LandmarkForCausalLM, ids: Tensor, new: int) -> Tensor:
 def test_generation_is_a_loop_of_forward_passes(kind: str) -> None:
     model, texts = make(kind), [tokens(length)[0] for length in (30, 13, 1)]
     ids = torch.stack([torch.nn.functional.pad(text, (30 - len(text), 0)) for text in texts])
-    out = model.generate(  # type: ignore[misc]  # any causal LM
-        ids, attention_mask=(ids != 0).long(), max_new_tokens=15, do_sample=False, pad_token_id=0
-    )
+    out = model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=15, do_sample=False, pad_token_id=0)
     assert isinstance(out, Tensor)
     for row, text in enumerate(texts):
         assert torch.equal(out[row, 30:], greedy(model, text[None], 15)[0, len(text) :])
@@ -68,7 +67,7 @@ def test_generation_is_a_loop_of_forward_passes(kind: str) -> None:
 def test_beams_with_a_cache_are_those_without(kind: str) -> None:
     model, ids = make(kind), tokens(20, rows=2)
     options: dict[str, Any] = {"max_new_tokens": 9, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    cached, plain = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))  # type: ignore[misc]
+    cached, plain = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
     assert isinstance(cached, Tensor)
     assert isinstance(plain, Tensor)
     assert torch.equal(cached, plain)
@@ -86,6 +85,6 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="another model"):
         make("xl", seed=1)(ids, past_key_values=cache)
     with pytest.raises(InvalidArgument, match="whole conversation"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=3, pad_token_id=0)  # type: ignore[misc]
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=3, pad_token_id=0)
     with pytest.raises(NotImplementedError, match="cannot be cut"):
         cache.crop(3)

@@ -238,7 +238,7 @@ def test_ten_thousand_blocks_are_visible() -> None:
 
 def test_generate_gives_the_same_with_beams_that_are_one() -> None:
     model, prompt = make(segment_blocks=2), tokens(40, 2)
-    plain: Any = model.generate(prompt, max_new_tokens=30, do_sample=False)  # type: ignore[misc]  # any causal LM
+    plain: Any = model.generate(prompt, max_new_tokens=30, do_sample=False)
     assert plain.shape == (2, 70)
     _, cache, _ = remembered(model, plain[:, :-1])
     greedy = in_pieces(model, plain[:, :-1], LandmarkCache(model.config, 2), 40, 1).argmax(-1)

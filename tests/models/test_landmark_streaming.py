@@ -8,6 +8,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.models.landmark import LandmarkForCausalLM
+from memstore.readers.caches import CACHE
 from tests.models.landmark import close, logits, make, streamed, tokens
 
 KINDS = ["llama", "gpt2", "biases, wide heads"]
@@ -42,7 +43,7 @@ def test_pieces_token_by_token_and_at_once_are_the_same(kind: str, top_k: int) -
 
 
 def generate(model: LandmarkForCausalLM, ids: Tensor, **options: object) -> Tensor:
-    out = model.generate(ids, pad_token_id=0, **{"do_sample": False, **options})  # type: ignore[misc, arg-type]  # any causal LM
+    out = model.generate(ids, pad_token_id=0, **{"do_sample": False, **options})
     assert isinstance(out, Tensor)
     return out
 
@@ -90,7 +91,7 @@ def test_a_seed_repeats_a_sample_and_a_generation_goes_on_from_a_cache() -> None
     assert torch.equal(*samples)
     with torch.no_grad():
         cache = model(ids[:, :30], use_cache=True).past_key_values
-    assert torch.equal(generate(model, ids, past_key_values=cache, max_new_tokens=9), greedy(model, ids, 9))
+    assert torch.equal(generate(model, ids, **{CACHE: cache}, max_new_tokens=9), greedy(model, ids, 9))
 
 
 def test_half_precision_streams() -> None:

@@ -152,7 +152,7 @@ def test_half_precision_is_near_and_finite(kind: str, dtype: torch.dtype) -> Non
 
 def test_generation_without_a_cache_sees_the_whole_text_at_true_positions() -> None:
     model, ids = make("gpt2"), tokens(33, rows=2)
-    out = model.generate(ids, max_new_tokens=10, use_cache=False, do_sample=False, pad_token_id=0)  # type: ignore[misc]
+    out = model.generate(ids, max_new_tokens=10, use_cache=False, do_sample=False, pad_token_id=0)
     assert isinstance(out, Tensor)
     for _ in range(10):
         ids = torch.cat([ids, logits(model, ids)[:, -1:].argmax(-1)], 1)

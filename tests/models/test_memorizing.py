@@ -60,7 +60,7 @@ def logits(model: MemorizingForCausalLM, *pieces: Tensor, masks: Any = None, cac
 
 
 def generate(model: MemorizingForCausalLM, ids: Tensor, **options: Any) -> Tensor:
-    out = model.generate(ids, do_sample=False, pad_token_id=0, **options)  # type: ignore[misc]  # any causal LM
+    out = model.generate(ids, do_sample=False, pad_token_id=0, **options)
     assert isinstance(out, Tensor)
     return out
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 import memstore
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.memorizing import KNNMemory, RecentTokens, add_knn_memory, knn_memory_of, remove_knn_memory
+from memstore.readers.caches import CACHE, cache_in
 from tests.models.stock import small_llama
 
 
@@ -107,7 +108,7 @@ def test_tokens_that_are_generated_are_remembered(model: LlamaForCausalLM) -> No
     with torch.no_grad():
         memory.gate.fill_(0.3)
     ids: Any = tokens(1, 6)
-    model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)  # type: ignore[misc]  # any causal LM
+    model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
     logits(model, tokens(1, 3))
     assert memory.memory is not None
     assert memory.memory.added == [9]  # the last token was never given, the first one is where heads rest
@@ -122,7 +123,7 @@ def test_beams_have_memories_of_their_own(model: LlamaForCausalLM) -> None:
 
     def compare(module: Any, arguments: Any, named: Any) -> None:
         """What is remembered of each beam is what the cache has of it, but for its first token."""
-        if (past := named["past_key_values"]).get_seq_length():
+        if (past := cache_in(named)).get_seq_length():
             assert isinstance(memory.memory, RecentTokens)
             held = past.layers[2].values[:, :, 1:]
             assert torch.equal(memory.memory.values[:, :, : held.shape[2]], held)
@@ -131,7 +132,7 @@ def test_beams_have_memories_of_their_own(model: LlamaForCausalLM) -> None:
     model.register_forward_pre_hook(compare, with_kwargs=True)
     given: Any = tokens(2, 6)
     options: dict[str, Any] = {"num_beams": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=6, **options)  # type: ignore[misc]
+    model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=6, **options)
     assert steps == [5, 6, 7, 8, 9]
 
 
@@ -162,13 +163,13 @@ def test_a_copy_of_the_model_has_a_memory_of_its_own(model: LlamaForCausalLM) ->
 
 def test_what_is_taken_back_of_the_cache_is_not_remembered(model: LlamaForCausalLM) -> None:
     memory, cache = add_knn_memory(model), DynamicCache()
-    logits(model, tokens(1, 9), past_key_values=cache)
-    logits(model, tokens(1, 1), past_key_values=cache)
+    logits(model, tokens(1, 9), **{CACHE: cache})
+    logits(model, tokens(1, 1), **{CACHE: cache})
     cache.crop(-2)
     with pytest.raises(InvalidArgument, match="cut from 10 to 8 tokens, and a memory cannot be"):
-        logits(model, tokens(1, 1), past_key_values=cache)
+        logits(model, tokens(1, 1), **{CACHE: cache})
     memory.clear()
-    logits(model, tokens(1, 1), past_key_values=cache)
+    logits(model, tokens(1, 1), **{CACHE: cache})
     logits(model, tokens(1, 5))  # another text, without a cache
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore import Retrieval
+from memstore.readers.caches import CACHE
 from tests.readers.models import attach, generate, tiny, tokens
 
 EXACT = Retrieval(top_k="all", positions="true")
@@ -74,7 +75,7 @@ def test_a_block_that_is_not_full_is_retrieved_as_far_as_it_goes(name: str, shar
         attached.read(ids[:133])
         with attached.seeing(tail=False), torch.no_grad():
             prompt = model(ids[None, 133:149], use_cache=True)
-            step = model(ids[None, 149:], past_key_values=prompt.past_key_values, use_cache=True)
+            step = model(ids[None, 149:], **{CACHE: prompt.past_key_values}, use_cache=True)
     got = torch.cat((prompt.logits[0], step.logits[0]))
     torch.testing.assert_close(got, full_logits(model, ids)[133:], rtol=0, atol=1e-4)
 
@@ -155,7 +156,7 @@ def test_a_prompt_token_by_token_is_the_prompt_at_once() -> None:
         attached.read(ids[:131])
         cache, steps = None, []
         for token in ids[131:]:
-            out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
+            out = model(token.view(1, 1), **{CACHE: cache}, use_cache=True)
             cache = out.past_key_values
             steps.append(out.logits[0])
         at_once = model(ids[None, 131:]).logits[0]

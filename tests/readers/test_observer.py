@@ -13,6 +13,7 @@ from memstore.models.drt import DRTReader
 from memstore.models.drt.choice import DRTChoice
 from memstore.models.landmark import LandmarkReader
 from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice, Choices, Recording
 from memstore.readers.stock.call import StockChoice
 from tests.models import drt, landmark
@@ -60,7 +61,7 @@ def test_observers_hear_the_same_and_only_of_their_kind(kind: str) -> None:
         cache = reader.cache()
         cache.observers += [one, foreign, Recording(recorder), other]
         for piece in text[None, 60:].split([20, 1, 9], 1):
-            reader.model(piece, past_key_values=cache)
+            reader.model(piece, **{CACHE: cache})
     assert one == other
     assert any(searched for _, searched in one)
     assert foreign == []

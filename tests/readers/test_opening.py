@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
+from memstore.readers.caches import CACHE
 from memstore.readers.stock.reader import StockReader
 from tests.instruct import instruct_model, instruct_tokenizer
 from tests.readers.lists import lists_of
@@ -111,9 +112,7 @@ def test_the_whole_prompt_sees_what_is_the_same_for_every_question(top_k: Any, t
         assert torch.equal(logits(reader, FIRST), logits(reader, FIRST, opening=0))
 
 
-@pytest.mark.parametrize(
-    "alone", [{"use_cache": False}, {"cache_implementation": "dynamic"}, {"past_key_values": DynamicCache}]
-)
+@pytest.mark.parametrize("alone", [{"use_cache": False}, {"cache_implementation": "dynamic"}, {CACHE: DynamicCache}])
 def test_without_a_cache_of_its_own_the_whole_prompt_sees_what_is_retrieved(alone: dict[str, Any]) -> None:
     found = []
     for opening in (0, OPENING):
@@ -122,8 +121,8 @@ def test_without_a_cache_of_its_own_the_whole_prompt_sees_what_is_retrieved(alon
             ids = torch.cat((FRAME, FIRST))[None]
             options |= {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
             found.append(torch.cat(reader.generate(ids, query=FIRST, opening=opening, **options).logits))
-            if "past_key_values" in options:
-                assert options["past_key_values"].get_seq_length() == ids.shape[1] + 3
+            if CACHE in options:
+                assert options[CACHE].get_seq_length() == ids.shape[1] + 3
     assert torch.equal(*found)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 
 import memstore
 from memstore import Retrieval
+from memstore.readers.caches import CACHE
 from tests.readers.models import tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -74,7 +75,7 @@ def test_a_memory_leaves_a_quantised_model_as_it_is(name: str, tmp_path: Path) -
     model, ids = load(saved(tmp_path, name)), tokens(250)
     with torch.no_grad():
         want, cache = model(ids[None]).logits[0, READ:], DynamicCache()
-        pieces = [model(piece[None], past_key_values=cache).logits[0] for piece in ids.split(PIECE)]
+        pieces = [model(piece[None], **{CACHE: cache}).logits[0] for piece in ids.split(PIECE)]
     sizes: dict[str, Any] = {"window": 32, "sink": 16, "segment": PIECE, "block_size": 16}
     everything = Retrieval(top_k="all", positions="true")
     with memstore.attach(model, tmp_path / "m", document="text", retrieval=everything, **sizes) as reader:

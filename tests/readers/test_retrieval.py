@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore import Retrieval
+from memstore.readers.caches import CACHE
 from memstore.readers.stock.reader import StockReader
 from tests.pretended import on_device, pretended
 from tests.readers.lists import layers_fetched, lists_of, lists_of_reading
@@ -102,7 +103,7 @@ def test_what_was_chosen_before_does_not_sway_what_is_chosen_next() -> None:
             cache = None
             for part in (ids[:PROMPT], *ids[PROMPT:].split(1)):
                 with torch.no_grad():
-                    cache = model(part[None], past_key_values=cache, use_cache=True).past_key_values
+                    cache = model(part[None], **{CACHE: cache}, use_cache=True).past_key_values
             chosen[every] = {entry.step: entry.blocks for entry in lists_of(attached)}
     assert list(chosen[4]) == [9, 13, 17, 21, 25, 29]
     assert chosen[4] == {step: chosen[1][step] for step in chosen[4]}
@@ -334,7 +335,7 @@ def log_probability(model: PreTrainedModel, ids: Tensor, given: int) -> float:
     cache, total = None, 0.0
     for part, following in zip((ids[:given], *ids[given:-1].split(1)), ids[given:], strict=True):
         with torch.no_grad():
-            out = model(part[None], past_key_values=cache, use_cache=True)
+            out = model(part[None], **{CACHE: cache}, use_cache=True)
         cache = out.past_key_values
         total += float(out.logits[0, -1].log_softmax(-1)[following])
     return total
@@ -422,7 +423,7 @@ def token_by_token(model: PreTrainedModel, ids: Tensor, new: int = 12) -> Tensor
     cache, part = None, ids
     for _ in range(new):
         with torch.no_grad():
-            out = model(part, past_key_values=cache, use_cache=True)
+            out = model(part, **{CACHE: cache}, use_cache=True)
         cache, part = out.past_key_values, out.logits[:, -1:].argmax(-1)
         ids = torch.cat((ids, part), 1)
     return ids[0]

@@ -18,6 +18,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention import attend as attend_plainly
 from memstore.memory import Look, Memory, Trace, traces
+from memstore.readers.caches import CACHE
 from memstore.readers.stock.reader import StockReader
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
@@ -356,7 +357,7 @@ def test_reading_is_not_recorded_and_a_recording_ends_with_its_block() -> None:
         with attached.record() as writer:
             attached.read(tokens(LENGTH + 64), "text")
             cache = model(prompt(), use_cache=True).past_key_values
-        model(prompt(3), past_key_values=cache)
+        model(prompt(3), **{CACHE: cache})
         assert not writer.active
         assert len(last(attached.memories[0])) == 1
 

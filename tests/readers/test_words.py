@@ -15,6 +15,7 @@ from torch import Tensor
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
+from memstore.memory import Document
 from memstore.readers.stock.reader import StockReader
 from memstore.readers.stock.selection import DocumentWords
 from memstore.readers.stock.visible import everything
@@ -98,10 +99,13 @@ def test_words_are_exact_after_appends_cuts_forks_and_forgetting() -> None:
 def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    query, read = tokens(5, seed=3), []
-    monkeypatch.setattr(
-        DocumentWords, "_read", lambda *args, kept=DocumentWords._read: read.append(args) or kept(*args)
-    )
+    query, read, kept = tokens(5, seed=3), list[range](), DocumentWords._read
+
+    def reads(words: DocumentWords, document: Document, blocks: range) -> tuple[Tensor, Tensor]:
+        read.append(blocks)
+        return kept(words, document, blocks)
+
+    monkeypatch.setattr(DocumentWords, "_read", reads)
     attached = attach(tiny("llama"), tmp_path / "m", **SIZES)
 
     def check(full: int) -> None:
@@ -109,7 +113,7 @@ def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_block
         candidates = everything(attached._sources())
         read.clear()
         found = attached._words.score(candidates, query)
-        assert sum(len(blocks) for _, _, blocks in read if len(blocks) > 1) == full
+        assert sum(len(blocks) for blocks in read if len(blocks) > 1) == full
         assert torch.equal(found, DocumentWords(None).score(candidates, query))
 
     with attached:

@@ -21,6 +21,7 @@ from memstore.memory import Document
 from memstore.models.drt.choice import DRTChoice
 from memstore.models.drt.reader import DRTReader
 from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
+from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
 
 
@@ -75,7 +76,7 @@ class DRTAuditor(Auditor):
         try:
             self._cache = self._reader.cache()
             self._cache.observers.append(self)
-            yield {"past_key_values": self._cache}
+            yield {CACHE: self._cache}
         finally:
             config.retrieval_top_k = trained
 

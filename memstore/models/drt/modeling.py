@@ -33,6 +33,7 @@ from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import random_choice
+from memstore.readers.caches import takes_cache, with_cache
 from memstore.readers.observer import numbers
 from memstore.transfer import numbers as as_numbers
 
@@ -45,7 +46,6 @@ Retriever = Callable[[Tensor], Tensor]
 class DRTOutput(CausalLMOutputWithPast):
     """What ``DRTForCausalLM`` returns."""
 
-    past_key_values: DRTCache | None = None  # type: ignore[assignment]  # a cache of its own kind
     retrieval: tuple[TopBlocks, ...] | None = None
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
 
@@ -349,6 +349,7 @@ class DRTForCausalLM(CausalLM):
             raise InvalidArgument(f"retrieval is {self.config.retrieval!r}; make the model with retrieval='external'")
         self.model.external = retriever
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor,
@@ -396,9 +397,8 @@ class DRTForCausalLM(CausalLM):
         else:
             hidden, retrieval = self._continued(input_ids, mask, cache)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return DRTOutput(
-            loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval if output_retrieval else None
-        )
+        shown = retrieval if output_retrieval else None
+        return DRTOutput(loss=loss, logits=logits, retrieval=shown, **with_cache({}, cache))
 
     def _computed(
         self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache | None, shared: SharedBlocks | None

@@ -21,6 +21,7 @@ from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.reader import LandmarkReader
 from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
+from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
 from memstore.readers.retrieval import Retrieval
 
@@ -70,7 +71,7 @@ class LandmarkAuditor(Auditor):
     def watching(self) -> Iterator[dict[str, Any]]:
         """See ``Auditor``."""
         self._cache.observers.append(self)
-        yield {"past_key_values": self._cache}
+        yield {CACHE: self._cache}
 
     def choice(self, choice: Choice) -> None:
         """See ``Observer``: what one layer saw at the last token of a call."""

@@ -32,6 +32,7 @@ from memstore.models.landmark.context_miss import gated_attention
 from memstore.models.landmark.layers import LandmarkSight, Layer, ResidualLinear, norm
 from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.packing import Packing
+from memstore.readers.caches import takes_cache, with_cache
 
 WITHOUT_LANDMARKS = 2**40
 """Tokens of a block where there are no landmarks: one that never ends."""
@@ -172,8 +173,6 @@ class Segments:
 class LandmarkOutput(CausalLMOutputWithPast):
     """What ``LandmarkForCausalLM`` returns."""
 
-    past_key_values: Past | None = None  # type: ignore[assignment]  # a cache of its own kind
-
 
 class LandmarkModel(nn.Module):
     """The decoder without its output layer."""
@@ -276,6 +275,7 @@ class LandmarkForCausalLM(CausalLM):
             raise InvalidArgument(f"ramp must be from 0 to 1, not {value}")
         self.model.ramp = float(value)
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor,
@@ -310,7 +310,7 @@ class LandmarkForCausalLM(CausalLM):
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         hidden = self._whole(input_ids, mask) if past is None else self._segments(input_ids, mask, past)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return LandmarkOutput(loss=loss, logits=logits, past_key_values=past)
+        return LandmarkOutput(loss=loss, logits=logits, **with_cache({}, past))
 
     def new_cache(self, rows: int) -> Past:
         """An empty cache for ``rows`` texts."""

@@ -23,6 +23,7 @@ from memstore.memory import Document
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
+from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
 
 READ = 64
@@ -80,7 +81,7 @@ class KNNAuditor(Auditor):
         self._cache.observers.append(self)
         trained, self._layer.top_k = self._layer.top_k, self.top_k
         try:
-            yield {"past_key_values": self._cache}
+            yield {CACHE: self._cache}
         finally:
             self._layer.top_k = trained
 

@@ -18,6 +18,7 @@ from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, Wind
 from memstore.models.causal import CausalLM, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
+from memstore.readers.caches import takes_cache, with_cache
 from memstore.transfer import to_device
 
 
@@ -108,6 +109,7 @@ class MemorizingForCausalLM(CausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor,
@@ -145,7 +147,7 @@ class MemorizingForCausalLM(CausalLM):
             cache.tell_begin(input_ids)
         hidden = self._segments(input_ids, mask, cache)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast("Any", cache))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, cache))
 
     def _segments(self, ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> Tensor:
         """``[B, T, hidden]``; with a cache, those before can be looked up."""

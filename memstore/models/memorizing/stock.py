@@ -35,6 +35,7 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 from memstore.kernels.knn_attention import knn_attention
 from memstore.models.causal import check_sizes
 from memstore.models.memorizing.reader import DocumentTokens
+from memstore.readers.caches import cache_in
 
 NAME = "knn_memory"
 """What the memory is called in its layer, and its settings in the configuration of the model."""
@@ -192,7 +193,7 @@ class KNNMemory(nn.Module):
         else:
             self._kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
         self._shown = self._kept
-        past = named.get("past_key_values")
+        past = cache_in(named)
         self._before = 0 if past is None else int(past.get_seq_length())
         if 0 < self._before < self._given:
             raise InvalidArgument(

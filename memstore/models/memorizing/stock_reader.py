@@ -22,6 +22,7 @@ from memstore.memory.search import Match, search_vectors
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of
+from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import KNN
 from memstore.readers.observer import Choices, Origin
@@ -83,7 +84,7 @@ class KNNReader(Reader):
         return tokens
 
     def _begin_call(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        past = named.get("past_key_values")
+        past = cache_in(named)
         fresh = past is None or not past.get_seq_length()
         if fresh:
             self._layer.clear()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument
 from memstore.memory.tensors import own_types
+from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.observer import Observer
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
@@ -99,7 +100,7 @@ class Hooks:
             rows = ids if ids.dim() == 2 else ids[None]
             model = self.model if logits else self.architecture.decoder
             layers = None if linear is None else linear.layers(call.layers, call.recurrent, len(rows))
-            cache = {} if layers is None else {"past_key_values": cache_with(layers)}
+            cache = {} if layers is None else {CACHE: cache_with(layers)}
             result = model(input_ids=rows, use_cache=bool(cache), **cache)
             if linear is not None and layers is not None:
                 call.recurrent = linear.states(layers)
@@ -213,7 +214,7 @@ class Hooks:
 
     def _call_of(self, given: dict[str, Any], rows: int) -> Call:
         """The call that a pass over ``rows`` belongs to, by its cache; a new one where that is empty or missing."""
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         ours = next((layer for layer in cache.layers if isinstance(layer, LayerStates)), None) if cache else None
         if ours is not None:
             call: Call = ours.call
@@ -226,7 +227,8 @@ class Hooks:
             _take_over(cache, call, rows)
             finalize(cache, call.release)
         elif wanted or self.architecture.linear is not None:  # whose states lie in a cache during a single pass too
-            given["past_key_values"] = cache_of(call, rows)
+            given.pop("past_key_values", None)
+            given[CACHE] = cache_of(call, rows)
         if cache is None and not wanted:
             self._loose = call
         return call
@@ -239,7 +241,7 @@ class Hooks:
             names = ("input_ids", "inputs_embeds", "attention_mask")
             keep: dict[str, Any] = {name: given[name] for name in names if name in given}
             if self.architecture.linear is not None:
-                keep["past_key_values"] = cache_of(first, rows)
+                keep[CACHE] = cache_of(first, rows)
             self.architecture.decoder(**keep, use_cache=False)
         except _Enough:
             pass

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.memory.tensors import to_record
+from memstore.readers.caches import CACHE
 from memstore.store.contract import Layout
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
 
 def _run(model: PreTrainedModel, tokens: Tensor, layers: list[Any]) -> Tensor:
     """The states ``[1, T, hidden]`` that ``tokens [1, T]`` come out with."""
-    return model.base_model(input_ids=tokens, past_key_values=cache_with(layers), use_cache=True)[0]  # type: ignore[no-any-return]
+    return model.base_model(input_ids=tokens, use_cache=True, **{CACHE: cache_with(layers)})[0]  # type: ignore[no-any-return]
 
 
 def cache_with(layers: list[Any]) -> Any:

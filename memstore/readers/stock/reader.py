@@ -18,6 +18,7 @@ from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.attachment import Place
+from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK, encode
 from memstore.readers.reader import Reader
@@ -300,7 +301,7 @@ class StockReader(Reader):
         if not held or not torch.equal(held["last"].tokens, tokens):
             held["last"] = Opening.computed(self.hooks, self._new_call(), tokens)
         held["last"].begin(call)
-        return {"past_key_values": cache_of(call)}
+        return {CACHE: cache_of(call)}
 
     # Sachan et al. 2022 write each passage into a prompt; here its states are attended to as they are stored.
     def _likelihood(self, candidates: Candidates, numbers: Tensor, query: Tensor) -> Tensor:

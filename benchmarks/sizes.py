@@ -1,0 +1,89 @@
+"""What the size of a block and the number of retrieved blocks are worth, for the same number of retrieved tokens.
+
+    python benchmarks/sizes.py > benchmarks/results/sizes.json
+
+SQuAD's first paragraphs as one document, held-out questions. ``paragraph``: a block of the right one is found;
+``answer``: what is found of it holds an accepted answer. Only the layers that choose read, as in ``memstore eval``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import groupby
+from typing import Any
+
+import torch
+
+import memstore
+from memstore.eval.questions import squad
+from memstore.eval.questions.rankers import MemoryRanker
+from memstore.eval.questions.recall import Pool
+from memstore.eval.questions.sets import Question
+from memstore.eval.questions.shallow import cut_off
+from memstore.eval.resources import hardware
+from memstore.tools.models import load_model
+
+
+def main() -> None:
+    """Measure, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--paragraphs", type=int, default=600)
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128], help="tokens of a block")
+    parser.add_argument("--retrieved", type=int, nargs="+", default=[256, 512, 1024], help="tokens that are retrieved")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(options.model)
+    layer = cut_off(model)
+    asked = squad.load(count=options.paragraphs)
+    questions = asked.of("held-out", options.questions)
+    pool, rows = Pool.of(asked.paragraphs, tokenizer), list[dict[str, Any]]()
+    for size in options.sizes:
+        with memstore.attach(
+            model,
+            "ram:",
+            tokenizer=tokenizer,
+            block_size=size,
+            sink=max(64, size),
+            routing_layers=None if layer is None else (layer,),
+        ) as reader:
+            reader.read(pool.tokens, document="squad")
+            texts, ranker = pool.texts(size, tokenizer), MemoryRanker(reader)
+            begun = time.process_time()
+            ranked = [ranker.rank(each.text, max(options.retrieved) // size) for each in questions]
+            spent = time.process_time() - begun
+        for tokens in options.retrieved:
+            found = [few[: tokens // size] for few in ranked]
+            told = [parts(each, some, pool, size, texts) for each, some in zip(questions, found, strict=True)]
+            rows.append(
+                {
+                    "block_size": size,
+                    "top_k": tokens // size,
+                    "tokens": tokens,
+                    "questions": len(questions),
+                    "paragraph": round(sum(map(bool, told)) / len(told), 4),
+                    "answer": round(sum(map(answered, questions, told)) / len(told), 4),
+                    "search_ms": round(1000 * spent / len(questions), 1),
+                }
+            )
+    facts = {"model": options.model, "tokens": len(pool.tokens), "half": "held-out"}
+    print(json.dumps({**facts, "rows": rows, **hardware()}, indent=1))
+
+
+def parts(question: Question, found: list[int], pool: Pool, size: int, texts: list[str]) -> list[str]:
+    """The texts that are found of the right paragraph; blocks that follow each other are one."""
+    right = sorted({each for paragraph in question.evidence for each in pool.blocks(paragraph, size)} & set(found))
+    runs = groupby(enumerate(right), lambda each: each[1] - each[0])
+    return ["".join(texts[block] for _, block in run) for _, run in runs]
+
+
+def answered(question: Question, told: list[str]) -> bool:
+    """Whether an accepted answer is in it."""
+    return any(answer in text for answer in question.answers for text in told)
+
+
+if __name__ == "__main__":
+    main()
