@@ -25,6 +25,7 @@ from memstore.index import open_index
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark.lists import Lists, attend_each, attend_in_place
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM, add_knn_memory
+from memstore.readers.caches import CACHE
 from memstore.readers.graphs import captured
 from memstore.readers.retrieval import Retrieval
 from tests.models import drt
@@ -123,10 +124,10 @@ def step(run: Run, model: Any, prompt: Tensor, cache: Any) -> None:
     """A token while nothing changes behind it: the one of some that waits and copies least."""
     steps: list[dict[str, int]] = []
     with torch.no_grad():
-        model(prompt, past_key_values=cache, use_cache=True)
+        model(prompt, **{CACHE: cache}, use_cache=True)
         for token in prompt[0, :NEW_TOKENS]:
             one = token[None, None]  # on the device already, as what was written last is
-            run.count("token", partial(model, one, past_key_values=cache, use_cache=True))
+            run.count("token", partial(model, one, **{CACHE: cache}, use_cache=True))
             steps += [run.counted["token"]] if run.counted else []
     if steps:
         run.counted["token"] = min(steps, key=lambda counts: (counts["sync"], counts["h2d"]))
@@ -144,7 +145,7 @@ def reader(
             one.read(ids[:100])
             run.count("read", lambda: one.read(ids))
             with torch.no_grad():
-                run.results["logits"] = model(prompt, past_key_values=one.cache(), use_cache=True).logits
+                run.results["logits"] = model(prompt, **{CACHE: one.cache()}, use_cache=True).logits
             run.results["tokens"] = write(run, one, prompt)
             if padded:
                 both = torch.cat([prompt, prompt.flip(1)])
