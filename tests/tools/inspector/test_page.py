@@ -60,8 +60,8 @@ class Seen:
         return value
 
     def click(self, selector: str) -> None:
-        self.until("document.querySelector(arguments[0])", selector)
-        self.run("document.querySelector(arguments[0]).click()", selector)
+        # In one go, for what is there now may be drawn anew before another script comes.
+        self.until("(found => found && (found.click(), true))(document.querySelector(arguments[0]))", selector)
 
     def press(self, *keys: str) -> None:
         from selenium.webdriver import ActionChains
