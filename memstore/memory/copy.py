@@ -25,6 +25,7 @@ from memstore.memory.append import Append
 from memstore.memory.document import Document
 from memstore.memory.entry import common
 from memstore.memory.memory import Memory, check_same, open_memory
+from memstore.memory.shared import about, owner_of
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
@@ -53,17 +54,24 @@ def copy_document(
 ) -> Document:
     """Copy a document to ``memory``, in transactions of bounded size; everything is verified on the way.
 
-    A copy that was interrupted goes on where it stopped. Arrays of the memory itself that the target lacks, such as a
-    router, are copied too; a pin and a time to live are not. Where both memories have the same codec, not a bit
-    changes. Where they differ, states are decoded and encoded anew, and what one codec lost is not brought back by
-    another. ``advance`` is told how many tokens more have been copied. Raises ``ForeignMemory`` where the memories were
-    made for different models, layouts or routers, ``InvalidArgument`` where another text has this name,
-    ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+    A copy that was interrupted goes on where it stopped. What else the source knows of the document, and arrays of the
+    memory itself that the target lacks, such as a router, are copied too; a pin and a time to live are not. Where both
+    memories have the same codec, not a bit changes. Where they differ, states are decoded and encoded anew, and what
+    one codec lost is not brought back by another. ``advance`` is told how many tokens more have been copied. Raises
+    ``ForeignMemory`` where the memories were made for different models, layouts or routers, ``InvalidArgument`` where
+    another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
     """
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
-    memory.put_facts(*source.memory.facts(), source.memory.url)
+    info, arrays = source.memory.facts()
+    told = {about(fact, name): value for fact, value in info.items() if owner_of(fact) in (None, source.name)}
+    memory.put_facts({fact: value for fact, value in told.items() if fact is not None}, arrays, source.memory.url)
+    return _copy(source, memory, name, advance)
+
+
+def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], None]) -> Document:
+    """See ``copy_document``: the document alone."""
     target = memory.document(name)
     if target.id is None:
         target.begin(source.blocks.start, source.reading)
@@ -121,6 +129,7 @@ def copy_memory(
     ):
         documents, rules = old.documents(), old.rules()
         made = [document.name for document in documents if new.document(document.name).id is None]
+        check_same(replace(new.spec, codec=old.spec.codec), old)
         new.put_facts(*old.facts(), old.url)
         total, done = sum(map(len, documents)), sum(len(new.document(each.name)) for each in documents)
         copied = 0
@@ -134,7 +143,7 @@ def copy_memory(
             beginnings = Beginnings()
             for document in documents:
                 advance(_fork(document, beginnings.find(document), new))
-                copy_document(document, new, document.name, count)
+                _copy(document, new, document.name, count)
                 beginnings.add(document)
         new.take_rules(rules, made, [document.name for document in documents])
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)

@@ -309,6 +309,20 @@ def owner_of(fact: str) -> str | None:
     return name if kind + slash in OF_DOCUMENT and name else None
 
 
+def about(fact: str, document: str) -> str | None:
+    """The name of what ``fact`` says, of ``document`` and not of its owner; itself where it has none.
+
+    None for a turn of a conversation where ``document`` is none.
+    """
+    if owner_of(fact) is None:
+        return fact
+    kind, _, name = fact.partition("/")
+    if kind != "said":
+        return f"{kind}/{document}"
+    number = name.rpartition("/")[2]
+    return f"said/{document.removeprefix(CHAT)}/{number}" if document.startswith(CHAT) else None
+
+
 class NamedValues:
     """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it.
 

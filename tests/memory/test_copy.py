@@ -52,6 +52,20 @@ def test_a_document_goes_to_another_memory(make_memory: MakeMemory, length: int)
     assert other.verify() == []
 
 
+def test_a_copy_takes_along_what_is_known_of_its_document_and_of_no_other(make_memory: MakeMemory) -> None:
+    one, other = make_memory(), make_memory()
+    for name in ("chat/ada", "chat/bob", "note"):
+        append(one.document(name), TEXT[:S])
+    for fact in ("plan", "file/note", "file/other", "said/ada/0", "said/ada/1", "said/bob/0"):
+        one.put_info(fact, fact)
+    copy_document(one.document("note"), other, "kept")
+    assert other.facts()[0] == {"plan": "plan", "file/kept": "file/note"}
+    copy_document(one.document("chat/ada"), other, "chat/eve")
+    assert set(other.infos("said/")) == {"said/eve/0", "said/eve/1"}
+    copy_document(one.document("chat/bob"), other, "no chat")
+    assert set(other.infos("said/")) == {"said/eve/0", "said/eve/1"}
+
+
 @pytest.mark.parametrize("key_dtype", ["bit", "bfloat16"])
 def test_landmarks_are_copied_as_they_are(make_memory: MakeMemory, key_dtype: str) -> None:
     one, other = make_memory(key_dtype=key_dtype), make_memory(key_dtype=key_dtype)
