@@ -5,8 +5,8 @@
     python benchmarks/sizes.py --set hotpotqa --count 500 --questions 5000 --sizes 32 64 --retrieved 512
 
 SQuAD's first paragraphs, or those of HotpotQA's first questions, as one document; held-out questions. ``paragraph``: a
-block of each right one is found; ``answer``: what is found of them holds an accepted answer. Only the layers that choose
-read, as in ``memstore eval``.
+block of each right one is found; ``answer``: what is found of them holds an accepted answer. Only the layers that
+choose read, as in ``memstore eval``.
 """
 
 from __future__ import annotations
