@@ -27,6 +27,12 @@ def squad(ranker: str, top_k: int = 8) -> float:
     return [float(row["all"]) for row in found if row["ranker"] == ranker and row["top_k"] == top_k][-1]
 
 
+def with_answer(ranker: str) -> float:
+    """Of all questions of SQuAD: what is found of the right paragraph, in blocks of 64 tokens, has the answer."""
+    found = next(run["rows"] for run in rows("sizes") if "--baselines" in run["command"])
+    return next(float(each["answer"]) for each in found if (each["ranker"], each["block_size"]) == (ranker, 64))
+
+
 def faults() -> int:
     """Rounds on each store of what the README names."""
     named = ("kill-writers", "kill-readings", "full-disk", "bit-flips", "truncations")
@@ -120,6 +126,8 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\(BM25 ([\d.]+),", lambda: f"{squad('bm25'):.3f}"),
     (r"MiniLM ([\d.]+),", lambda: f"{squad('minilm'):.3f}"),
     (r"both fused ([\d.]+)\)", lambda: f"{squad('bm25+minilm'):.3f}"),
+    (r"their answers among them \| ([\d.]+) \(", lambda: f"{with_answer('memory'):.3f}"),
+    (r"their answers among them \| [\d.]+ \(both fused ([\d.]+)", lambda: f"{with_answer('bm25+minilm'):.3f}"),
     (r"\| ([\d.]+) \(bfloat16\)", lambda: f"{ATTACH['bfloat16']['decode']['32768']['decode_ratio']:.2f}"),
     (r"([\d.]+) \(float32\)", lambda: f"{ATTACH['float32']['decode']['32768']['decode_ratio']:.2f}"),
     (r"of a memcpy's speed \| ([\d.]+) \|", lambda: f"{GATHER['ratio']:.2f}"),
