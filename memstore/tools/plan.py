@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -79,6 +80,8 @@ class FileText(NamedTuple):
     file: SourceFile
     document: str
     content: str
+    meta: Mapping[str, str] = {}
+    """Noted of a file that is gone and had this very text: it was renamed."""
 
 
 @dataclass
@@ -103,6 +106,7 @@ def plan_of(
     plan, files = ReadPlan(), {} if known is None else known.files
     names = {str(fact.get("path")): name for name, fact in files.items()}
     taken = set(files)
+    gone: dict[str, dict[str, str]] | None = None  # what is noted, by digest of their texts
     for each in found:
         before = None if each.path is None else names.get(str(each.path))
         name = document or before or _free(each, taken)
@@ -126,8 +130,15 @@ def plan_of(
         elif fact.get("whole") and fact.get("digest") == digest(content):
             plan.unchanged.append(name)  # touched, or copied anew
         else:
-            plan.read.append(FileText(each, name, content))
+            if gone is None:
+                gone = {fact["digest"]: fact.get("meta") or {} for fact in files.values() if _was_there(fact)}
+            plan.read.append(FileText(each, name, content, {} if fact else gone.get(digest(content), {})))
     return plan
+
+
+def _was_there(fact: Mapping[str, Any]) -> bool:
+    """Whether a file was read as a whole that is there no more."""
+    return bool(fact.get("whole") and fact.get("digest") and fact.get("path")) and not os.path.lexists(fact["path"])
 
 
 def _free(found: SourceFile, taken: set[str]) -> str:

@@ -378,7 +378,7 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
     before = reader.memory.get_info(FACT + name)
     old: dict[str, Any] = before if isinstance(before, dict) else {}
     known = path is not None and old.get("path") == str(path)
-    fact: dict[str, Any] = _with({"path": None, **({"meta": old["meta"]} if "meta" in old else {})}, noted)
+    fact: dict[str, Any] = _with({"path": None, "meta": old.get("meta") or text.meta}, noted)
     if path is not None:
         stat = path.stat()
         fact |= {"path": str(path), "bytes": stat.st_size, "modified": stat.st_mtime_ns}

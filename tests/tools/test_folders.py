@@ -298,18 +298,21 @@ def test_what_does_not_fit_is_not_begun(
     assert cli(*read, "--codec", "int4").code == 0, "what was advised works"
 
 
-def test_a_file_that_was_renamed_costs_what_is_new_of_it(
+def test_a_file_that_was_renamed_costs_what_is_new_of_it_and_keeps_what_was_noted(
     cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = NOTES["trips/ferry.txt"]
     asked: list[int] = []
     monkeypatch.setattr(verb, "check_room", lambda _, __, ___, new, *____, **_____: asked.append(new))
+    assert cli("read", notes / "trips/ferry.txt", memory_path, "--meta", "year=1912").code == 0
     (notes / "trips/ferry.txt").rename(notes / "trips/boat.txt")
     done = cli("read", notes, memory_path, "--prune", "--json")
     (document,) = done.json["documents"]
     assert asked == [document["new_tokens"]] == [len(text) % 16]
     assert done.json["gone"] == ["notes/trips/ferry.txt"]
     assert texts(memory_path)["notes/trips/boat.txt"] == text
+    with memstore.open(memory_path, mode="r") as memory:
+        assert memory.get_info("file/notes/trips/boat.txt")["meta"] == {"year": "1912"}
 
 
 def test_of_two_folders_of_one_name_the_second_has_the_name_of_the_folder_around_it(
