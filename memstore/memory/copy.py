@@ -54,19 +54,20 @@ def copy_document(
 ) -> Document:
     """Copy a document to ``memory``, in transactions of bounded size; everything is verified on the way.
 
-    A copy that was interrupted goes on where it stopped. What else the source knows of the document, and arrays of the
-    memory itself that the target lacks, such as a router, are copied too; a pin and a time to live are not. Where both
-    memories have the same codec, not a bit changes. Where they differ, states are decoded and encoded anew, and what
-    one codec lost is not brought back by another. ``advance`` is told how many tokens more have been copied. Raises
-    ``ForeignMemory`` where the memories were made for different models, layouts or routers, ``InvalidArgument`` where
-    another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+    A copy that was interrupted goes on where it stopped. Into another memory what else is known of the document, and
+    arrays of the memory itself that the target lacks, such as a router, are copied too; a pin and a time to live are
+    not. Where both memories have the same codec, not a bit changes. Where they differ, states are decoded and encoded
+    anew, and what one codec lost is not brought back by another. ``advance`` is told how many tokens more have been
+    copied. Raises ``ForeignMemory`` where the memories were made for different models, layouts or routers,
+    ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
     """
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
-    info, arrays = source.memory.facts()
-    told = {about(fact, name): value for fact, value in info.items() if owner_of(fact) in (None, source.name)}
-    memory.put_facts({fact: value for fact, value in told.items() if fact is not None}, arrays, source.memory.url)
+    if source.memory is not memory:
+        info, arrays = source.memory.facts()
+        told = ((about(fact, name), value) for fact, value in info.items() if owner_of(fact) in (None, source.name))
+        memory.put_facts({fact: value for fact, value in told if fact is not None}, arrays, source.memory.url)
     return _copy(source, memory, name, advance)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib.metadata import version
 from inspect import Parameter, signature
 from typing import Any, TypeVar
 
-import transformers
 from packaging.version import Version
 
-CACHE = "cache" if Version(transformers.__version__) >= Version("5.24.dev0") else "past_key_values"
+CACHE = "cache" if Version(version("transformers")) >= Version("5.24.dev0") else "past_key_values"
 """As models of this release call it."""
 NAMES = ("cache", "past_key_values")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -371,7 +371,9 @@ class Reader(Attachment):
     # Asking
 
     def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> Any:  # noqa: ARG002 - for those that have one
-        """The ``past_key_values`` of a model that goes on after the document, for ``rows`` continuations at once.
+        """What a model is given to go on after the document, for ``rows`` continuations at once.
+
+        It is given as ``cache``, or as ``past_key_values`` with a transformers before 5.24.
 
         ``recorder``: what to write to, see ``record``. Raises ``InvalidArgument`` for kinds whose caches are those of
         transformers.

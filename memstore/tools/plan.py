@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,13 +99,22 @@ class ReadPlan:
 
 
 def plan_of(
-    found: list[SourceFile], known: Contents | None, document: str | None, *, encoding: str, alone: bool
+    found: list[SourceFile],
+    known: Contents | None,
+    document: str | None,
+    *,
+    encoding: str,
+    alone: bool,
+    gone: Sequence[str] = (),
 ) -> ReadPlan:
-    """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised."""
-    plan, files = ReadPlan(), {} if known is None else known.files
+    """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised.
+
+    ``gone``: documents whose files are there no more; a new file with the same text is one of them that was renamed.
+    """
+    plan, files = ReadPlan(gone=list(gone)), {} if known is None else known.files
     names = {str(fact.get("path")): name for name, fact in files.items()}
     taken = set(files)
-    gone: dict[str, dict[str, str]] | None = None  # what is noted, by digest of their texts
+    noted = {files[name].get("digest"): files[name].get("meta") or {} for name in gone if files[name].get("whole")}
     for each in found:
         before = None if each.path is None else names.get(str(each.path))
         name = document or before or _free(each, taken)
@@ -130,15 +138,9 @@ def plan_of(
         elif fact.get("whole") and fact.get("digest") == digest(content):
             plan.unchanged.append(name)  # touched, or copied anew
         else:
-            if gone is None:
-                gone = {fact["digest"]: fact.get("meta") or {} for fact in files.values() if _was_there(fact)}
-            plan.read.append(FileText(each, name, content, {} if fact else gone.get(digest(content), {})))
+            renamed = noted.get(digest(content)) if noted and not fact else None
+            plan.read.append(FileText(each, name, content, renamed or {}))
     return plan
-
-
-def _was_there(fact: Mapping[str, Any]) -> bool:
-    """Whether a file was read as a whole that is there no more."""
-    return bool(fact.get("whole") and fact.get("digest") and fact.get("path")) and not os.path.lexists(fact["path"])
 
 
 def _free(found: SourceFile, taken: set[str]) -> str:

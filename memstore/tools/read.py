@@ -169,8 +169,8 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
         options.top_k is not None or options.dtype not in (None, known.dtype) or not known.read_by(options.model)
     ):
         known = replace(known, files={})  # all is compared with what is read otherwise, and refused
-    plan = plan_of(found, known, options.document, encoding=options.encoding, alone=options.one_file)
-    plan.gone = gone(known, found, [Path(each).resolve() for each in options.text if Path(each).is_dir()])
+    lost = gone(known, found, [Path(each).resolve() for each in options.text if Path(each).is_dir()])
+    plan = plan_of(found, known, options.document, encoding=options.encoding, alone=options.one_file, gone=lost)
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
         raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: no file with text was found.")
     done: Done = []

@@ -60,6 +60,8 @@ def test_a_copy_takes_along_what_is_known_of_its_document_and_of_no_other(make_m
         one.put_info(fact, fact)
     copy_document(one.document("note"), other, "kept")
     assert other.facts()[0] == {"plan": "plan", "file/kept": "file/note"}
+    copy_document(one.document("note"), one, "again")
+    assert "file/again" not in one.facts()[0], "a file has one document in a memory"
     copy_document(one.document("chat/ada"), other, "chat/eve")
     assert set(other.infos("said/")) == {"said/eve/0", "said/eve/1"}
     copy_document(one.document("chat/bob"), other, "no chat")

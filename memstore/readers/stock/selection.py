@@ -279,11 +279,16 @@ class _WordRun(NamedTuple):
 
     state: _State
     digest: str | None
-    start: int
+    """Of the document when it was in this state; None where it is not known."""
     stop: int
     words: Tensor
     of: Tensor
     """The block of each."""
+
+    def goes_on(self, state: _State, digest: str | None) -> bool:
+        """Whether a document in ``state`` begins with these: it has grown at most, or was opened again as it was."""
+        same = digest is not None and (self.digest, self.state[-1]) == (digest, state[-1])
+        return self.state == state or same
 
 
 class DocumentWords:
@@ -361,15 +366,13 @@ class DocumentWords:
         key, digest = (source.memory, document.name), source.state.digest
         state = (ref(document.memory), document.id, source.state.edits, whole.start)
         held = self._runs.get(key)
-        if held is None or (
-            held.state != state and (digest is None or (held.digest, held.start) != (digest, whole.start))
-        ):
-            held = _WordRun(state, digest, whole.start, whole.start, *_NO_WORDS)
+        if held is None or not held.goes_on(state, digest):
+            held = _WordRun(state, digest, whole.start, *_NO_WORDS)
         words, of = held.words, held.of
         if held.stop < whole.stop:
             new, places = self._read(document, range(held.stop, whole.stop))
             words, of = torch.cat((words, new)), torch.cat((of, places))
-        self._runs[key] = _WordRun(state, digest, whole.start, max(held.stop, whole.stop), words, of)
+        self._runs[key] = _WordRun(state, digest, max(held.stop, whole.stop), words, of)
         first, last = torch.searchsorted(of, torch.tensor([blocks.start, blocks.stop])).tolist()
         return words[first:last], of[first:last]
 
