@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder
     from memstore.readers.kinds import Kind
 
-INSTRUCTION = "Answer from what you have read, in a few words. If it does not say, answer that you do not know."
+INSTRUCTION = (
+    "Answer with a name, a number or a short phrase from what you have read, never with a sentence. "
+    "If it does not say, answer that you do not know."
+)
 """The system prompt of a question, unless said otherwise."""
 TELL = Callable[[str], object]
 THINK, THOUGHT = "<think>", "</think>"
