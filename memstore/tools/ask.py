@@ -18,7 +18,7 @@ from memstore.tools.output import Json, Page, Report, cell, index_bar, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.readers.passages import Passage
+    from memstore.readers.asking import Passage
     from memstore.readers.reader import Reader
 
 LEAST = 0.001
