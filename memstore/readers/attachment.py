@@ -8,8 +8,9 @@ found by their names. A mechanism says what it stores (``spec``) and how its mod
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,10 +21,9 @@ from memstore.memory import Document, Memory, MemorySpec, open_memory
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
 from memstore.readers.fingerprint import dividing
-from memstore.readers.kinds import Kind
+from memstore.readers.kinds import ATTACHED, OPTIONS, RETRIEVAL, Kind, Retrieval
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
-from memstore.readers.retrieval import Retrieval, check_retrieval
 
 UNNAMED = "document"
 """The first document of a memory, where nobody names it."""
@@ -237,6 +237,30 @@ class Attachment(ABC):
     @abstractmethod
     def _install(self, stack: ExitStack) -> None:
         """Let the model see the memory, until ``stack`` is closed."""
+
+
+def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for options of ``attach`` that are given to a ``kind`` which does not take them."""
+    for name, value in given.items():
+        if value is not None and kind not in OPTIONS.get(name, ATTACHED):
+            raise InvalidArgument(
+                f"{name} is for {_names(OPTIONS[name])}; a {kind.name} does not take it: leave it out"
+            )
+
+
+def check_retrieval(kind: Kind, retrieval: Retrieval) -> None:
+    """Raise ``InvalidArgument`` for what a ``kind`` cannot do: a field it does not take, and that is not as usual."""
+    for field in fields(retrieval):
+        value = getattr(retrieval, field.name)
+        if kind not in RETRIEVAL[field.name] and value != field.default:
+            raise InvalidArgument(
+                f"Retrieval.{field.name} is for {_names(RETRIEVAL[field.name])}; a {kind.name} does not take it: "
+                "leave it out"
+            )
+
+
+def _names(kinds: tuple[Kind, ...]) -> str:
+    return " and ".join(f"{kind.name}s" for kind in kinds)
 
 
 def _places(memory: object) -> list[Place]:

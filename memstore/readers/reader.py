@@ -26,14 +26,13 @@ from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
 from memstore.progress import progress_bar
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
-from memstore.readers.attachment import Attachment
+from memstore.readers.attachment import Attachment, check_options
 from memstore.readers.caches import cache_in
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
-from memstore.readers.kinds import encode, kind_of
+from memstore.readers.kinds import OPTIONS, Retrieval, encode, kind_of
 from memstore.readers.observer import Recording
 from memstore.readers.reading import Chunks, Job, ReadResult, common_tokens, compare, evaluating, is_flat, segments
-from memstore.readers.retrieval import OPTIONS, Retrieval, check_options
 
 
 def attach(

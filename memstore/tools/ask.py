@@ -207,8 +207,7 @@ def attached(
 
     Raises ``InvalidArgument`` where they are not to be chosen.
     """
-    from memstore.readers.kinds import kind_of
-    from memstore.readers.retrieval import RETRIEVAL
+    from memstore.readers.kinds import RETRIEVAL, kind_of
 
     kind = kind_of(loaded.model)
     if top_k is not None and kind not in RETRIEVAL["top_k"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
-from memstore.readers.retrieval import Retrieval
+from memstore.readers.kinds import Retrieval
 from memstore.readers.stock.audit import audit_attached
 from memstore.readers.stock.reader import StockReader
 from tests.readers.lists import lists_of

@@ -14,8 +14,8 @@ from memstore.models.drt.audit import audit_drt
 from memstore.models.landmark import LandmarkReader
 from memstore.models.landmark.audit import audit_landmark
 from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choices
-from memstore.readers.retrieval import Retrieval
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 

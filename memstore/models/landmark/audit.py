@@ -22,8 +22,8 @@ from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.reader import LandmarkReader
 from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
 from memstore.readers.caches import CACHE
+from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choice
-from memstore.readers.retrieval import Retrieval
 
 
 def audit_landmark(

@@ -31,10 +31,9 @@ from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
 from memstore.readers.attachment import Place
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import LANDMARK
+from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choices, Origin, Recording
 from memstore.readers.reading import Job, evaluating
-from memstore.readers.retrieval import Retrieval
 from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256

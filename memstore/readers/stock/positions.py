@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.readers.retrieval import Positions
+from memstore.readers.kinds import Positions
 from memstore.readers.stock.architecture import CosSin, LayerRotary
 from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
 from memstore.readers.stock.visible import Candidates, Visible

@@ -20,10 +20,9 @@ from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.attachment import Place
 from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import STOCK, encode
+from memstore.readers.kinds import STOCK, Retrieval, encode
 from memstore.readers.reader import Reader
 from memstore.readers.reading import Job, pipelined
-from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free

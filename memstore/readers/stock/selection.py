@@ -25,7 +25,7 @@ from memstore.attention import Router, choose, late_interaction, pooled, slots_b
 from memstore.attention.routing import best_inherited, inherited
 from memstore.errors import DamagedError, ForeignMemory, NotFound
 from memstore.index.words import WordIndex, words_of
-from memstore.readers.retrieval import Retrieval
+from memstore.readers.kinds import Retrieval
 from memstore.readers.stock.architecture import Architecture, LayerPlan
 from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments
 from memstore.transfer import to_host

@@ -18,8 +18,8 @@ from torch import Tensor
 from memstore.attention.routing import inherited, late_interaction, pooled
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.block_attention.fused import whole_mask
+from memstore.readers.kinds import Retrieval
 from memstore.readers.ranks import Ranks, Share
-from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.selection import CandidateLists, DocumentWords, Selection
 from memstore.readers.stock.visible import (
