@@ -124,6 +124,11 @@ class Architecture:
     linear: LinearLayers | None = None
     """The layers of a hybrid that do not attend, and which of its layers the others are."""
 
+    @property
+    def shape(self) -> str:
+        """What a router that was trained for a model fits, in words."""
+        return f"{self.name} of {len(self.layers)} layers of {self.hidden_size}"
+
 
 @dataclass
 class _ProbedModule:

@@ -28,8 +28,8 @@ from memstore.progress import progress_bar
 from memstore.readers.audit import Audit, Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
-from memstore.readers.stock.positions import place
 from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.selection import place
 from memstore.readers.stock.visible import Candidates
 
 READ = 256
