@@ -23,7 +23,7 @@ from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.fingerprint import dividing
 from memstore.readers.stock.heads import counts
-from memstore.readers.stock.linear import LinearLayers, find_linear_layers, has_linear_layers
+from memstore.readers.stock.linear import LinearLayers, find_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,7 +178,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
     once, linear = all(entry.calls == 1 for entry in seen), None
-    if has_linear_layers(model) and once:
+    if _has_linear_layers(model) and once:
         with torch.no_grad(), _probing(model, _values):
             found = find_linear_layers(model, len(seen))
         if isinstance(found, str):
@@ -223,6 +223,16 @@ def _examine(model: PreTrainedModel) -> Architecture:
         divided=divided,
         linear=linear,
     )
+
+
+def _has_linear_layers(model: PreTrainedModel) -> bool:
+    """Whether a cache of ``model`` has layers for what is no key and no value."""
+    from transformers import DynamicCache
+
+    try:
+        return any(hasattr(layer, "conv_states") for layer in DynamicCache(config=model.config).layers)
+    except (AttributeError, KeyError, TypeError, ValueError):  # its layers are of no kind that transformers keeps
+        return False
 
 
 def _fully_sharded(model: nn.Module) -> bool:
