@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.fingerprint import dividing
-from memstore.readers.stock.heads import counts
 from memstore.readers.stock.linear import LinearLayers, find_linear_layers
 
 if TYPE_CHECKING:
@@ -242,8 +241,9 @@ def _fully_sharded(model: nn.Module) -> bool:
 
 
 def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: int) -> LayerPlan:
-    heads = counts((plan.heads, plan.key_heads), config, size)
-    if heads is None:
+    heads = plan.heads * size, plan.key_heads * size
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads != (config.num_attention_heads, groups):  # they are not divided alike
         raise _unsupported(
             model, f"its heads cannot be told apart: each of {size} processes has {plan.heads} and {plan.key_heads}"
         )
