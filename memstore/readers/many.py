@@ -31,9 +31,9 @@ from memstore.memory import Memory, MemorySpec, open_memory
 from memstore.memory.copy import copy_document
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
+from memstore.readers.attachment import Chunks, ReadResult, compare
 from memstore.readers.kinds import load_model
 from memstore.readers.reader import Reader, attach
-from memstore.readers.reading import Chunks, ReadResult, compare
 
 Load = Callable[[], tuple[Any, Any]]
 """Loads a model and its tokenizer, in whichever process it is called."""

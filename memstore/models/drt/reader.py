@@ -25,11 +25,10 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import MemoryTable
 from memstore.models.reading import CacheReader
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reading import Job, evaluating, pipelined
 from memstore.transfer import to_device, to_host
 
 SEGMENT_BLOCKS = 512

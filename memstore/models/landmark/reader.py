@@ -29,11 +29,10 @@ from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reading import Job, evaluating
 from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256

@@ -22,12 +22,12 @@ from memstore.memory.search import Match, search_vectors
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of
+from memstore.readers.attachment import Job, evaluating
 from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import KNN
 from memstore.readers.observer import Choices, Origin
 from memstore.readers.reader import Reader
-from memstore.readers.reading import Job, evaluating
 
 SEGMENT = 512
 """Tokens of a segment, for a model that was not trained with segments."""

@@ -18,12 +18,11 @@ from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, pipelined
 from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import STOCK, Retrieval, encode
 from memstore.readers.reader import Reader
-from memstore.readers.reading import Job, pipelined
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
