@@ -41,7 +41,7 @@ class Kind:
     reader: str
     """Where its ``Reader`` is."""
     audit: str
-    """Where the function is that audits what such a reader retrieves; empty where there is none."""
+    """Where the ``Auditor`` of such a reader is; empty where there is none."""
     train: str = "memstore train"
     """The command that makes one."""
     half: bool = False
@@ -165,7 +165,7 @@ DRT = Kind(
     "memstore-drt",
     "memstore.models.drt:DRTForCausalLM.from_pretrained",
     "memstore.models.drt.reader:DRTReader",
-    "memstore.models.drt.audit:audit_drt",
+    "memstore.models.drt.audit:DRTAuditor",
     "memstore train drt",
     demo="memstore.tools.demo_drt:run",
     perplexity="memstore.tools.eval:by_context",
@@ -176,7 +176,7 @@ LANDMARK = Kind(
     "memstore-landmark",
     "memstore.models.landmark:LandmarkForCausalLM.from_pretrained",
     "memstore.models.landmark.reader:LandmarkReader",
-    "memstore.models.landmark.audit:audit_landmark",
+    "memstore.models.landmark.audit:LandmarkAuditor",
     "memstore train landmark",
     perplexity="memstore.tools.eval_landmark:tables",
     question="memstore.eval.landmark_asking:ask",
@@ -186,7 +186,7 @@ MEMORIZING = Kind(
     "memstore-memorizing",
     "memstore.models.memorizing:MemorizingForCausalLM.from_pretrained",
     "memstore.models.memorizing.reader:MemorizingReader",
-    "memstore.models.memorizing.audit:audit_memorizing",
+    "memstore.models.memorizing.audit:KNNAuditor",
     "memstore train memorizing",
     perplexity="memstore.tools.eval_memorizing:by_memory_size",
     document_scorer="memstore.eval.token_memory:MemorizingScorer",
@@ -207,7 +207,7 @@ STOCK = Kind(
     None,
     "transformers:AutoModelForCausalLM.from_pretrained",
     "memstore.readers.stock.reader:StockReader",
-    "memstore.readers.stock.audit:audit_attached",
+    "memstore.readers.stock.audit:StockAuditor",
     half=True,
     tokenizer="transformers:AutoTokenizer",
 )

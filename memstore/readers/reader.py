@@ -25,6 +25,7 @@ from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
+from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
@@ -384,18 +385,31 @@ class Reader(Attachment):
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """See ``search``."""
 
-    def audit(self, text: str | Tokens, **options: Any) -> Any:
+    def audit(
+        self, text: str | Tokens, *, tokens: int | None = None, top_k: int | None = None, progress: bool = False
+    ) -> Audit:
         """What should have been retrieved for ``text`` and what follows, against what was.
 
-        ``options``: ``tokens``, the steps at most; ``top_k``; and ``progress``. Raises ``UnsupportedModel`` for a kind
-        that has no audit.
+        Args:
+            text: a question, which the model reads after the document.
+            tokens: steps at most, 8 if None: the question's last token chooses the first one, and so on. For a DRT
+                tokens to generate, by default a block, at the ends of which it chooses.
+            top_k: blocks of a list, or tokens where single ones are retrieved; as many as usual if None.
+            progress: show a progress bar, where it takes long.
+
+        Raises:
+            UnsupportedModel: a kind that has no audit.
+            InvalidArgument: no question, nothing that could be retrieved, or ``on_error="miss"``.
+            DamagedError: a block cannot be read.
         """
         self._check_alone()
         if not self.kind.audit:
             raise UnsupportedModel(
                 f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"
             )
-        return resolve_name(self.kind.audit)(self, self._encoded(text) if isinstance(text, str) else text, **options)
+        asked = self._encoded(text) if isinstance(text, str) else text
+        audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)
+        return audited
 
 
 def _makes_cache(model: Any, options: Mapping[str, Any]) -> bool:
