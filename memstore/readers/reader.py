@@ -134,13 +134,11 @@ class Reader(Attachment):
     On leaving the block, also by an exception, the model is what it was before. One thread at a time.
     """
 
-    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> Any:  # noqa: ARG002 - for those that have one
+    def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for those that have one
         """What a model is given to go on after the document, for ``rows`` continuations at once.
 
-        It is given as ``cache``, or as ``past_key_values`` with a transformers before 5.24.
-
-        ``recorder``: what to write to, see ``record``. Raises ``InvalidArgument`` for kinds whose caches are those of
-        transformers.
+        It is given as ``cache``, or as ``past_key_values`` with a transformers before 5.24. Inside ``record`` what it
+        retrieves is recorded. Raises ``InvalidArgument`` for kinds whose caches are those of transformers.
         """
         raise InvalidArgument(
             f"a {self.kind.name} needs no cache made beforehand: inside the with block its own caches see the memory"
