@@ -52,19 +52,16 @@ def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size:
         "layer_norm_eps",
     )
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
-    dtype = str(model.dtype).removeprefix("torch.")
     fingerprint = fingerprint_of(
         model,
         tokenizer,
         architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {made}",
         positions=f"window {config.window}, farthest {config.farthest}",
         layout="k of length 1, v, of single tokens",
-        dtype=dtype,
         block_size=block_size,
     )
-    return token_spec(
-        config.num_key_value_heads, config.head_dim, fingerprint=fingerprint, block_size=block_size, dtype=dtype
-    )
+    sizes = config.num_key_value_heads, config.head_dim
+    return token_spec(*sizes, fingerprint=fingerprint, block_size=block_size, dtype=fingerprint.dtype)
 
 
 class MemorizingReader(CacheReader[MemorizingCache]):

@@ -53,17 +53,15 @@ class KNNReader(Reader):
         """See ``Reader``."""
         layer, number, size = self._layer, self._settings["layer"], BLOCK_SIZE if made is None else made.block_size
         size = size if self._block_size is None else self._block_size
-        dtype = str(self.model.dtype).removeprefix("torch.")
         fingerprint = fingerprint_of(
             self.model,
             self.tokenizer,
             architecture=f"{self.model.config.model_type} knn layer={number},groups={layer.groups},dim={layer.dim}",
             positions=f"segments of {self._segment_tokens}",
             layout="k before positions, v, of single tokens",
-            dtype=dtype,
             block_size=size,
         )
-        return token_spec(layer.groups, layer.dim, fingerprint=fingerprint, block_size=size, dtype=dtype)
+        return token_spec(layer.groups, layer.dim, fingerprint=fingerprint, block_size=size, dtype=fingerprint.dtype)
 
     def _install(self, stack: ExitStack) -> None:
         layer = self._layer

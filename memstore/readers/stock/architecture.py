@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
+from memstore.errors import MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.fingerprint import dividing
 from memstore.readers.stock.linear import LinearLayers, find_linear_layers
@@ -152,8 +152,6 @@ def identity(cos_sin: CosSin) -> CosSin:
 
 def examine(model: PreTrainedModel) -> Architecture:
     """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if it cannot be done."""
-    if not hasattr(model, "base_model") or not hasattr(model, "config"):
-        raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")
     try:
         return _examine(model)
     except MemstoreError:

@@ -125,13 +125,7 @@ class Hooks:
 
     def hidden_states(self, tokens: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
         """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` on their own, without the memory."""
-        self._tap = {}
-        call = Call(self.selection, reading=True)
-        try:
-            self.forward(call, tokens)
-        finally:
-            tapped, self._tap = self._tap, None
-            call.release()
+        tapped = self._tapped(Call(self.selection, reading=True), tokens)
         return {layer: tapped[layer] for layer in layers}
 
     def asking(self, tokens: Tensor) -> dict[int, Tensor]:
@@ -139,8 +133,13 @@ class Hooks:
 
         Where layers choose for themselves. It leaves no trace.
         """
-        call, self._tap = self._new_call(), {}
+        call = self._new_call()
         call.observers = ()
+        return self._tapped(call, tokens)
+
+    def _tapped(self, call: Call, tokens: Tensor) -> dict[int, Tensor]:
+        """What layers are given for the ``tokens [n]`` of ``call``, which is released."""
+        self._tap = {}
         try:
             self.forward(call, tokens)
         finally:
