@@ -26,23 +26,18 @@ class Asked:
 
     def __init__(self, reader: Reader, prompt: list[int]) -> None:
         self._reader, self._prompt = reader, torch.tensor([prompt])
-        self._recorder: Recorder | None = None
 
     def generate(self, new: int) -> None:
         """Generate so many tokens."""
-        cache = self._reader.cache(recorder=self._recorder)
         self._reader.model.generate(
-            self._prompt, **{CACHE: cache}, max_new_tokens=new, min_new_tokens=new, do_sample=False
+            self._prompt, **{CACHE: self._reader.cache()}, max_new_tokens=new, min_new_tokens=new, do_sample=False
         )
 
     @contextmanager
     def record(self) -> Iterator[Recorder]:
         """Record what is generated for the length of a ``with`` block."""
-        with self._reader.record(self._prompt[0]) as self._recorder:
-            try:
-                yield self._recorder
-            finally:
-                self._recorder = None
+        with self._reader.record(self._prompt[0]) as recorder:
+            yield recorder
 
 
 @contextmanager

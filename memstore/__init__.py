@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from memstore.memory.memory import Memory
     from memstore.memory.memory import open_memory as open  # noqa: A004 - `memstore.open` is the name that users expect
     from memstore.memory.spec import Fingerprint, MemorySpec
+    from memstore.readers.kinds import Retrieval
     from memstore.readers.many import read_many
     from memstore.readers.reader import Reader, attach
-    from memstore.readers.retrieval import Retrieval
 
 _HOMES = {
     "Document": ("memstore.memory.document", "Document"),
     "Fingerprint": ("memstore.memory.spec", "Fingerprint"),
     "Memory": ("memstore.memory.memory", "Memory"),
     "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
-    "Retrieval": ("memstore.readers.retrieval", "Retrieval"),
+    "Retrieval": ("memstore.readers.kinds", "Retrieval"),
     "Reader": ("memstore.readers.reader", "Reader"),
     "attach": ("memstore.readers.reader", "attach"),
     "copy": ("memstore.memory.copy", "copy_memory"),

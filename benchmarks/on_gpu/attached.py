@@ -13,7 +13,7 @@ import torch
 
 import memstore
 from benchmarks.on_gpu.child import Piece
-from memstore.readers.retrieval import Retrieval
+from memstore.readers.kinds import Retrieval
 from tests.device import cases
 from tests.models.stock import small_llama
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.errors import DamagedError
+from memstore.errors import DamagedError, ForeignMemory, NotFound
 
 FLOOR = 1.0
 """Standard deviations above the mean from which a block counts as standing out for a query token."""
@@ -80,6 +81,45 @@ class Router:
                 "the memory from a copy"
             )
         return cls(**arrays)
+
+
+def save_router(path: str | Path, router: Router, layer: int, model: str) -> None:
+    """Write ``router``, whose codes are made of what enters ``layer`` of a ``model`` of this shape, in words.
+
+    It was trained once for a model (``memstore.train.train_router``), and many memories use it: each keeps it in the
+    place of the one that it would fit to its text. Two float32 arrays, in a safetensors file whose metadata says the
+    layer and the shape of the model.
+    """
+    from safetensors.torch import save_file
+
+    arrays = {name: array.contiguous() for name, array in router.to_arrays().items()}
+    save_file(arrays, path, {"layer": str(layer), "model": model})
+
+
+def load_router(path: str | Path, model: str, hidden: int, dim: int) -> tuple[int, Router]:
+    """The layer and the router in the file ``path``, of codes of ``dim`` numbers; ``model`` as for ``save_router``.
+
+    Raises ``NotFound``, ``DamagedError``, or ``ForeignMemory`` where it was made for another model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise NotFound(f"no file {path}: name what memstore train router wrote")
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except SafetensorError as error:
+        raise DamagedError(f"{path} is no router: {error}; name what memstore train router wrote") from None
+    layer = told.get("layer", "")
+    if not layer.isdecimal() or "model" not in told:
+        raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
+    if told["model"] != model:
+        raise ForeignMemory(
+            f"the router {path} was trained for {told['model']}, and this model is {model}: train one for it, or leave "
+            "router out"
+        )
+    return int(layer), Router.from_arrays(arrays, hidden, dim)
 
 
 class Moments(NamedTuple):

@@ -26,7 +26,7 @@ from memstore.errors import InvalidArgument
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.lists import SearchCounts
-from memstore.readers.retrieval import Retrieval
+from memstore.readers.kinds import Retrieval
 
 TOKENS_AT_ONCE = 1 << 13
 """Tokens of a batch."""

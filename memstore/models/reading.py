@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, Recorder
+from memstore.memory import Document
 from memstore.models.cache import ModelCache
 from memstore.models.causal import uncompiled
 from memstore.readers.caches import CACHE, cache_in, with_cache
 from memstore.readers.reader import Reader
 
-_OPEN: WeakKeyDictionary[nn.Module, list[CacheReader]] = WeakKeyDictionary()
+C = TypeVar("C", bound=ModelCache)
+_OPEN: WeakKeyDictionary[nn.Module, list[CacheReader[Any]]] = WeakKeyDictionary()
 
 
-class CacheReader(Reader):
+class CacheReader(Reader, Generic[C]):
     """A model, and the document that its caches go on after."""
 
+    def cache(self, rows: int = 1, **options: Any) -> C:
+        """See ``Reader``; ``options`` are those of the mechanism.
+
+        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text. It sees the
+        blocks that are stored now.
+        """
+        if rows < 1:
+            raise InvalidArgument(f"a cache has at least one row, not {rows}")
+        cache = self._made(rows, **options)
+        cache.observers += self.observers
+        return cache
+
     @abstractmethod
-    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> ModelCache:
-        """See ``Reader``."""
+    def _made(self, rows: int) -> C:
+        """A cache for ``rows`` continuations of the document, which nobody watches."""
 
     def _begin(self) -> None:
         for name in self.names or []:
@@ -48,9 +61,7 @@ class CacheReader(Reader):
             raise InvalidArgument(
                 f"this model has several memories attached: say which one with {CACHE}=reader.cache()"
             )
-        cache = self.cache(len(ids))
-        cache.observers += self.observers
-        return args, with_cache(given, cache)
+        return args, with_cache(given, self.cache(len(ids)))
 
     def _tokens(self, document: Document, first: int, count: int) -> Tensor:
         """Tokens of ``document`` from block ``first`` on, which has ``count`` tokens in all."""

@@ -299,9 +299,9 @@ class Tally:
             index_recall=_mean(self._index.get(layer, [])),
         )
 
-    def missed(self, locate: Callable[[int], tuple[Document, int]], count: int = WORST) -> list[MissedBlock]:
-        """The ``count`` blocks missed most; ``locate`` says which document and block a number ``0..N-1`` is."""
-        best = self._lost.topk(min(count, len(self._lost)))
+    def missed(self, locate: Callable[[int], tuple[Document, int]]) -> list[MissedBlock]:
+        """The blocks missed most; ``locate`` says which document and block a number ``0..N-1`` is."""
+        best = self._lost.topk(min(WORST, len(self._lost)))
         found = []
         for lost, number in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             if lost > 0:

@@ -33,9 +33,9 @@ Weights = Sequence[tuple[str, Tensor]]
 
 
 def fingerprint_of(
-    model: Any, tokenizer: Any, *, architecture: str, positions: str, layout: str, block_size: int, dtype: str = ""
+    model: Any, tokenizer: Any, *, architecture: str, positions: str, layout: str, block_size: int
 ) -> Fingerprint:
-    """The fingerprint of what ``model`` stores, in the ``dtype`` of its weights unless another is said.
+    """The fingerprint of what ``model`` stores, in the type of its weights.
 
     ``architecture``, ``positions`` and ``layout`` are in the words of its reader; ``tokenizer`` may be None.
     """
@@ -45,7 +45,7 @@ def fingerprint_of(
         tokenizer=None if tokenizer is None else digest_of_tokenizer(tokenizer),
         positions=positions,
         layout=layout,
-        dtype=dtype or str(model.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
         block_size=block_size,
     )
 

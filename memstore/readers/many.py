@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from memstore.memory import Memory, MemorySpec, open_memory
 from memstore.memory.copy import copy_document
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
+from memstore.readers.attachment import Chunks, ReadResult, compare
 from memstore.readers.kinds import load_model
 from memstore.readers.reader import Reader, attach
-from memstore.readers.reading import Chunks, ReadResult, compare
 
 Load = Callable[[], tuple[Any, Any]]
 """Loads a model and its tokenizer, in whichever process it is called."""
@@ -101,7 +102,7 @@ def read_many(
     """
     if workers < 1:
         raise InvalidArgument(f"workers must be at least 1, not {workers}")
-    load = model if callable(model) else _Folder(Path(model))
+    load = model if callable(model) else partial(load_model, Path(model).expanduser().resolve())
     loaded, tokenizer = load()
     with attach(loaded, memory, tokenizer=tokenizer, **options) as reader:
         return read_parts(
@@ -206,16 +207,6 @@ def _clear(reader: Reader, place: Path, texts: Mapping[str, Tensor], stretch: in
             shutil.rmtree(place / _address(reader, arrays, job), ignore_errors=True)
     if not any(place.iterdir()):
         place.rmdir()
-
-
-class _Folder:
-    """Loads the model in a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.expanduser().resolve()
-
-    def __call__(self) -> tuple[Any, Any]:
-        return load_model(self._path)
 
 
 class _Worker:

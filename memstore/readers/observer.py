@@ -102,8 +102,6 @@ class Recording(Observer):
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        if recorder.before_writing is not None:  # of another cache, recorded before
-            recorder.before_writing()
         self._recorder = recorder
         self._begun = False
         self._drafts: list[tuple[int, Draft]] = []

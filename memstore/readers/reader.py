@@ -1,16 +1,15 @@
-"""The contract of every way to a memory: a text is read into it with a model, and the model sees it later.
+"""The contract of every way to a memory: a text is read into it with a model, and the model is asked later.
 
-``memstore.attach`` gives a ``Reader`` for each kind of model. A mechanism says how it reads segments
-(``_read_segments``) and how it searches, beside what an ``Attachment`` asks of it.
+``memstore.attach`` gives a ``Reader`` for each kind of model. A mechanism says how it searches, beside what an
+``Attachment`` asks of it, which opens memories and reads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -18,22 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument, ReadOnlyMemory, UnsupportedModel
+from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
 from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
-from memstore.progress import progress_bar
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
-from memstore.readers.attachment import Attachment
+from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
+from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
-from memstore.readers.kinds import encode, kind_of
+from memstore.readers.kinds import OPTIONS, Retrieval, kind_of
 from memstore.readers.observer import Recording
-from memstore.readers.reading import Chunks, Job, ReadResult, common_tokens, compare, evaluating, is_flat, segments
-from memstore.readers.retrieval import OPTIONS, Retrieval, check_options
 
 
 def attach(
@@ -137,250 +134,32 @@ class Reader(Attachment):
     On leaving the block, also by an exception, the model is what it was before. One thread at a time.
     """
 
-    # Reading
-
-    def read(
-        self,
-        text: str | Chunks,
-        document: str | None = None,
-        *,
-        progress: bool = False,
-        reuse: bool = True,
-        score: int | None = None,
-        retrieve: bool | None = None,
-    ) -> ReadResult:
-        """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
-
-        Segments are committed one after the other, each while the next one is computed: an interrupted read leaves all
-        committed segments in place, and the same call goes on after them. It computes in the types of the model's
-        weights, also under ``torch.autocast``.
-
-        Args:
-            text: token ids ``[n]``; pieces of them one after the other, for texts that are not to be held in memory; or
-                a string, where a tokenizer was given. A text that ends before the document does is compared, and the
-                document stays as it is.
-            document: its name; by default the one given to ``attach``.
-            progress: show a line with tokens per second.
-            reuse: a new document shares the blocks of another one of this memory that begins with the same tokens and
-                was read with the same options, which then need not be read. False reads all of them.
-            score: also compute how well the last ``score`` tokens were predicted (``ReadResult.nll``).
-            retrieve: False reads without retrieving, for comparison.
-
-        Raises:
-            InvalidArgument: no tokens, tokens outside of the vocabulary, or another text under this name.
-            StoreFull, ReadOnlyMemory: the segment in hand could not be stored; those before it are.
-        """
-        check_options(self.kind, {"score": score or None, "retrieve": retrieve})
-        tokens = self._given(text)
-        if score is not None and score < 0:
-            raise InvalidArgument(f"score is a number of tokens, got {score}")
-        if score and not isinstance(tokens, Tensor):
-            raise InvalidArgument("a text that comes in pieces cannot be scored: give its tokens at once")
-        target, retrieving = self._target(document), retrieve is None or retrieve
-        options = self._reading(retrieve=retrieving)
-        if reuse and isinstance(tokens, Tensor) and self.memory.mode != "r":
-            # The last token that is not scored predicts the first one that is.
-            unscored = tokens[: max(0, len(tokens) - score - 1)] if score else tokens
-            target.reuse(unscored, reading=options, step=self._step)
-        if target.blocks.start:
-            raise InvalidArgument(
-                f"document {target.name!r} has lost its first blocks: go on with append(), or read the text under "
-                "another name"
-            )
-        stored = len(target)
-        self._check_reading(target, options)
-        job = Job(target, options if not stored else None, retrieving)
-        job.score_from = len(tokens) - score if score and isinstance(tokens, Tensor) else None
-        seen = 0
-
-        def rest() -> Iterator[Tensor]:
-            nonlocal seen
-            for piece in self._pieces(tokens):
-                known = min(max(0, stored - seen), len(piece))
-                compare(target, seen, piece[:known])
-                seen += len(piece)
-                if known < len(piece):
-                    self._check_writable()
-                    yield piece[known:]
-
-        seconds = self._run(job, rest(), stored, len(tokens) if isinstance(tokens, Tensor) else None, progress)
-        return self._result(job, stored, min(stored, seen), seconds)
-
-    def update(self, text: str | Tokens, document: str | None = None, *, progress: bool = False) -> ReadResult:
-        """Read a text in place of the one that the document holds: the blocks before the first difference stay.
-
-        Those behind it leave at once, so an interrupted update is gone on with by the same call. See ``read``.
-        """
-        tokens = self._given(text)
-        if not isinstance(tokens, Tensor):
-            raise InvalidArgument("an update needs the whole text at once, not in pieces")
-        self._check_writable()
-        target, size = self._target(document), self.memory.spec.block_size
-        if target.id is not None and not target.blocks.start:
-            common = common_tokens(target, tokens)
-            if common < len(target):
-                target.truncate(common // size // self._step * self._step)
-        return self.read(tokens, target.name, progress=progress)
-
-    def append(self, text: str | Chunks, document: str | None = None, *, progress: bool = False) -> ReadResult:
-        """Read more tokens at the end of the document, such as a question and the answer that was generated.
-
-        See ``read``.
-        """
-        tokens = self._given(text)
-        self._check_writable()
-        target, options = self._target(document), self._reading(retrieve=True)
-        stored = len(target)
-        self._check_reading(target, options)
-        job = Job(target, options if not stored else None)
-        seconds = self._run(job, self._pieces(tokens), stored, None, progress)
-        return self._result(job, stored, 0, seconds)
-
-    def held(self, tokens: Tokens, document: str) -> int:
-        """How many of ``tokens [n]`` need not be read into a document: it has them, or is new and another begins so."""
-        ids, there = as_tokens(tokens), self.memory.document(document)
-        if there.id is not None:
-            return 0 if there.blocks.start else common_tokens(there, ids)
-        found = self.memory.known(ids, reading=self._reading(retrieve=True))
-        return 0 if found is None else found[1] // self._step * self._step * self.memory.spec.block_size
-
-    def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
-        """A text as token ids ``[n]`` int32, or its pieces as they are."""
-        if isinstance(text, str):
-            return self._checked(torch.tensor(self._encoded(text), dtype=torch.int64))
-        if not is_flat(text):
-            return text  # type: ignore[return-value]  # pieces
-        if isinstance(text, Tensor):
-            if text.dtype == torch.bool:
-                raise InvalidArgument("expected token ids, got a mask of True and False")
-            if text.dim() == 2 and len(text) == 1:
-                text = text[0]
-        tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it says what is wrong with anything else
-        if not len(tokens):
-            raise InvalidArgument("there is nothing to read: the text has no tokens")
-        return tokens
-
-    def _pieces(self, tokens: Tensor | Iterable[Tokens]) -> Iterator[Tensor]:
-        if isinstance(tokens, Tensor):
-            yield tokens
-            return
-        for piece in tokens:
-            yield self._checked(as_tokens(piece))
-
-    def _encoded(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise InvalidArgument("to read a string, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
-        return encode(self.tokenizer, text)
-
-    def _target(self, name: str | None) -> Document:
-        """The document to read into."""
-        if self.memory.mode == "r" and name is not None and all(each.name != name for each in self.memory.documents()):
-            raise self._read_only()
-        return self._document(name)
-
-    def _check_writable(self) -> None:
-        if self.memory.mode == "r":
-            raise self._read_only()
-
-    def _read_only(self) -> ReadOnlyMemory:
-        url = self.memory.url
-        return ReadOnlyMemory(
-            f"the memory {url} was opened with mode='r'; open it with mode='a' to read a text into it"
-        )
-
-    def _run(self, job: Job, pieces: Iterator[Tensor], stored: int, total: int | None, progress: bool) -> float:
-        """Read ``pieces`` at the end of the document; seconds that it took."""
-        begun = time.perf_counter()
-        with (
-            torch.no_grad(),
-            evaluating(self.model),
-            progress_bar(job.document.name, stored, total, show=True) if progress else nullcontext(_untold) as advance,
-        ):
-            cut = segments(self._prepared(pieces), stored, self._segment_tokens)
-            with closing(self._read_segments(job, cut)) as done:
-                for tokens in done:
-                    advance(tokens)
-        return time.perf_counter() - begun
-
-    def _result(self, job: Job, stored: int, reused: int, seconds: float) -> ReadResult:
-        tokens, nll = len(job.document), torch.cat(job.nll) if job.nll else torch.empty(0)
-        return ReadResult(job.document.name, tokens, tokens - stored, reused, seconds, nll)
-
-    @property
-    @abstractmethod
-    def _segment_tokens(self) -> int:
-        """Tokens between the places where a text is cut."""
-
-    @property
-    def _step(self) -> int:
-        """Blocks after which states no longer depend on the tokens behind: other documents may begin with them."""
-        return 1
-
-    @property
-    def depth(self) -> int | None:
-        """How many blocks before a place the states behind it depend on; None where they depend on all of them."""
-        return None
-
-    @property
-    def _vocabulary(self) -> int:
-        return int(self.model.config.vocab_size)
-
-    def _reading(self, *, retrieve: bool) -> dict[str, Any] | None:  # noqa: ARG002 - for those that can do without
-        """What the states of a document depend on beside the model and the tokens; None where that is nothing."""
-        return None
-
-    def _prepared(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """``pieces``, once whatever depends on the text's beginning is done."""
-        return pieces
-
-    @abstractmethod
-    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        """Read ``segments`` at the end of the document and commit them; tells the tokens of each.
-
-        Where ``segments`` raises, or reading is broken off, what was whole before stays committed.
-        """
-
-    def _check_reading(self, document: Document, options: dict[str, Any] | None) -> None:
-        """A document is read with the same options from beginning to end, or its states would not belong together."""
-        if options is None or self.memory.mode == "r" or not len(document):
-            return
-        # Before documents kept their options themselves, the memory did, under this name.
-        before = document.reading or self.memory.get_info(f"reading/{document.name}")
-        if before is None:
-            return
-        changed = [key for key in {**options, **before} if before.get(key) != options.get(key)]
-        if changed:
-            different = "; ".join(f"{key}={before.get(key)!r}, now {options.get(key)!r}" for key in changed)
-            raise InvalidArgument(
-                f"document {document.name!r} was begun with {different}: go on with the same options, or read the text "
-                "under another name"
-            )
-
-    def _checked(self, tokens: Tensor) -> Tensor:
-        """``tokens`` as they are. Raises ``InvalidArgument`` for those that are not of the vocabulary."""
-        last = self._vocabulary - 1
-        if tokens.numel():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high > last:
-                raise InvalidArgument(
-                    f"token ids must be from 0 to {last}, got {low}..{high}; "
-                    "was the text encoded with this model's tokenizer?"
-                )
-        return tokens
-
-    # Asking
-
-    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> Any:  # noqa: ARG002 - for those that have one
+    def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for those that have one
         """What a model is given to go on after the document, for ``rows`` continuations at once.
 
-        It is given as ``cache``, or as ``past_key_values`` with a transformers before 5.24.
-
-        ``recorder``: what to write to, see ``record``. Raises ``InvalidArgument`` for kinds whose caches are those of
-        transformers.
+        It is given as ``cache``, or as ``past_key_values`` with a transformers before 5.24. Inside ``record`` what it
+        retrieves is recorded. Raises ``InvalidArgument`` for kinds whose caches are those of transformers.
         """
         raise InvalidArgument(
             f"a {self.kind.name} needs no cache made beforehand: inside the with block its own caches see the memory"
         )
+
+    def _continued(self) -> Document:
+        """The document that a call goes on after, as it is now. Raises where ranks see different ones."""
+        document = self.document
+        if self.share is not None:
+            if self.observers:
+                self._check_alone()
+            self.share.ranks.agree(document.n_blocks, len(document))
+        return document
+
+    def _check_alone(self) -> None:
+        """Raise ``InvalidArgument`` where there are other ranks: what they retrieve is in no one place."""
+        if self.share is not None:
+            raise InvalidArgument(
+                "what several ranks retrieve cannot be searched, watched or asked for: use generate, or attach without "
+                "process_group"
+            )
 
     def prompt(self, text: str) -> Tensor:
         """The tokens ``[1, T]`` of a question, placed where a model of this kind asks best."""
@@ -604,22 +383,31 @@ class Reader(Attachment):
     def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
         """See ``search``."""
 
-    def audit(self, text: str | Tokens, **options: Any) -> Any:
+    def audit(
+        self, text: str | Tokens, *, tokens: int | None = None, top_k: int | None = None, progress: bool = False
+    ) -> Audit:
         """What should have been retrieved for ``text`` and what follows, against what was.
 
-        ``options``: ``tokens``, the steps at most; ``top_k``; and ``progress``. Raises ``UnsupportedModel`` for a kind
-        that has no audit.
+        Args:
+            text: a question, which the model reads after the document.
+            tokens: steps at most, 8 if None: the question's last token chooses the first one, and so on. For a DRT
+                tokens to generate, by default a block, at the ends of which it chooses.
+            top_k: blocks of a list, or tokens where single ones are retrieved; as many as usual if None.
+            progress: show a progress bar, where it takes long.
+
+        Raises:
+            UnsupportedModel: a kind that has no audit.
+            InvalidArgument: no question, nothing that could be retrieved, or ``on_error="miss"``.
+            DamagedError: a block cannot be read.
         """
         self._check_alone()
         if not self.kind.audit:
             raise UnsupportedModel(
                 f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"
             )
-        return resolve_name(self.kind.audit)(self, self._encoded(text) if isinstance(text, str) else text, **options)
-
-
-def _untold(tokens: int) -> None:
-    """Where nobody asked for progress."""
+        asked = self._encoded(text) if isinstance(text, str) else text
+        audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)
+        return audited
 
 
 def _makes_cache(model: Any, options: Mapping[str, Any]) -> bool:

@@ -25,9 +25,8 @@ from torch import Tensor
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
-from memstore.readers.kinds import kind_of
+from memstore.readers.kinds import OPTIONS, RETRIEVAL, kind_of
 from memstore.readers.reader import Reader
-from memstore.readers.retrieval import OPTIONS, RETRIEVAL
 
 STRANGE: dict[str, Any] = {"share_tokens": False, "threshold": 0.5, "span": 3, "query": "all", "on_error": "miss"}
 

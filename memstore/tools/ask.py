@@ -18,7 +18,7 @@ from memstore.tools.output import Json, Page, Report, cell, index_bar, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.readers.passages import Passage
+    from memstore.readers.asking import Passage
     from memstore.readers.reader import Reader
 
 LEAST = 0.001
@@ -207,8 +207,7 @@ def attached(
 
     Raises ``InvalidArgument`` where they are not to be chosen.
     """
-    from memstore.readers.kinds import kind_of
-    from memstore.readers.retrieval import RETRIEVAL
+    from memstore.readers.kinds import RETRIEVAL, kind_of
 
     kind = kind_of(loaded.model)
     if top_k is not None and kind not in RETRIEVAL["top_k"]:

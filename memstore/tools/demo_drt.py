@@ -165,7 +165,7 @@ def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, value
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
     with DRTReader(model, memory, name, tokenizer=tokenizer) as reader:
         with reader.record(sample.prompt, question=_question(tokenizer, sample)) as recorder:
-            reply = ask(model, reader.cache(recorder=recorder), sample)
+            reply = ask(model, reader.cache(), sample)
             recorder.close(reply.tokens)
         blocks = needle_blocks(sample.hops[0], model.config.tokens_per_block)
         stored = [reader.document.tokens(number) for number in blocks]

@@ -26,7 +26,7 @@ from memstore.tools.demo_drt import what_to_type
 from memstore.tools.models import LoadedModel, load_model, record_model
 
 if TYPE_CHECKING:
-    from memstore.readers.reading import ReadResult
+    from memstore.readers.attachment import ReadResult
 
 TOKENS = 32_768
 """Length of each of the two texts."""

@@ -42,8 +42,8 @@ from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, c
 from memstore.tools.texts import STDIN
 
 if TYPE_CHECKING:
+    from memstore.readers.attachment import ReadResult
     from memstore.readers.reader import Reader
-    from memstore.readers.reading import ReadResult
 
 FEW = 5
 """Files that were passed over, of which the names are told."""
@@ -423,7 +423,7 @@ def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
     """Raise ``InvalidArgument`` where the document holds another text."""
     import torch
 
-    from memstore.readers.reading import compare
+    from memstore.readers.attachment import compare
 
     document = reader.memory.document(name)
     if document.blocks.start:

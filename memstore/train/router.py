@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import memstore
 from memstore.attention import Router, late_interaction
-from memstore.attention.routing import FLOOR, inherited, standardised
+from memstore.attention.routing import FLOOR, inherited, save_router, standardised
 from memstore.errors import InvalidArgument
 from memstore.eval.questions.rankers import Ranker
 from memstore.eval.questions.recall import Pool, recall
@@ -32,7 +32,6 @@ from memstore.eval.questions.sets import Half, Question, QuestionSet
 from memstore.kernels import best_products
 from memstore.readers.kinds import encode
 from memstore.readers.stock.reader import StockReader
-from memstore.readers.stock.selection import save_router
 
 SEGMENT = 512
 """Tokens whose states are computed together, seeing nothing before them."""
@@ -147,7 +146,7 @@ def train_router(
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
-        save_router(out, trained, sets[0].layer, reader.architecture)
+        save_router(out, trained, sets[0].layer, reader.architecture.shape)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
     return {
         "out": str(out),

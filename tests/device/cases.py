@@ -27,7 +27,7 @@ from memstore.models.landmark.lists import Lists, attend_each, attend_in_place
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM, add_knn_memory
 from memstore.readers.caches import CACHE
 from memstore.readers.graphs import captured
-from memstore.readers.retrieval import Retrieval
+from memstore.readers.kinds import Retrieval
 from tests.models import drt
 from tests.models.stock import small_llama
 from tests.pretended import Counts, on_device, pretended

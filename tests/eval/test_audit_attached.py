@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
-from memstore.readers.retrieval import Retrieval
-from memstore.readers.stock.audit import audit_attached
+from memstore.readers.kinds import Retrieval
 from memstore.readers.stock.reader import StockReader
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, tiny, tokens
@@ -49,7 +48,7 @@ def test_the_first_layer_is_audited_as_dense_attention_has_it(name: str) -> None
     with attached_to(model, Retrieval(top_k=3, share="group", positions="true")) as attached:
         attached.read(TEXT)
         lists_of(attached).clear()
-        audit = audit_attached(attached, QUESTION, tokens=1)
+        audit = attached.audit(QUESTION, tokens=1)
         chosen = [each for each in lists_of(attached) if each.layer == 0]
     layer = audit.layers[0]
     assert layer.layer == 0
@@ -72,7 +71,7 @@ def test_with_stingy_positions_a_missed_block_has_the_mean_over_all_slots() -> N
     with attached_to(model, Retrieval(top_k=top_k, share="layer")) as attached:
         attached.read(TEXT)
         lists_of(attached).clear()
-        audit = audit_attached(attached, QUESTION, tokens=1)
+        audit = attached.audit(QUESTION, tokens=1)
         chosen, document = lists_of(attached)[-1], attached.documents[0]
         keys = document.layer(0).gather(list(CANDIDATES))["k"].double().repeat_interleave(2, 1)  # [N, H, S, D]
     attention = model.model.layers[0].self_attn
@@ -109,7 +108,7 @@ def test_with_everything_retrieved_nothing_is_missed(share: Any, positions: Any)
     model = tiny("llama")
     with attached_to(model, Retrieval(top_k=64, share=share, positions=positions)) as attached:
         attached.read(TEXT)
-        audit = audit_attached(attached, QUESTION, tokens=3)
+        audit = attached.audit(QUESTION, tokens=3)
     assert (audit.blocks, audit.steps, audit.missed) == (len(CANDIDATES), 3, [])
     assert audit.captured == pytest.approx(1)
     assert audit.recall == 1
@@ -123,7 +122,7 @@ def test_what_the_model_attends_to_is_what_dense_attention_of_everything_is() ->
     model = tiny("llama")
     with attached_to(model, Retrieval(top_k="all", share="none", positions="true")) as attached:
         attached.read(TEXT)
-        audit = audit_attached(attached, QUESTION, tokens=2)
+        audit = attached.audit(QUESTION, tokens=2)
     ids = torch.cat([TEXT, QUESTION])
     steps = [dense(model, ids), dense(model, torch.cat([ids, torch.tensor(audit.tokens[:1])]))]
     for layer in audit.layers:
@@ -136,7 +135,7 @@ def test_one_list_for_all_layers_is_audited_in_each_layer_that_uses_it() -> None
     model = tiny("llama", num_hidden_layers=6)
     with attached_to(model, Retrieval(top_k=2)) as attached:
         attached.read(TEXT)
-        audit = audit_attached(attached, QUESTION, tokens=4)
+        audit = attached.audit(QUESTION, tokens=4)
         first = attached.selection.first_layer
     assert [each.layer for each in audit.layers] == list(range(first, 6))
     assert audit.top_k == 2
@@ -155,7 +154,7 @@ def test_the_blocks_missed_most_are_those_with_most_attention_of_the_others() ->
     with attached_to(model, Retrieval(top_k=1, share="none", positions="true")) as attached:
         attached.read(TEXT)
         lists_of(attached)
-        audit = audit_attached(attached, QUESTION, tokens=1)
+        audit = attached.audit(QUESTION, tokens=1)
         chosen = lists_of(attached)[-1].blocks
     truth = dense(model, torch.cat([TEXT, QUESTION]))[0][0, SINK : SINK + 160].unflatten(-1, (-1, BLOCK)).sum(-1)
     left = [block for block in (truth.argsort(descending=True) + 1).tolist() if block not in chosen]
@@ -168,7 +167,7 @@ def test_several_documents_are_audited_together() -> None:
     with attach(model, "ram:", retrieval=Retrieval(top_k=2, share="group"), **SIZES) as attached:
         attached.read(TEXT, "one")
         attached.read(tokens(120, seed=5), "two")
-        audit = audit_attached(attached, QUESTION, tokens=1)
+        audit = attached.audit(QUESTION, tokens=1)
     assert audit.documents == ["one", "two"]
     assert {each.document for each in audit.missed} <= {"one", "two"}
 
@@ -178,11 +177,11 @@ def test_what_cannot_be_audited_is_refused() -> None:
     with attached_to(model, Retrieval()) as attached:
         attached.read(TEXT[:50])
         with pytest.raises(InvalidArgument, match="fits into sink and window"):
-            audit_attached(attached, QUESTION)
+            attached.audit(QUESTION)
         with pytest.raises(InvalidArgument, match="at least one token"):
-            audit_attached(attached, [])
+            attached.audit([])
     with attached_to(model, Retrieval(on_error="miss")) as attached, pytest.raises(InvalidArgument, match="on_error"):
-        audit_attached(attached, QUESTION)
+        attached.audit(QUESTION)
 
 
 def test_an_audit_leaves_the_model_as_it_was() -> None:
@@ -191,7 +190,7 @@ def test_an_audit_leaves_the_model_as_it_was() -> None:
         attached.read(TEXT)
         with torch.no_grad():
             before = model(QUESTION[None]).logits
-            audit_attached(attached, QUESTION, tokens=2)
+            attached.audit(QUESTION, tokens=2)
             after = model(QUESTION[None]).logits
         assert attached.observers == []
     assert torch.equal(before, after)

@@ -14,7 +14,6 @@ from memstore.errors import InvalidArgument
 from memstore.eval.pictures import audit_picture
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader, RecentTokens
 from memstore.models.memorizing import audit as module
-from memstore.models.memorizing.audit import audit_memorizing
 from tests.eval.memorizing import small_memorizing
 from tests.pairs import pairs
 
@@ -68,7 +67,7 @@ def test_the_truth_is_a_dense_softmax_over_all_tokens(
     model = model_of(**changes)
     truth = dense(model, question)
     with reader_of(model) as reader:
-        audit = audit_memorizing(reader, question, tokens=1)
+        audit = reader.audit(question, tokens=1)
     (layer,) = audit.layers
     best = truth.topk(7, -1)
     assert audit.stored_tokens == truth.shape[1] == 203 + (12 if len(question) > 12 else 0)
@@ -97,7 +96,7 @@ def test_the_truth_is_a_dense_softmax_over_all_tokens(
 @pytest.mark.parametrize("top_k", [220, 500])
 def test_with_all_tokens_retrieved_nothing_is_missed(changes: dict[str, Any], top_k: int) -> None:
     with reader_of(model_of(**changes)) as reader:
-        audit = audit_memorizing(reader, QUESTION, tokens=3, top_k=top_k)
+        audit = reader.audit(QUESTION, tokens=3, top_k=top_k)
         assert reader.model.model.layers[1].attention.top_k == 7, "it is the model's own again"
     assert audit.captured == pytest.approx(1)
     assert (audit.recall, audit.chance, audit.missed) == (1, 1, [])
@@ -106,7 +105,7 @@ def test_with_all_tokens_retrieved_nothing_is_missed(changes: dict[str, Any], to
 
 def test_more_tokens_capture_more_and_each_step_is_audited() -> None:
     with reader_of(model_of()) as reader:
-        few, many = (audit_memorizing(reader, QUESTION, tokens=9, top_k=top_k) for top_k in (2, 30))
+        few, many = (reader.audit(QUESTION, tokens=9, top_k=top_k) for top_k in (2, 30))
         assert len(reader) == len(TEXT), "nothing is stored"
     assert few.captured is not None
     assert many.captured is not None
@@ -121,7 +120,7 @@ def test_what_an_approximate_index_misses_is_counted(tmp_path: Path) -> None:
     model, index = model_of(window=300, retrieval_top_k=2), "faiss:IVF64,Flat;nprobe=1"
     with reader_of(model, text, memory=tmp_path / "a.mem", index=index, block_size=4) as reader:
         reader.memory.build_indexes()
-        audit = audit_memorizing(reader, QUESTION, tokens=9)
+        audit = reader.audit(QUESTION, tokens=9)
     assert audit.index_recall is not None
     assert audit.index_recall < 1
     assert audit.recall is not None
@@ -130,25 +129,25 @@ def test_what_an_approximate_index_misses_is_counted(tmp_path: Path) -> None:
 
 def test_a_text_shorter_than_a_block_is_audited_too() -> None:
     with reader_of(model_of(), TEXT[:3]) as reader:
-        audit = audit_memorizing(reader, QUESTION[:2], tokens=1)
+        audit = reader.audit(QUESTION[:2], tokens=1)
     assert (audit.stored_tokens, audit.blocks, audit.top_k, audit.index_recall) == (3, 1, 3, None)
     assert audit.captured == pytest.approx(1)
 
 
 def test_its_picture_speaks_of_tokens() -> None:
     with reader_of(model_of()) as reader:
-        figure = audit_picture(audit_memorizing(reader, QUESTION[:5], tokens=1))
+        figure = audit_picture(reader.audit(QUESTION[:5], tokens=1))
     assert any("7 of 203 tokens" in text.get_text().replace("\n", " ") for text in figure.texts)
 
 
 def test_what_cannot_be_audited_is_refused() -> None:
     with reader_of(model_of(), TEXT[:0]) as empty:
         with pytest.raises(InvalidArgument, match="nothing is in memory"):
-            audit_memorizing(empty, QUESTION[:2])
+            empty.audit(QUESTION[:2])
         refused: list[tuple[list[int], dict[str, Any]]] = [([], {}), ([1], {"tokens": 0}), ([1], {"top_k": 0})]
         for ids, options in refused:
             with pytest.raises(InvalidArgument, match="at least one token"):
-                audit_memorizing(empty, ids, **options)
+                empty.audit(ids, **options)
 
 
 def test_blocks_that_a_repair_has_dropped_are_left_out(tmp_path: Path) -> None:
@@ -161,8 +160,8 @@ def test_blocks_that_a_repair_has_dropped_are_left_out(tmp_path: Path) -> None:
     with MemorizingReader(model_of(), tmp_path / "a.mem", block_size=SIZE) as reader:
         assert reader.memory.repair(drop_blocks=True).left == []
         assert reader.document.dropped == [range(4, 5)]
-        audit = audit_memorizing(reader, QUESTION, tokens=2)
-        every = audit_memorizing(reader, QUESTION, tokens=2, top_k=300)
+        audit = reader.audit(QUESTION, tokens=2)
+        every = reader.audit(QUESTION, tokens=2, top_k=300)
     assert audit.stored_tokens == 203 - SIZE + 12
     assert (audit.recall, audit.index_recall) == (1, 1)
     assert 4 not in {each.block for each in audit.missed}

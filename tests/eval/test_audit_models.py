@@ -10,12 +10,10 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTReader
-from memstore.models.drt.audit import audit_drt
 from memstore.models.landmark import LandmarkReader
-from memstore.models.landmark.audit import audit_landmark
 from memstore.models.landmark.choice import LandmarkChoice
+from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choices
-from memstore.readers.retrieval import Retrieval
 from tests.eval.drts import small_drt
 from tests.eval.landmarks import small_landmark
 
@@ -24,8 +22,8 @@ QUESTION = torch.randint(0, 256, (17,), generator=torch.Generator().manual_seed(
 EACH = Retrieval(top_k=3, every=1, share="none", share_tokens=False)
 
 
-def landmark_reader(**changes: Any) -> LandmarkReader:
-    reader = LandmarkReader(small_landmark(**changes), "ram:", retrieval=EACH).open()
+def landmark_reader(retrieval: Retrieval = EACH, **changes: Any) -> LandmarkReader:
+    reader = LandmarkReader(small_landmark(**changes), "ram:", retrieval=retrieval).open()
     reader.read(TEXT)
     return reader
 
@@ -37,10 +35,10 @@ def drt_reader(**changes: Any) -> DRTReader:
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1, "num_attention_heads": 4}], ids=["plain", "gqa"])
-def test_a_landmark_models_own_weights_are_the_truth(changes: dict[str, int]) -> None:
+def test_a_landmark_models_own_weights_are_the_truth(changes: dict[str, Any]) -> None:
     """The model's softmax over all landmarks, asked for at the same token."""
     with landmark_reader(**changes) as reader:
-        audit = audit_landmark(reader, QUESTION, tokens=1)
+        audit = reader.audit(QUESTION, tokens=1)
         cache = reader.cache()
         choices = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.blocks[0, :, -1], *choice.weights()))
         cache.observers.append(choices)
@@ -57,8 +55,9 @@ def test_a_landmark_models_own_weights_are_the_truth(changes: dict[str, int]) ->
 
 def test_heads_that_share_a_list_miss_something() -> None:
     with landmark_reader() as reader:
-        alone = audit_landmark(reader, QUESTION, tokens=4)
-        together = audit_landmark(reader, QUESTION, tokens=4, retrieval=Retrieval(top_k=3, share="layer"))
+        alone = reader.audit(QUESTION, tokens=4)
+    with landmark_reader(Retrieval(top_k=3, share="layer")) as reader:
+        together = reader.audit(QUESTION, tokens=4)
     assert alone.recall == 1
     assert together.recall is not None
     assert together.recall < 1
@@ -68,8 +67,8 @@ def test_heads_that_share_a_list_miss_something() -> None:
 
 @pytest.mark.parametrize("top_k", [40, "all"])
 def test_with_all_blocks_retrieved_a_landmark_model_misses_nothing(top_k: int) -> None:
-    with landmark_reader() as reader:
-        audit = audit_landmark(reader, QUESTION, tokens=9, retrieval=Retrieval(top_k=top_k, share="layer"))
+    with landmark_reader(Retrieval(top_k=top_k, share="layer")) as reader:
+        audit = reader.audit(QUESTION, tokens=9)
     assert audit.captured == pytest.approx(1)
     assert audit.recall == 1
     assert audit.missed == []
@@ -80,8 +79,8 @@ def test_with_all_blocks_retrieved_a_landmark_model_misses_nothing(top_k: int) -
 def test_the_share_of_memory_is_what_is_left_beside_the_local_tokens() -> None:
     """With true positions the whole stream is one landmark attention, so shares can be had from its kernel's inputs."""
     retrieval = Retrieval(top_k="all", share="layer", positions="true")
-    with landmark_reader(num_hidden_layers=1) as reader:
-        audit = audit_landmark(reader, QUESTION, tokens=1, retrieval=retrieval)
+    with landmark_reader(retrieval, num_hidden_layers=1) as reader:
+        audit = reader.audit(QUESTION, tokens=1)
         model, config = reader.model, reader.model.config
     ids = torch.cat([TEXT, QUESTION])
     size = config.block_size
@@ -108,7 +107,7 @@ def test_the_share_of_memory_is_what_is_left_beside_the_local_tokens() -> None:
 
 def test_a_drt_is_audited_where_a_block_ends() -> None:
     with drt_reader() as reader:
-        audit = audit_drt(reader, QUESTION, tokens=8)
+        audit = reader.audit(QUESTION, tokens=8)
         cache = reader.cache()
         with torch.no_grad():
             output = reader.model(QUESTION[None], past_key_values=cache, output_retrieval=True)
@@ -125,7 +124,7 @@ def test_a_drt_is_audited_where_a_block_ends() -> None:
 
 def test_a_drt_that_takes_all_blocks_misses_nothing() -> None:
     with drt_reader(retrieval_top_k=64) as reader:
-        audit = audit_drt(reader, QUESTION, tokens=8)
+        audit = reader.audit(QUESTION, tokens=8)
     assert audit.captured == pytest.approx(1)
     assert audit.missed == []
     assert [each.margin for each in audit.layers] == [None, None]
@@ -136,7 +135,7 @@ def test_what_an_approximate_index_misses_is_counted(tmp_path: Path) -> None:
     with DRTReader(small_drt(), tmp_path / "a.mem", index="faiss:IVF64,Flat") as reader:
         reader.read(torch.randint(0, 256, (7 * 8000,), generator=torch.Generator().manual_seed(5)))
         reader.memory.build_indexes()
-        audit = audit_drt(reader, QUESTION, tokens=30)
+        audit = reader.audit(QUESTION, tokens=30)
     assert audit.recall is not None
     assert audit.recall < 1
     assert audit.index_recall == pytest.approx(audit.recall)
@@ -146,10 +145,10 @@ def test_what_an_approximate_index_misses_is_counted(tmp_path: Path) -> None:
 def test_what_cannot_be_audited_is_refused() -> None:
     with drt_reader() as reader:
         with pytest.raises(InvalidArgument, match="none ends in this question"):
-            audit_drt(reader, QUESTION[:1], tokens=1)
+            reader.audit(QUESTION[:1], tokens=1)
         with pytest.raises(InvalidArgument, match="at least one token"):
-            audit_drt(reader, [])
+            reader.audit([])
     with LandmarkReader(small_landmark(), "ram:", retrieval=EACH) as short:
         short.read(TEXT[:3])
         with pytest.raises(InvalidArgument, match="no block is in memory"):
-            audit_landmark(short, QUESTION[:2], tokens=1)
+            short.audit(QUESTION[:2], tokens=1)

@@ -111,8 +111,8 @@ def test_weights_are_the_parts_that_tokens_have_in_the_output(joint: bool, monke
     mixed = Mixed(model, monkeypatch)
     with MemorizingReader(model, "ram:", block_size=4) as reader:
         reader.read(text)
-        with reader.record([1]) as recorder:
-            cache = reader.cache(recorder=recorder)
+        with reader.record([1]):
+            cache = reader.cache()
             for piece in tokens(WINDOW + 3).split([5, 1, WINDOW - 3], 1):
                 model(piece, past_key_values=cache)
         look = only_look(reader)
@@ -135,8 +135,8 @@ def test_tokens_of_the_call_itself_belong_to_no_document() -> None:
     model, ids = small(), tokens(3 * WINDOW, rows=2)
     with MemorizingReader(model, "ram:", block_size=4) as reader:
         reader.read(tokens(6)[0])
-        with reader.record(ids[0]) as recorder:
-            model(ids, past_key_values=reader.cache(2, recorder=recorder))
+        with reader.record(ids[0]):
+            model(ids, past_key_values=reader.cache(2))
         trace = reader.memory.traces.last()
         assert trace is not None
         looks = trace.steps()[0].looks

@@ -36,8 +36,8 @@ class Remembering(Reference):
 
 def traced(reader: DRTReader, prompt: torch.Tensor) -> list[Step]:
     """The steps of calls with so many tokens of ``prompt [rows, T]`` each."""
-    with torch.no_grad(), reader.record(prompt[0]) as recorder:
-        cache = reader.cache(len(prompt), recorder=recorder)
+    with torch.no_grad(), reader.record(prompt[0]):
+        cache = reader.cache(len(prompt))
         for piece in prompt.split(list(CALLS), 1):
             reader.model(piece, past_key_values=cache)
     last = reader.memory.traces.last()
@@ -149,11 +149,24 @@ def test_an_empty_document_is_traced_without_looks() -> None:
         assert [step.looks for step in trace.steps()] == [[], []]
 
 
+def test_a_step_before_any_block_ends_has_the_lists_that_the_end_of_the_document_has_chosen() -> None:
+    model = make()
+    size = model.config.tokens_per_block
+    text = tokens(LENGTH // size * size + 2)
+    with DRTReader(model, "ram:") as reader:
+        reader.read(text[0, :-1])
+        reader.generate(text[:, -1:], max_new_tokens=1, do_sample=False, trace=True)
+        trace = reader.memory.traces.last()
+        assert trace is not None
+        (step,) = trace.steps()
+    assert [look.layer for look in step.looks] == trace.info["layers"]
+
+
 def test_beams_are_not_traced() -> None:
     model = make()
     with DRTReader(model, "ram:") as reader:
         reader.read(tokens(50)[0])
         with pytest.raises(InvalidArgument, match="without beams"):
             reader.generate(tokens(3), max_new_tokens=2, num_beams=2, trace=True)
-        with reader.record([1, 2]) as recorder, pytest.raises(InvalidArgument, match="in order"):
-            reader.cache(2, recorder=recorder).reorder_cache(torch.tensor([1, 1]))
+        with reader.record([1, 2]), pytest.raises(InvalidArgument, match="in order"):
+            reader.cache(2).reorder_cache(torch.tensor([1, 1]))

@@ -55,8 +55,8 @@ def traced(model: LandmarkForCausalLM, text: Tensor, retrieval: Retrieval, calls
     """The steps of calls with so many tokens each, after a document of ``READ`` tokens."""
     with LandmarkReader(model, "ram:", retrieval=retrieval) as reader:
         reader.read(text[:READ])
-        with torch.no_grad(), reader.record(text[READ:]) as recorder:
-            cache = reader.cache(recorder=recorder)
+        with torch.no_grad(), reader.record(text[READ:]):
+            cache = reader.cache()
             for piece in text[None, READ : READ + sum(calls)].split(calls, 1):
                 model(piece, past_key_values=cache)
         trace = reader.memory.traces.last()
@@ -126,8 +126,8 @@ def test_rows_of_different_lengths_are_traced_as_they_would_be_alone() -> None:
         reader.read(text)
         alone = []
         for ids, here in ((rows, mask), (rows[:1], None), (rows[1:, :5], None)):
-            with reader.record(ids[0]) as recorder:
-                model(ids, past_key_values=reader.cache(len(ids), recorder=recorder), attention_mask=here)
+            with reader.record(ids[0]):
+                model(ids, past_key_values=reader.cache(len(ids)), attention_mask=here)
             trace = reader.memory.traces.last()
             assert trace is not None
             alone.append(trace.steps()[0].looks)
@@ -163,5 +163,5 @@ def test_generate_records_what_it_chose() -> None:
         assert trace.tokens() == out[0, 5:].tolist()
         assert trace.info["mechanism"] == "landmark"
         assert trace.info["layers"] == [1, 2]
-        with reader.record([1]) as recorder, pytest.raises(InvalidArgument, match="in order"):
-            reader.cache(2, recorder=recorder).reorder_cache(torch.tensor([1, 1]))
+        with reader.record([1]), pytest.raises(InvalidArgument, match="in order"):
+            reader.cache(2).reorder_cache(torch.tensor([1, 1]))

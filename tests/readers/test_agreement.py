@@ -42,6 +42,7 @@ def test_a_stock_model_gives_what_it_retrieves_as_much_attention_in_the_trace_as
     assert [look.layer for look in looks] == [layer.layer for layer in audit.layers]
     for look, layer in zip(looks, audit.layers, strict=True):
         # An audit counts what was missed among all attention, a trace knows nothing of it.
+        assert layer.memory is not None
         held = layer.captured * layer.memory
         torch.testing.assert_close(retrieved(look), (held / (1 - layer.memory + held)).double(), rtol=1e-3, atol=1e-5)
         mine = {missed.block for missed in audit.missed if missed.layer == look.layer}
@@ -75,6 +76,7 @@ def test_a_landmark_model_has_one_weight_for_a_block_in_search_trace_and_audit()
         reader.read(text[: 120 // model.config.segment_tokens * model.config.segment_tokens])
         looks, audit = traced(reader, question), reader.audit(question, tokens=1)
         for look, layer in zip(looks, audit.layers, strict=True):
+            assert layer.memory is not None
             held = layer.captured * layer.memory
             all_seen = 1 - layer.memory + held
             torch.testing.assert_close(retrieved(look), (held / all_seen).double(), rtol=1e-3, atol=1e-5)
@@ -95,4 +97,5 @@ def test_a_memorizing_transformer_gives_tokens_as_much_in_the_trace_as_in_the_au
         reader.read(text[:100])
         (look,), audit = traced(reader, text[100:107]), reader.audit(text[100:107], tokens=1)
     (layer,) = audit.layers
+    assert layer.memory is not None
     torch.testing.assert_close(retrieved(look), layer.memory.double(), rtol=1e-3, atol=1e-5)

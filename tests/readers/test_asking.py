@@ -12,8 +12,7 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.search import Match
-from memstore.readers.asking import asked_in, loops, passages, wanted_in
-from memstore.readers.passages import Passage
+from memstore.readers.asking import Passage, asked_in, loops, passages, wanted_in
 from memstore.readers.reader import Reader
 from tests.eval.drts import byte_tokenizer
 from tests.instruct import TEMPLATE, instruct_model, instruct_tokenizer, saying

@@ -10,8 +10,7 @@ import torch
 
 from memstore import Retrieval
 from memstore.models.memorizing import add_knn_memory, knn_memory_of
-from memstore.readers.kinds import ATTACHED
-from memstore.readers.retrieval import table
+from memstore.readers.kinds import ATTACHED, table
 from memstore.testing.readers import ReaderTests, hooks
 from tests.eval.memorizing import small_memorizing
 from tests.models import drt, landmark

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memstore.readers.stock.positions import place
+from memstore.readers.stock.selection import place
 
 S = 4
 LIMIT = 100

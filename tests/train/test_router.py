@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import memstore
 from memstore.attention import Router
+from memstore.attention.routing import save_router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 from memstore.eval.questions import own
 from memstore.eval.questions.sets import QuestionSet
-from memstore.readers.stock.selection import save_router
 from memstore.train import RouterOptions, train_router
 from tests.eval.drts import byte_tokenizer, small_drt
 from tests.readers.models import attach, tiny
@@ -99,7 +99,7 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
     with pytest.raises(NotFound, match="name what memstore train router wrote"):
         memstore.attach(other, "ram:", router=tmp_path / "nowhere")
     with attach(model_of(), "ram:") as reader:
-        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture)
+        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture.shape)
     with pytest.raises(DamagedError, match="router must be finite arrays"):
         memstore.attach(model_of(), "ram:", router=tmp_path / "small")
     with pytest.raises(InvalidArgument, match="leave routing_layers"):

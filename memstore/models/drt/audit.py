@@ -9,51 +9,27 @@ were retrieved. ``recall`` is of the true best blocks by exact search, so for a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.models.drt.choice import DRTChoice
 from memstore.models.drt.reader import DRTReader
-from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
+from memstore.readers.audit import Auditor, exact_scores, index_recall
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
 
 
-def audit_drt(
-    reader: DRTReader,
-    token_ids: Sequence[int] | Tensor,
-    *,
-    tokens: int | None = None,
-    top_k: int | None = None,
-    progress: bool = False,
-) -> Audit:
-    """Let the DRT of ``reader`` read ``token_ids [n]`` after the document, and generate; audit each choice.
-
-    A DRT chooses at the end of each block, for the tokens of the next one: so a step is a block that ends within the
-    question or the ``tokens`` generated after it, by default a block. What was chosen before the question is none.
-
-    Args:
-        reader: of the document.
-        token_ids: the question.
-        tokens: to generate.
-        top_k: blocks of a list; as many as the model was trained with if None.
-        progress: nothing here takes long.
-
-    Raises:
-        InvalidArgument: no question, or no block ends in it.
-        DamagedError: a block cannot be read.
-    """
-    return DRTAuditor(reader, top_k).audit(token_ids, tokens, progress=progress)
-
-
 class DRTAuditor(Auditor):
-    """See ``audit_drt``."""
+    """What a DRT retrieves.
+
+    It chooses at the end of each block, for the tokens of the next one: so a step is a block that ends within the
+    question or the tokens generated after it, by default a block. What was chosen before the question is none.
+    """
 
     mechanism = "drt"
     positions = "scores know no positions; GCA has no full attention, so captured is of the softmax over all scores"

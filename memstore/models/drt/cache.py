@@ -64,7 +64,8 @@ class DRTCache(ModelCache):
         self.lists: list[LastList | None] = [None] * len(config.upper_layers)
         self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
-        self._told: ListsInUse | None = None
+        self.in_use: ListsInUse | None = None
+        """Which list each row uses, as long as somebody wants to know."""
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
@@ -168,10 +169,10 @@ class DRTCache(ModelCache):
 
     def tell_lists(self, group: int, packing: DRTPacking, lookup: GroupSearch | None) -> None:
         """Tell the observers which lists ``group`` uses in a segment; ``lookup``: what it chose there, if it did."""
-        if self.observers:
-            if self._told is None:
-                self._told = ListsInUse(self.config, self.rows, self.origin)
-            self.tell(self._told.choice(group, packing, lookup))
+        if self.observers and self.in_use is None:
+            self.in_use = ListsInUse(self.config, self.rows, self.origin)
+        if self.in_use is not None:
+            self.tell(self.in_use.choice(group, packing, lookup))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""

@@ -274,7 +274,7 @@ class DRTModel(nn.Module):
         """What is chosen, and the keys and values of it."""
         begun = time.perf_counter()
         chosen = self._choose_cached(cache, queries, limits)
-        if not cache.observers:
+        if not cache.observers and cache.in_use is None:
             return chosen, self._fetch(cache, group, chosen, x)
         searched = time.perf_counter()
         tiers = cache.origin.tiers(0, numbers(chosen.blocks))

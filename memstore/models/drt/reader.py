@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.memory import Document, MemorySpec, Recorder
+from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
 from memstore.models.drt.blocks import BlockMaker, TooLarge, blocks_of_a_pass
 from memstore.models.drt.cache import DRTCache
-from memstore.models.drt.choice import DRTChoice, group_layers
+from memstore.models.drt.choice import DRTChoice, ListsInUse, group_layers
 from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import MemoryTable
 from memstore.models.reading import CacheReader
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
-from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reading import Job, evaluating, pipelined
+from memstore.readers.observer import Choices, Origin
 from memstore.transfer import to_device, to_host
 
 SEGMENT_BLOCKS = 512
@@ -72,7 +71,7 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
     )
 
 
-class DRTReader(CacheReader):
+class DRTReader(CacheReader[DRTCache]):
     """A document of a memory, and the DRT that reads it.
 
     A model computes with states rounded to ``state_dtype`` and knows nothing of codecs: behind a memory with one it
@@ -113,20 +112,11 @@ class DRTReader(CacheReader):
             self._check_retriever()
 
     @torch.no_grad()
-    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> DRTCache:
-        """A cache that goes on where the document ends, for ``rows`` continuations at once.
-
-        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text in one pass.
-        It sees the blocks that are stored now. ``recorder``: what to write to, see ``record``.
-        """
-        if rows < 1:
-            raise InvalidArgument(f"a cache has at least one row, not {rows}")
-        if recorder is not None:
-            self._check_alone()
+    def _made(self, rows: int) -> DRTCache:
         with evaluating(self.model):
             cache, tail = self._started(rows)
-            if recorder is not None:
-                cache.observers.append(Recording(recorder))
+            if self.observers:  # the lists that the tail chooses are in use when they begin to watch
+                cache.in_use = ListsInUse(self.model.config, rows, cache.origin)
             cache.belong_to(self.model.model)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)

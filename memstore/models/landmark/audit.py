@@ -7,7 +7,7 @@ slots of their own, all older ones in one slot. A context-miss token is left out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,49 +20,20 @@ from memstore.memory import Document
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.reader import LandmarkReader
-from memstore.readers.audit import Audit, Auditor, exact_scores, index_recall
+from memstore.readers.audit import Auditor, exact_scores, index_recall
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
-from memstore.readers.retrieval import Retrieval
-
-
-def audit_landmark(
-    reader: LandmarkReader,
-    token_ids: Sequence[int] | Tensor,
-    *,
-    tokens: int | None = None,
-    top_k: int | None = None,
-    progress: bool = False,
-    retrieval: Retrieval | None = None,
-) -> Audit:
-    """Let the landmark model of ``reader`` read ``token_ids [n]`` after the document, and generate; audit each step.
-
-    Args:
-        reader: of the document.
-        token_ids: the question.
-        tokens: steps, 8 if None: the question's last token chooses the first one, and so on.
-        top_k: blocks of a list, if others than those of ``retrieval``.
-        progress: nothing here takes long.
-        retrieval: other options than those that the document was read with.
-
-    Raises:
-        InvalidArgument: no question, or nothing in memory yet.
-        DamagedError: a block cannot be read.
-    """
-    retrieval = reader.retrieval if retrieval is None else retrieval
-    if top_k is not None:
-        retrieval = replace(retrieval, top_k=top_k)
-    return LandmarkAuditor(reader, retrieval).audit(token_ids, tokens, progress=progress)
 
 
 class LandmarkAuditor(Auditor):
-    """See ``audit_landmark``."""
+    """What a landmark model retrieves."""
 
     mechanism = "landmark"
     positions = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
 
-    def __init__(self, reader: LandmarkReader, retrieval: Retrieval) -> None:
+    def __init__(self, reader: LandmarkReader, top_k: int | None) -> None:
         super().__init__(reader.model)
+        retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
         self._document, self.documents = reader.document, [reader.document.name]
         self.top_k = retrieval.top_k
         self._cache = reader.cache(retrieval=retrieval)

@@ -41,8 +41,8 @@ from memstore.models.landmark.past import Past
 from memstore.models.landmark.steps import LandmarkSteps
 from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing
+from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import numbers as as_numbers
-from memstore.readers.retrieval import Retrieval
 from memstore.transfer import alike, from_each, numbers, to_device
 
 

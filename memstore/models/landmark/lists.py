@@ -16,9 +16,8 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.tables import LayerBlocks
-from memstore.readers.kinds import LANDMARK
-from memstore.readers.retrieval import Retrieval
-from memstore.readers.retrieval import check_retrieval as check_of_kind
+from memstore.readers.attachment import check_retrieval as check_of_kind
+from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.transfer import to_device
 
 GATHERED = 1 << 22

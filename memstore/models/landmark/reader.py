@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, MemorySpec, Recorder
+from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best, check_layer
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
@@ -29,12 +29,10 @@ from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import LANDMARK
-from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reading import Job, evaluating
-from memstore.readers.retrieval import Retrieval
+from memstore.readers.kinds import LANDMARK, Retrieval
+from memstore.readers.observer import Choices, Origin
 from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256
@@ -90,7 +88,7 @@ def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
     return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)
 
 
-class LandmarkReader(CacheReader):
+class LandmarkReader(CacheReader[LandmarkCache]):
     """A document of a memory, and the landmark model that reads it.
 
     ``retrieval`` is by default the paper's: ``config.retrieval_top_k`` blocks for each head and token. A document is
@@ -147,25 +145,12 @@ class LandmarkReader(CacheReader):
         check_capacity(self.retrieval, self.capacity)
 
     @torch.no_grad()
-    def cache(
-        self, rows: int = 1, *, retrieval: Retrieval | None = None, recorder: Recorder | None = None
-    ) -> LandmarkCache:
-        """A cache that goes on where the document ends, for ``rows`` continuations at once.
-
-        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text. It sees the
-        blocks that are stored now. ``retrieval``: other options than those the text was read with. ``recorder``: what
-        to write to, see ``record``.
-        """
-        if rows < 1:
-            raise InvalidArgument(f"a cache has at least one row, not {rows}")
+    def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> LandmarkCache:
+        """See ``CacheReader``; ``retrieval``: other options than those the text was read with."""
         retrieval = self.retrieval if retrieval is None else retrieval
         check_retrieval(self.model.config, retrieval)
-        if recorder is not None:
-            self._check_alone()
         cache = self._begun(self._continued(), rows, retrieval)
         cache.belong_to(self.model.model)
-        if recorder is not None:
-            cache.observers.append(Recording(recorder))
         return cache
 
     def _described(self) -> dict[str, Any]:
@@ -186,7 +171,7 @@ class LandmarkReader(CacheReader):
             check_layer(self.memory, layer)
         if self.retrieval.top_k == "all":
             raise InvalidArgument("with top_k='all' nothing is chosen; make the reader with a number to search")
-        blocks, cache = self.document.complete_blocks, self.cache()
+        blocks, cache = self.document.complete_blocks, self._made(1)
         given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows, *choice.weights()))
         cache.observers.append(given)
         with evaluating(self.model):

@@ -11,7 +11,7 @@ Recall is of single tokens; what was missed is told by blocks, which add up what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from memstore.attention.knn import KNNAttention
 from memstore.memory import Document
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
-from memstore.readers.audit import Audit, Auditor, index_recall, pieces
+from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
 
@@ -35,32 +35,8 @@ JOINT = (
 )
 
 
-def audit_memorizing(
-    reader: MemorizingReader,
-    token_ids: Sequence[int] | Tensor,
-    *,
-    tokens: int | None = None,
-    top_k: int | None = None,
-    progress: bool = False,
-) -> Audit:
-    """Let the model of ``reader`` read ``token_ids [n]`` with the document in memory, and generate; audit each step.
-
-    Args:
-        reader: of the document.
-        token_ids: the question.
-        tokens: steps, 8 if None: the question's last token chooses the first one, and so on.
-        top_k: tokens that each query of each head looks up here; as many as the model was trained with if None.
-        progress: nothing here takes long.
-
-    Raises:
-        InvalidArgument: no question, or nothing in memory.
-        DamagedError: a block cannot be read.
-    """
-    return KNNAuditor(reader, top_k).audit(token_ids, tokens, progress=progress)
-
-
 class KNNAuditor(Auditor):
-    """See ``audit_memorizing``."""
+    """What a Memorizing Transformer retrieves: single tokens, which ``top_k`` counts."""
 
     mechanism = "knn"
 

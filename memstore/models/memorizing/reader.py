@@ -18,17 +18,16 @@ from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
-from memstore.memory import Document, MemorySpec, Recorder
+from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
-from memstore.readers.observer import Choices, Origin, Recording
-from memstore.readers.reading import Job, evaluating
+from memstore.readers.observer import Choices, Origin
 from memstore.transfer import to_device
 
 BLOCK_SIZE = 64
@@ -53,22 +52,19 @@ def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size:
         "layer_norm_eps",
     )
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
-    dtype = str(model.dtype).removeprefix("torch.")
     fingerprint = fingerprint_of(
         model,
         tokenizer,
         architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {made}",
         positions=f"window {config.window}, farthest {config.farthest}",
         layout="k of length 1, v, of single tokens",
-        dtype=dtype,
         block_size=block_size,
     )
-    return token_spec(
-        config.num_key_value_heads, config.head_dim, fingerprint=fingerprint, block_size=block_size, dtype=dtype
-    )
+    sizes = config.num_key_value_heads, config.head_dim
+    return token_spec(*sizes, fingerprint=fingerprint, block_size=block_size, dtype=fingerprint.dtype)
 
 
-class MemorizingReader(CacheReader):
+class MemorizingReader(CacheReader[MemorizingCache]):
     """A document of a memory, and the Memorizing Transformer that reads it. ``block_size``: of a new memory, 64."""
 
     kind = MEMORIZING
@@ -98,25 +94,15 @@ class MemorizingReader(CacheReader):
 
     # A memory of tokens keeps one layer, and windows of the others cannot be computed from it: so they begin empty.
     # What is asked is found too once it has left the window: it lies in tensors beside the document.
-    def cache(self, rows: int = 1, *, recorder: Recorder | None = None) -> MemorizingCache:
-        """A cache that finds the tokens of the document, for ``rows`` continuations at once; its windows are empty.
-
-        ``recorder``: what to write to, see ``record``.
-        """
-        if rows < 1:
-            raise InvalidArgument(f"a cache has at least one row, not {rows}")
+    def _made(self, rows: int) -> MemorizingCache:
         config = self.model.config
         own = max(config.memory_size, config.window)
         sizes = (config.num_key_value_heads, own, config.head_dim)
-        if recorder is not None:
-            self._check_alone()
         document = self._continued()
         memory = DocumentTokens(document, rows, *sizes, like=self.model)
         cache = MemorizingCache(self.model.config, rows, memory)
         cache.origin = Origin(document, self.model.device)
-        if recorder is not None:
-            cache.observers.append(Recording(recorder))
-        if recorder is not None or self.observers:
+        if self.observers:
             memory.stored.tiers = [{} for _ in range(rows)]
         return cache
 
@@ -127,7 +113,7 @@ class MemorizingReader(CacheReader):
             raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
         if not self.document.complete_blocks:
             return []
-        cache, asked = self.cache(), Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())
+        cache, asked = self._made(1), Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())
         cache.observers.append(asked)
         with evaluating(self.model):
             self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)

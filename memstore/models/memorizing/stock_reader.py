@@ -22,12 +22,12 @@ from memstore.memory.search import Match, search_vectors
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of
+from memstore.readers.attachment import Job, evaluating
 from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import KNN
 from memstore.readers.observer import Choices, Origin
 from memstore.readers.reader import Reader
-from memstore.readers.reading import Job, evaluating
 
 SEGMENT = 512
 """Tokens of a segment, for a model that was not trained with segments."""
@@ -53,17 +53,15 @@ class KNNReader(Reader):
         """See ``Reader``."""
         layer, number, size = self._layer, self._settings["layer"], BLOCK_SIZE if made is None else made.block_size
         size = size if self._block_size is None else self._block_size
-        dtype = str(self.model.dtype).removeprefix("torch.")
         fingerprint = fingerprint_of(
             self.model,
             self.tokenizer,
             architecture=f"{self.model.config.model_type} knn layer={number},groups={layer.groups},dim={layer.dim}",
             positions=f"segments of {self._segment_tokens}",
             layout="k before positions, v, of single tokens",
-            dtype=dtype,
             block_size=size,
         )
-        return token_spec(layer.groups, layer.dim, fingerprint=fingerprint, block_size=size, dtype=dtype)
+        return token_spec(layer.groups, layer.dim, fingerprint=fingerprint, block_size=size, dtype=fingerprint.dtype)
 
     def _install(self, stack: ExitStack) -> None:
         layer = self._layer

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
+from memstore.errors import MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.fingerprint import dividing
-from memstore.readers.stock.heads import counts
-from memstore.readers.stock.linear import LinearLayers, find_linear_layers, has_linear_layers
+from memstore.readers.stock.linear import LinearLayers, find_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,6 +123,11 @@ class Architecture:
     linear: LinearLayers | None = None
     """The layers of a hybrid that do not attend, and which of its layers the others are."""
 
+    @property
+    def shape(self) -> str:
+        """What a router that was trained for a model fits, in words."""
+        return f"{self.name} of {len(self.layers)} layers of {self.hidden_size}"
+
 
 @dataclass
 class _ProbedModule:
@@ -148,8 +152,6 @@ def identity(cos_sin: CosSin) -> CosSin:
 
 def examine(model: PreTrainedModel) -> Architecture:
     """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if it cannot be done."""
-    if not hasattr(model, "base_model") or not hasattr(model, "config"):
-        raise InvalidArgument(f"attach needs a causal LM of transformers, got {type(model).__name__}")
     try:
         return _examine(model)
     except MemstoreError:
@@ -173,7 +175,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
     once, linear = all(entry.calls == 1 for entry in seen), None
-    if has_linear_layers(model) and once:
+    if _has_linear_layers(model) and once:
         with torch.no_grad(), _probing(model, _values):
             found = find_linear_layers(model, len(seen))
         if isinstance(found, str):
@@ -220,6 +222,16 @@ def _examine(model: PreTrainedModel) -> Architecture:
     )
 
 
+def _has_linear_layers(model: PreTrainedModel) -> bool:
+    """Whether a cache of ``model`` has layers for what is no key and no value."""
+    from transformers import DynamicCache
+
+    try:
+        return any(hasattr(layer, "conv_states") for layer in DynamicCache(config=model.config).layers)
+    except (AttributeError, KeyError, TypeError, ValueError):  # its layers are of no kind that transformers keeps
+        return False
+
+
 def _fully_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
@@ -227,8 +239,9 @@ def _fully_sharded(model: nn.Module) -> bool:
 
 
 def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: int) -> LayerPlan:
-    heads = counts((plan.heads, plan.key_heads), config, size)
-    if heads is None:
+    heads = plan.heads * size, plan.key_heads * size
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads != (config.num_attention_heads, groups):  # they are not divided alike
         raise _unsupported(
             model, f"its heads cannot be told apart: each of {size} processes has {plan.heads} and {plan.key_heads}"
         )

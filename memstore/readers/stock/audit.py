@@ -13,7 +13,7 @@ model's own attention, and with true positions the first layer's is full attenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from memstore.errors import InvalidArgument
 from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory import Document
 from memstore.progress import progress_bar
-from memstore.readers.audit import Audit, Auditor, index_recall, pieces
+from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
-from memstore.readers.stock.positions import place
 from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.selection import place
 from memstore.readers.stock.visible import Candidates
 
 READ = 256
@@ -61,32 +61,8 @@ class _LastToken(NamedTuple):
     """What an index of its own was asked by: position-free queries ``[H, t, D]``."""
 
 
-def audit_attached(
-    attached: StockReader,
-    token_ids: Sequence[int] | Tensor,
-    *,
-    tokens: int | None = None,
-    top_k: int | None = None,
-    progress: bool = False,
-) -> Audit:
-    """Let the attached model read ``token_ids [n]``, a question, and generate; audit each step.
-
-    Args:
-        attached: inside its ``with`` block.
-        token_ids: the question.
-        tokens: steps, at most, 8 if None: the question's last token chooses the first one, and so on.
-        top_k: blocks of a list; as many as it was attached with if None.
-        progress: show a progress bar.
-
-    Raises:
-        InvalidArgument: no question, nothing stored that could be retrieved, or ``on_error="miss"``.
-        DamagedError: a block cannot be read.
-    """
-    return StockAuditor(attached, top_k).audit(token_ids, tokens, progress=progress)
-
-
 class StockAuditor(Auditor):
-    """See ``audit_attached``."""
+    """What an attached stock model retrieves. It reads every block, so not with ``on_error="miss"``."""
 
     mechanism = "attach"
 

@@ -21,8 +21,7 @@ from memstore.memory.spec import plain_layouts
 from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.draft import StockDraft
-from memstore.readers.stock.positions import LocalTokens
-from memstore.readers.stock.selection import CandidateLists, FetchedList, Selection
+from memstore.readers.stock.selection import CandidateLists, FetchedList, LocalTokens, Selection
 from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
 from memstore.readers.stock.steps import CallSteps
 from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
@@ -20,9 +20,9 @@ from memstore.errors import InvalidArgument
 from memstore.memory.tensors import own_types
 from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.observer import Observer
+from memstore.readers.ranks import Ranks
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
-from memstore.readers.stock.heads import DividedHeads
 from memstore.readers.stock.linear import cache_with
 from memstore.readers.stock.selection import Selection
 from memstore.transfer import to_device
@@ -125,13 +125,7 @@ class Hooks:
 
     def hidden_states(self, tokens: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
         """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` on their own, without the memory."""
-        self._tap = {}
-        call = Call(self.selection, reading=True)
-        try:
-            self.forward(call, tokens)
-        finally:
-            tapped, self._tap = self._tap, None
-            call.release()
+        tapped = self._tapped(Call(self.selection, reading=True), tokens)
         return {layer: tapped[layer] for layer in layers}
 
     def asking(self, tokens: Tensor) -> dict[int, Tensor]:
@@ -139,8 +133,13 @@ class Hooks:
 
         Where layers choose for themselves. It leaves no trace.
         """
-        call, self._tap = self._new_call(), {}
+        call = self._new_call()
         call.observers = ()
+        return self._tapped(call, tokens)
+
+    def _tapped(self, call: Call, tokens: Tensor) -> dict[int, Tensor]:
+        """What layers are given for the ``tokens [n]`` of ``call``, which is released."""
+        self._tap = {}
         try:
             self.forward(call, tokens)
         finally:
@@ -282,6 +281,32 @@ class Hooks:
                 raise _Enough
 
         return hook
+
+
+class DividedHeads:
+    """What processes tell each other of their heads, where torch has divided layers among them (tensor parallelism).
+
+    A layer asks a memory with all its heads, and has stored all of them. So before attention each process is told the
+    heads of the others, and goes on with its own part of what attention gives. Each opens the memory for itself.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._ranks = Ranks(group)
+
+    def whole(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """All heads of each of ``parts [B, heads, T, D]``, in one collective. Raises as ``Ranks.gathered``."""
+        parts = list(parts)
+        told = self._ranks.gathered(torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1))
+        sizes = [part.shape[1] * part.shape[3] for part in parts]
+        found = zip(*(each.split(sizes, -1) for each in told), strict=True)
+        return [
+            torch.cat([each.unflatten(-1, (-1, part.shape[3])) for each in of_all], 2).transpose(1, 2)
+            for part, of_all in zip(parts, found, strict=True)
+        ]
+
+    def own(self, out: Tensor) -> Tensor:
+        """Of all heads of ``out [B, H, T, D]`` those of this process."""
+        return out.chunk(self._ranks.size, 1)[self._ranks.rank]
 
 
 def check_free(model: nn.Module) -> None:

@@ -68,14 +68,6 @@ class LinearLayers:
         return [state[0] for state in _states(layers, self.slots)]
 
 
-def has_linear_layers(model: PreTrainedModel) -> bool:
-    """Whether a cache of ``model`` has layers for what is no key and no value."""
-    try:
-        return any(hasattr(layer, "conv_states") for layer in _empty(model.config))
-    except (AttributeError, KeyError, TypeError, ValueError):  # its layers are of no kind that transformers keeps
-        return False
-
-
 def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers | str:
     """The layers of ``model`` that do not attend, where ``attending`` others do; or why it cannot go on from states.
 

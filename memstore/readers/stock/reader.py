@@ -13,29 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from memstore.attention import Router, choose, pooled
+from memstore.attention.routing import load_router
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
-from memstore.readers.attachment import Place
+from memstore.readers.attachment import Job, Place, pipelined
 from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import STOCK, encode
+from memstore.readers.kinds import STOCK, Retrieval, encode
 from memstore.readers.reader import Reader
-from memstore.readers.reading import Job, pipelined
-from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks, cache_of, check_free
 from memstore.readers.stock.reading import Opening, SegmentReading, ending, recurrent_at_end
-from memstore.readers.stock.selection import (
-    SAMPLE_TOKENS,
-    CandidateLists,
-    DocumentWords,
-    Selection,
-    load_router,
-    router_samples,
-)
+from memstore.readers.stock.selection import CandidateLists, DocumentWords, Selection
 from memstore.readers.stock.sharded import ShardedSelection
 from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
 
@@ -47,6 +39,8 @@ BLOCK_SIZE = 64
 """Tokens per block of a new memory."""
 CODE_DIM = 256
 """Dimensions of the codes that route for all layers; one bit each."""
+SAMPLE_TOKENS = 2048
+"""Tokens of the document, and as many of general text: a document that repeats itself must not decide alone."""
 ASKED = "\n\nQuestion: "
 """Between a block and the query whose likelihood is asked for."""
 AT_ONCE = 16
@@ -102,7 +96,8 @@ class StockReader(Reader):
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
         self._trained: tuple[int, Router] | None = None
         if router is not None:
-            self._trained = load_router(router, self.architecture, _code_dim(self.architecture))
+            shape, hidden = self.architecture.shape, self.architecture.hidden_size
+            self._trained = load_router(router, shape, hidden, _code_dim(self.architecture))
             if self.retrieval.share != "model" or routing_layers not in (None, (self._trained[0],)):
                 raise InvalidArgument(
                     f"the router {router} chooses for all layers in layer {self._trained[0]}: leave routing_layers and "
@@ -466,6 +461,30 @@ class StockReader(Reader):
         queries = asking if options.query == "all" else asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0].cpu()
+
+
+def router_samples(tokens: Tensor, tokenizer: Any, vocabulary: int) -> list[Tensor]:
+    """What a router is fitted to, each ``[n]``: the beginning of the document ``tokens``, and general text."""
+    general = general_sample(tokenizer, vocabulary)
+    # A shorter beginning would make the router depend on how the text is cut into calls.
+    return [tokens[:SAMPLE_TOKENS], general] if len(tokens) >= SAMPLE_TOKENS else [general]
+
+
+def general_sample(tokenizer: Any, vocabulary: int) -> Tensor:
+    """Tokens of English prose that every Python carries, its language reference; random ids without a tokenizer."""
+    text = "" if tokenizer is None else _language_reference()
+    if not text:
+        return torch.randint(vocabulary, (SAMPLE_TOKENS,), generator=torch.Generator().manual_seed(0))
+    ids: Tensor = torch.as_tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:SAMPLE_TOKENS])
+    return ids
+
+
+def _language_reference() -> str:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions of Python leave it out
+        return ""
+    return "\n".join(str(topics[name]) for name in sorted(topics))[:40_000]
 
 
 def _code_dim(architecture: Architecture) -> int:

@@ -22,7 +22,7 @@ from memstore.attention import sub_block_means
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.tensors import as_stored, own_types
-from memstore.readers.reading import Job, segments
+from memstore.readers.attachment import Job, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible

@@ -19,9 +19,8 @@ from memstore.attention.routing import inherited, late_interaction, pooled
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.block_attention.fused import whole_mask
 from memstore.readers.ranks import Ranks, Share
-from memstore.readers.retrieval import Retrieval
 from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.selection import CandidateLists, DocumentWords, Selection
+from memstore.readers.stock.selection import CandidateLists, Selection
 from memstore.readers.stock.visible import (
     SHORT,
     AttachedDocument,
@@ -57,16 +56,9 @@ class _Scores(NamedTuple):
 class ShardedSelection(Selection):
     """Chooses as ``Selection`` does, together with the other ranks."""
 
-    def __init__(
-        self,
-        share: Share,
-        architecture: Any,
-        retrieval: Retrieval,
-        block_size: int,
-        index_layers: Sequence[int],
-        words: DocumentWords,
-    ) -> None:
-        super().__init__(architecture, retrieval, block_size, index_layers, words)
+    def __init__(self, share: Share, *options: Any) -> None:
+        """``options`` are those of ``Selection``."""
+        super().__init__(*options)
         self.share, self.ranks = share, share.ranks
         self.last = ShortDocuments()
         """The last blocks of short documents."""
