@@ -26,15 +26,12 @@ from memstore.tools.eval_memorizing import lookup
 from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, squad
 from memstore.tools.eval_ruler import ruler
 from memstore.tools.export import export, import_
-from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
 from memstore.tools.interrupts import pressed
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
 from memstore.tools.look import index, ls, stats
 from memstore.tools.mcp import mcp
 from memstore.tools.mend import repair, verify, with_way_out
 from memstore.tools.models import DRT, kind_named
-from memstore.tools.options import Dtype, Threads, use_threads
-from memstore.tools.output import Json, Report, verb
 from memstore.tools.plot import plot
 from memstore.tools.read import read
 from memstore.tools.search import search
@@ -47,6 +44,22 @@ from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
 from memstore.tools.train_router import router
 from memstore.tools.trust import trust
+from memstore.tools.verb import (
+    EXIT_CODES,
+    FAILED,
+    INTERRUPTED,
+    PIPE,
+    USAGE,
+    Dtype,
+    Interrupted,
+    Json,
+    Mistake,
+    Report,
+    Threads,
+    report_failure,
+    use_threads,
+    verb,
+)
 from memstore.tools.view import view
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"

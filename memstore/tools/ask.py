@@ -13,8 +13,21 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.stored import printable
 from memstore.tools.models import LoadedModel, load_recorded
-from memstore.tools.options import Device, Filter, Index, MemoryUrl, Threads, TopK, use_threads
-from memstore.tools.output import Json, Page, Report, cell, index_bar, waiting
+from memstore.tools.verb import (
+    Device,
+    Filter,
+    Index,
+    Json,
+    MemoryUrl,
+    Page,
+    Report,
+    Threads,
+    TopK,
+    cell,
+    index_bar,
+    use_threads,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

@@ -140,7 +140,7 @@ def answer_questions(
 ) -> dict[str, Any]:
     """Open the memory and ask each volume; what the second process does."""
     from memstore.memory import open_memory
-    from memstore.tools.options import use_threads
+    from memstore.tools.verb import use_threads
 
     use_threads(threads)
     begun = time.perf_counter()
@@ -197,7 +197,7 @@ def _question(tokenizer: Any, sample: Sample) -> str:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from memstore.tools.output import Page
+    from memstore.tools.verb import Page
 
     page = Page()
     for answer in result["answers"]:

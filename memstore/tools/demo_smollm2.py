@@ -149,7 +149,7 @@ def answer_questions(folder: str, questions: list[list[str]], threads: int | Non
     import os
 
     from memstore.tools.models import load_recorded
-    from memstore.tools.options import use_threads
+    from memstore.tools.verb import use_threads
 
     use_threads(threads)
     with PeakMemory() as peak, memstore.open(folder, mode="r") as memory:
@@ -230,7 +230,7 @@ def _counts(answers: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from memstore.tools.output import Page
+    from memstore.tools.verb import Page
 
     page = Page()
     for answer in result["answers"]:

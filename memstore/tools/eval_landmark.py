@@ -12,8 +12,8 @@ import typer
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import encode, quiet_transformers
 from memstore.tools.models import load_model, resolve_model
-from memstore.tools.output import Page, Report
 from memstore.tools.texts import read_text
+from memstore.tools.verb import Page, Report
 
 if TYPE_CHECKING:
     from memstore.eval.landmark import LengthRow

@@ -15,8 +15,7 @@ import typer
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import require_transformers
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.options import Device, Dtype, RouterFile, Threads, taking, use_threads
-from memstore.tools.output import Json, Page, Report
+from memstore.tools.verb import Device, Dtype, Json, Page, Report, RouterFile, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.rankers import Ranker

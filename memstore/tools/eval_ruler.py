@@ -12,8 +12,7 @@ from memstore.readers.kinds import encode, require_transformers
 from memstore.tools.eval import Lengths, Samples, Seed, parse_lengths
 from memstore.tools.eval_questions import Model
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.options import Device, Dtype, Threads, taking, use_threads
-from memstore.tools.output import Json, Page, Report
+from memstore.tools.verb import Device, Dtype, Json, Page, Report, Threads, taking, use_threads
 
 COLUMNS = ("task", "length", "tokens", "samples", "score", "ms_to_answer")
 

@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, NotFound
 from memstore.tools import ignoring, parsing
-from memstore.tools.options import on_disk
 from memstore.tools.parsing import chats, html_text
 from memstore.tools.texts import STDIN, read_text
+from memstore.tools.verb import on_disk
 
 TEXTS = {".txt", ".md", ".markdown", ".rst", ".org", ".tex", ".csv"}
 """Endings of what claims to be text: a file of these that is none is told, others are passed over."""

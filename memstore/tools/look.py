@@ -7,8 +7,7 @@ from typing import Any
 from unicodedata import normalize
 
 import memstore
-from memstore.tools.options import Index, MemoryUrl, facts_of, time_of
-from memstore.tools.output import Json, Page, Report, bar, flattened
+from memstore.tools.verb import Index, Json, MemoryUrl, Page, Report, bar, facts_of, flattened, time_of
 
 _DOCUMENT = ("document", "tokens", "blocks", "full")
 _WHERE_ANY = ("pinned", "expires", "changed", "meta")

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from memstore.errors import NotFound
-from memstore.tools.options import Device, Index, MemoryUrl, Model, Threads, TopK, use_threads
-from memstore.tools.output import Report, waiting
 from memstore.tools.serve import Host, TokenFile, run, token_for
+from memstore.tools.verb import Device, Index, MemoryUrl, Model, Report, Threads, TopK, use_threads, waiting
 
 Port = Annotated[
     int | None,

@@ -13,8 +13,7 @@ import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.tools.ask import Dtype, document_name
 from memstore.tools.audit import AuditQuestion, DocumentName, MaxTokens, Model, TopK, run_audit
-from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
-from memstore.tools.output import Report
+from memstore.tools.verb import Device, Index, MemoryUrl, Report, Threads, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

@@ -14,9 +14,8 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
 from memstore.tools.ask import attached
 from memstore.tools.models import chosen_name, load_recorded
-from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
-from memstore.tools.output import Page, Report, index_bar
 from memstore.tools.show import decode
+from memstore.tools.verb import Device, MemoryUrl, Page, Report, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.tools.options import Device, Index, Threads, TopK, lasting, use_threads
-from memstore.tools.output import Report, waiting
 from memstore.tools.texts import read_text
+from memstore.tools.verb import Device, Index, Report, Threads, TopK, lasting, use_threads, waiting
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

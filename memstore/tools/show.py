@@ -10,8 +10,7 @@ import typer
 import memstore
 from memstore.errors import NotFound
 from memstore.tools.models import name_model, tokenizer_of
-from memstore.tools.options import MemoryUrl, ModelThatRead
-from memstore.tools.output import Page, Report
+from memstore.tools.verb import MemoryUrl, ModelThatRead, Page, Report
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,8 @@ import typer
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.tools.models import name_model
-from memstore.tools.options import MemoryUrl, ModelThatRead
-from memstore.tools.output import Page, Report
 from memstore.tools.show import decode
+from memstore.tools.verb import MemoryUrl, ModelThatRead, Page, Report
 
 if TYPE_CHECKING:
     from memstore.memory import Look, Memory, Step, Trace

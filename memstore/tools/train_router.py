@@ -11,8 +11,7 @@ import typer
 
 from memstore.readers.kinds import require_transformers
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.options import Device, Dtype, Threads, taking, use_threads
-from memstore.tools.output import Json, Page, Report
+from memstore.tools.verb import Device, Dtype, Json, Page, Report, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.sets import QuestionSet

@@ -8,7 +8,7 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.tools.models import remember
-from memstore.tools.output import Report
+from memstore.tools.verb import Report
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub id, or smollm2.", show_default=False)

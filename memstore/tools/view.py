@@ -10,8 +10,7 @@ import typer
 
 import memstore
 from memstore.tools.models import name_model
-from memstore.tools.options import MemoryUrl, ModelThatRead
-from memstore.tools.output import Report
+from memstore.tools.verb import MemoryUrl, ModelThatRead, Report
 
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
 Host = Annotated[str, typer.Option(help="Address to listen at. Other machines can reach all but the default.")]

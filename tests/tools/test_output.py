@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.stored import on_one_line, printable
-from memstore.tools.output import Page, cell, counted
+from memstore.tools.verb import Page, cell, counted
 
 
 @pytest.mark.parametrize(
