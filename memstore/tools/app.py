@@ -26,7 +26,6 @@ from memstore.tools.eval_memorizing import lookup
 from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, squad
 from memstore.tools.eval_ruler import ruler
 from memstore.tools.export import export, import_
-from memstore.tools.interrupts import pressed
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
 from memstore.tools.look import index, ls, stats
 from memstore.tools.mcp import mcp
@@ -225,13 +224,16 @@ def options(
     _help_alone(context)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set."""
+def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = lambda: False) -> int:
+    """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set.
+
+    ``pressed``: whether Ctrl-C was pressed; then every error is that.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if sys.stdout is None or sys.stderr is None:  # closed by who started us; a file opened now could take its place
         return FAILED if sys.stderr is None else _lost_output("it is closed")
     try:
-        code = _run(arguments)
+        code = _run(arguments, pressed)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has enough
         _drop_output()
@@ -248,7 +250,7 @@ def command_line() -> Any:
     return typer.main.get_command(app)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
     if COMPLETION_VARIABLE in os.environ:  # a shell asks what could come next
         return _completed(command_line())
     json = "--json" in arguments
