@@ -23,26 +23,23 @@ from memstore.tools.chat import chat
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
-from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, squad
-from memstore.tools.eval_ruler import ruler
+from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, ruler, squad
 from memstore.tools.export import export, import_
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
-from memstore.tools.look import index, ls, stats
+from memstore.tools.look import index, ls, show, stats
 from memstore.tools.mcp import mcp
 from memstore.tools.mend import repair, verify, with_way_out
-from memstore.tools.models import DRT, kind_named
+from memstore.tools.models import DRT, kind_named, remember
 from memstore.tools.plot import plot
 from memstore.tools.read import read
 from memstore.tools.search import search
 from memstore.tools.serve import serve
-from memstore.tools.show import show
 from memstore.tools.torture import torture
 from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
 from memstore.tools.train_router import router
-from memstore.tools.trust import trust
 from memstore.tools.verb import (
     EXIT_CODES,
     FAILED,
@@ -69,6 +66,9 @@ COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
 """Environment variable in which the script tells the command that the shell asks."""
 
 Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"One of {', '.join(SHELLS)}.", show_default=False)]
+TrustedModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub id, or smollm2.", show_default=False)
+]
 Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
 
 
@@ -107,6 +107,25 @@ def demo(
     run = resolve_name(kind_named(source).demo)
     data = run(source, json=json, dtype=dtype, threads=threads, seed=seed, keep=keep)
     return Report(data=data, text=lambda _: None)
+
+
+def trust(model: TrustedModel) -> Report:
+    """Let memories load this model without --model.
+
+    A memory says which model has read it, and whoever made the memory chose those words. So a directory or hub id
+    that only a memory names is not loaded and not fetched until you have named it too: here, or with --model. Models
+    that come with the package need no trust.
+
+    Example:
+
+        memstore trust HuggingFaceTB/SmolLM2-135M
+
+    In Python: memstore.tools.models.remember.
+    """
+    if not model.strip():
+        raise InvalidArgument("the name of the model is empty. Name a directory or a hub id such as owner/name.")
+    name = remember(model)
+    return Report(data={"model": name}, text=lambda page: page.line(f"memories that {name} has read may load it"))
 
 
 def completion(shell: Shell) -> Report:

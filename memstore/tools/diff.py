@@ -10,7 +10,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.show import decode
+from memstore.tools.look import decode
 from memstore.tools.verb import MemoryUrl, Page, Report, lasting
 
 if TYPE_CHECKING:

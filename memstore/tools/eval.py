@@ -27,8 +27,8 @@ from memstore.readers.kinds import (
 )
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK
 from memstore.tools.eval_memorizing import MemorySizes
+from memstore.tools.files import read_text
 from memstore.tools.models import check_device
-from memstore.tools.texts import read_text
 from memstore.tools.verb import Device, Json, Page, Report, Threads, taking, token_count, use_threads
 
 if TYPE_CHECKING:

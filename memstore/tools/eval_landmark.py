@@ -11,8 +11,8 @@ import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import encode, quiet_transformers
+from memstore.tools.files import read_text
 from memstore.tools.models import load_model, resolve_model
-from memstore.tools.texts import read_text
 from memstore.tools.verb import Page, Report
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import encode, quiet_transformers, require_transformers
+from memstore.tools.files import read_documents, read_text
 from memstore.tools.models import check_device
-from memstore.tools.texts import read_documents, read_text
 from memstore.tools.verb import Device, Json, Page, Report, Threads, cell, token_count, tokens_of, use_threads
 
 MemorySizes = Annotated[

@@ -11,7 +11,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.show import decode
+from memstore.tools.look import decode
 from memstore.tools.verb import Interrupted, MemoryUrl, Page, Report, counted, lasting
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
 from memstore.stored import printable
 from memstore.tools.ask import attached
-from memstore.tools.files import digest, find
+from memstore.tools.files import STDIN, digest, find
 from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model
 from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
-from memstore.tools.texts import STDIN
 from memstore.tools.verb import (
     FACT,
     FAILED,

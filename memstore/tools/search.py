@@ -13,8 +13,8 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
 from memstore.tools.ask import attached
+from memstore.tools.look import decode
 from memstore.tools.models import chosen_name, load_recorded
-from memstore.tools.show import decode
 from memstore.tools.verb import Device, MemoryUrl, Page, Report, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:

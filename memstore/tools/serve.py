@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.tools.texts import read_text
+from memstore.tools.files import read_text
 from memstore.tools.verb import Device, Index, Report, Threads, TopK, lasting, use_threads, waiting
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import typer
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.tools.look import decode
 from memstore.tools.models import name_model
-from memstore.tools.show import decode
 from memstore.tools.verb import MemoryUrl, ModelThatRead, Page, Report
 
 if TYPE_CHECKING:

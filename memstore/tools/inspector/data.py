@@ -18,8 +18,8 @@ from memstore.stored import printable
 from memstore.tools.endpoint.shelf import name_of
 from memstore.tools.inspector.asking import can_ask
 from memstore.tools.inspector.words import Words
+from memstore.tools.look import filled, norm_summary
 from memstore.tools.search import search_text
-from memstore.tools.show import filled, norm_summary
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
