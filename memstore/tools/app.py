@@ -27,13 +27,12 @@ from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, l
 from memstore.tools.export import export, import_
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
 from memstore.tools.look import index, ls, show, stats
-from memstore.tools.mcp import mcp
 from memstore.tools.mend import repair, verify, with_way_out
 from memstore.tools.models import DRT, kind_named, remember
 from memstore.tools.plot import plot
 from memstore.tools.read import read
 from memstore.tools.search import search
-from memstore.tools.serve import serve
+from memstore.tools.serve import mcp, serve, view
 from memstore.tools.torture import torture
 from memstore.tools.trace import trace
 from memstore.tools.train import drt
@@ -56,7 +55,6 @@ from memstore.tools.verb import (
     use_threads,
     verb,
 )
-from memstore.tools.view import view
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
