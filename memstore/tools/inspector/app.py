@@ -15,7 +15,7 @@ from memstore.errors import (
     MemstoreError,
     NotFound,
 )
-from memstore.tools.inspector import data, traced, writes
+from memstore.tools.inspector import data, traced
 from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
@@ -70,7 +70,7 @@ def serve(
 class Inspector:
     """The page of one memory, as an ASGI application; made for ``memstore view``.
 
-    ``token`` is what requests must have. With ``allow_write``, ``writes.ACTIONS`` can be asked for.
+    ``token`` is what requests must have. With ``allow_write``, ``data.ACTIONS`` can be asked for.
     """
 
     def __init__(self, memory: Memory, *, allow_write: bool = False, hosts: tuple[str, ...] = ()) -> None:
@@ -166,7 +166,7 @@ class Inspector:
 
         def change() -> Response:
             try:
-                writes.change(self._memory.url, action, asked)
+                data.change(self._memory.url, action, asked)
             except MemstoreError as error:
                 return _failed(error)
             return _json({"done": action})

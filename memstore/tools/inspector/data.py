@@ -1,4 +1,4 @@
-"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once.
+"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once; and changes.
 
 Requests name documents by number: numbers are never used twice, so a document that was forgotten and made again is not
 taken for the old one, and numbers need no escaping.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
 from memstore.stored import printable
 from memstore.tools.endpoint.shelf import name_of
@@ -32,6 +34,8 @@ MOST_VECTORS = 16
 """Vectors of a landmark that are drawn."""
 LONGEST_QUERY = 200
 """Characters of a text to search for."""
+ACTIONS = ("pin", "unpin", "forget", "remove-trace")
+"""What the page may change, with ``--allow-write``. Nothing else."""
 _PIECE = 256  # blocks that are looked at between two looks at the clock
 
 
@@ -236,3 +240,32 @@ def _matches(texts: list[str], between: str, query: str) -> list[int]:
         places.append(place)
         at = whole.find(wanted, begins[place + 1])
     return places
+
+
+# The page reads with mode "r", and a change opens the memory for that moment alone: a page that held the lock would
+# keep models from reading texts into the memory for as long as a tab is open.
+def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
+    """Do one of ``ACTIONS``; ``asked`` names its ``document`` or ``trace`` by number.
+
+    The memory is open for writing for this moment alone, so that another process can write at all other times. Raises
+    ``InvalidArgument``, ``NotFound``, ``MemoryInUse``, ``ReadOnlyMemory``.
+    """
+    if action not in ACTIONS:
+        raise InvalidArgument(f"there is no action {action!r}; there are {', '.join(ACTIONS)}.")
+    with open_memory(url, host_bytes=0) as memory:
+        match action:
+            case "pin":
+                document_of(memory, _number(asked, "document")).pin()
+            case "unpin":
+                document_of(memory, _number(asked, "document")).unpin()
+            case "forget":
+                memory.forget(document_of(memory, _number(asked, "document")).name)
+            case "remove-trace":
+                memory.traces.remove(_number(asked, "trace"))
+
+
+def _number(asked: Mapping[str, Any], what: str) -> int:
+    number = asked.get(what)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InvalidArgument(f"name the {what} by its number, not {number!r}.")
+    return number
