@@ -46,7 +46,6 @@ Documents = Annotated[
     list[str] | None,
     typer.Option("--document", help="Ask this document; may be given several times. Without it: all but chats."),
 ]
-DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
 Dtype = Annotated[str | None, typer.Option(help="Precision of the model. Without it: the one that read.")]
 MaxTokens = Annotated[
     int | None,

@@ -6,9 +6,7 @@ And ``memstore eval ruler``: thirteen tasks at any length.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +15,9 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import encode, require_transformers
-from memstore.tools.eval import Lengths, Samples, Seed, parse_lengths
+from memstore.tools.eval import Lengths, Samples, Seed, memory_url, parse_lengths
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.verb import Device, Dtype, Json, Page, Report, RouterFile, Threads, taking, use_threads
+from memstore.tools.verb import Device, Dtype, Json, Page, Report, RouterFile, Threads, listed, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.rankers import Ranker
@@ -98,7 +96,7 @@ class QuestionSetting:
 
     def measure(self, task: str, load: Callable[[], Sequence[QuestionSet]]) -> Report:
         """Read the paragraphs into a memory, and look for the evidence of the questions of each set about them."""
-        few = _numbers(self.top_k)
+        few = listed("--top-k", self.top_k, _blocks, "write numbers of blocks such as 8 or 4,8,16")
         require_transformers()
         use_threads(self.threads)
         sets = load()
@@ -114,7 +112,7 @@ class QuestionSetting:
         layer = cut_off(model) if alone else None
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (
-            _place(self.memory) as place,
+            memory_url(self.memory) as place,
             memstore.attach(
                 model,
                 place,
@@ -452,23 +450,10 @@ def ruler(setting: Ruler) -> Report:
     return Report(data=data, text=lambda page: _show_ruler(page, rows, mean))
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise InvalidArgument(f"--top-k {text!r}: write numbers of blocks such as 8 or 4,8,16")
-    return found
-
-
-@contextmanager
-def _place(wanted: str | None) -> Iterator[str]:
-    if wanted is not None:
-        yield wanted
-        return
-    with tempfile.TemporaryDirectory(prefix="memstore-eval-") as scratch:
-        yield str(Path(scratch) / "eval.mem")
+def _blocks(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise ValueError
+    return count
 
 
 def _show(page: Page, data: dict[str, Any]) -> None:
@@ -476,14 +461,12 @@ def _show(page: Page, data: dict[str, Any]) -> None:
         f"{data['task']}: {data['questions']:,} questions ({data['half']}) about {data['paragraphs']:,} paragraphs, "
         f"{data['tokens']:,} tokens in blocks of {data['block_size']}"
     )
-    page.table([column.replace("_", " ") for column in COLUMNS], [[row[c] for c in COLUMNS] for row in data["rows"]])
+    page.records(data["rows"], COLUMNS)
     if data["answers"]:
         page.line()
-        page.table([c.replace("_", " ") for c in ANSWERED], [[row[c] for c in ANSWERED] for row in data["answers"]])
+        page.records(data["answers"], ANSWERED)
 
 
 def _show_ruler(page: Page, rows: list[dict[str, Any]], mean: float) -> None:
-    page.table(
-        [column.replace("_", " ") for column in RULER_COLUMNS], [[row[c] for c in RULER_COLUMNS] for row in rows]
-    )
+    page.records(rows, RULER_COLUMNS)
     page.line(f"mean {mean}")

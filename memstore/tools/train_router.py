@@ -101,4 +101,4 @@ def _show(page: Page, data: dict[str, Any]) -> None:
     page.line(
         f"{data['out']}: layer {data['layer']}, trained on {data['questions']:,} questions, {data['bytes']:,} bytes"
     )
-    page.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in data["rows"]])
+    page.records(data["rows"], COLUMNS)

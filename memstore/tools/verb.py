@@ -100,6 +100,12 @@ class Page:
         cells = [[cell(value) for value in row] for row in rows]
         (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
 
+    def records(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+        """A table of these columns of ``rows``, or of all, whose names are told as words."""
+        columns = columns or list(rows[0])
+        heads = [column.replace("_per_", "/").replace("_", " ") for column in columns]
+        self.table(heads, [[row[column] for column in columns] for row in rows])
+
 
 # A new verb has CSV without a word: its first table before formatting, else its facts, else its JSON, flattened.
 class Sheet(Page):
@@ -406,8 +412,6 @@ TopK = Annotated[
         "--top-k", min=1, help="Blocks retrieved at a time. Without it: 8, or what the model was trained with."
     ),
 ]
-TOP_K = 8
-"""Blocks that a stock model retrieves at a time, unless said."""
 
 
 def token_count(text: str) -> int | None:
@@ -424,6 +428,27 @@ def tokens_of(option: str, text: str | None, least: int) -> int | None:
     if count is None or count < least:
         raise InvalidArgument(f"{option} must be a number of tokens from {least} on, such as 512 or 8K, not {text!r}")
     return count
+
+
+def token_counts(option: str, text: str, *, least: int, such_as: str, what: str) -> list[int]:
+    """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
+    counts = []
+    for part in text.split(","):
+        count = token_count(part)
+        if count is None or count < least:
+            raise InvalidArgument(f"{option} {text!r}: {part!r} is no number of tokens. Write such as {such_as}.")
+        counts.append(count)
+    if len(set(counts)) < len(counts):
+        raise InvalidArgument(f"{option} {text!r} names a {what} twice")
+    return counts
+
+
+def listed(option: str, text: str, read: Callable[[str], T], hint: str) -> list[T]:
+    """What ``read`` makes of each part of ``text`` between commas; its ``ValueError`` is an ``InvalidArgument``."""
+    try:
+        return [read(part.strip()) for part in text.split(",")]
+    except ValueError:
+        raise InvalidArgument(f"{option} {text!r}: {hint}") from None
 
 
 def on_disk(argument: str) -> bool:
