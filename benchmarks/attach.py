@@ -29,7 +29,7 @@ from memstore.eval import needles
 from memstore.eval.resources import PeakMemory, disk_bytes, hardware
 from memstore.readers.caches import CACHE
 from memstore.tools.models import LoadedModel, load_model
-from memstore.tools.output import Page
+from memstore.tools.verb import Page
 
 MEASURED = 4_096
 """Tokens over which reading is timed at each length."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from memstore.eval.resources import hardware
 from memstore.kernels.landmark_attention import landmark_attention
-from memstore.tools.output import Page
+from memstore.tools.verb import Page
 
 RESULTS = Path(__file__).parent / "results" / "landmark.json"
 LONGEST_DENSE = 4096

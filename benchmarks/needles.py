@@ -26,7 +26,7 @@ from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import hardware
 from memstore.tools.models import LoadedModel, load_model
-from memstore.tools.output import Page
+from memstore.tools.verb import Page
 
 ANSWER_TOKENS = 12
 

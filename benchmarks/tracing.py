@@ -29,7 +29,7 @@ from benchmarks.tracing_models import MODELS, shipped
 from memstore.eval.resources import hardware
 from memstore.memory import Memory
 from memstore.tools.models import load_model
-from memstore.tools.output import Page
+from memstore.tools.verb import Page
 
 
 class Case(NamedTuple):

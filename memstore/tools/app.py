@@ -23,31 +23,38 @@ from memstore.tools.chat import chat
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
-from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, squad
-from memstore.tools.eval_ruler import ruler
+from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, ruler, squad
 from memstore.tools.export import export, import_
-from memstore.tools.failures import EXIT_CODES, FAILED, INTERRUPTED, PIPE, USAGE, Interrupted, Mistake, report_failure
-from memstore.tools.interrupts import pressed
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
-from memstore.tools.look import index, ls, stats
-from memstore.tools.mcp import mcp
+from memstore.tools.look import index, ls, show, stats
 from memstore.tools.mend import repair, verify, with_way_out
-from memstore.tools.models import DRT, kind_named
-from memstore.tools.options import Dtype, Threads, use_threads
-from memstore.tools.output import Json, Report, verb
+from memstore.tools.models import DRT, kind_named, remember
 from memstore.tools.plot import plot
 from memstore.tools.read import read
 from memstore.tools.search import search
-from memstore.tools.serve import serve
-from memstore.tools.show import show
+from memstore.tools.serve import mcp, serve, view
 from memstore.tools.torture import torture
 from memstore.tools.trace import trace
 from memstore.tools.train import drt
 from memstore.tools.train_landmark import landmark
 from memstore.tools.train_memorizing import memorizing
 from memstore.tools.train_router import router
-from memstore.tools.trust import trust
-from memstore.tools.view import view
+from memstore.tools.verb import (
+    EXIT_CODES,
+    FAILED,
+    INTERRUPTED,
+    PIPE,
+    USAGE,
+    Dtype,
+    Interrupted,
+    Json,
+    Mistake,
+    Report,
+    Threads,
+    report_failure,
+    use_threads,
+    verb,
+)
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
@@ -57,6 +64,9 @@ COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
 """Environment variable in which the script tells the command that the shell asks."""
 
 Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"One of {', '.join(SHELLS)}.", show_default=False)]
+TrustedModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub id, or smollm2.", show_default=False)
+]
 Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
 
 
@@ -95,6 +105,25 @@ def demo(
     run = resolve_name(kind_named(source).demo)
     data = run(source, json=json, dtype=dtype, threads=threads, seed=seed, keep=keep)
     return Report(data=data, text=lambda _: None)
+
+
+def trust(model: TrustedModel) -> Report:
+    """Let memories load this model without --model.
+
+    A memory says which model has read it, and whoever made the memory chose those words. So a directory or hub id
+    that only a memory names is not loaded and not fetched until you have named it too: here, or with --model. Models
+    that come with the package need no trust.
+
+    Example:
+
+        memstore trust HuggingFaceTB/SmolLM2-135M
+
+    In Python: memstore.tools.models.remember.
+    """
+    if not model.strip():
+        raise InvalidArgument("the name of the model is empty. Name a directory or a hub id such as owner/name.")
+    name = remember(model)
+    return Report(data={"model": name}, text=lambda page: page.line(f"memories that {name} has read may load it"))
 
 
 def completion(shell: Shell) -> Report:
@@ -212,13 +241,16 @@ def options(
     _help_alone(context)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set."""
+def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = lambda: False) -> int:
+    """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set.
+
+    ``pressed``: whether Ctrl-C was pressed; then every error is that.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if sys.stdout is None or sys.stderr is None:  # closed by who started us; a file opened now could take its place
         return FAILED if sys.stderr is None else _lost_output("it is closed")
     try:
-        code = _run(arguments)
+        code = _run(arguments, pressed)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has enough
         _drop_output()
@@ -235,7 +267,7 @@ def command_line() -> Any:
     return typer.main.get_command(app)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
     if COMPLETION_VARIABLE in os.environ:  # a shell asks what could come next
         return _completed(command_line())
     json = "--json" in arguments

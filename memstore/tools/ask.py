@@ -13,8 +13,21 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.stored import printable
 from memstore.tools.models import LoadedModel, load_recorded
-from memstore.tools.options import Device, Filter, Index, MemoryUrl, Threads, TopK, use_threads
-from memstore.tools.output import Json, Page, Report, cell, index_bar, waiting
+from memstore.tools.verb import (
+    Device,
+    Filter,
+    Index,
+    Json,
+    MemoryUrl,
+    Page,
+    Report,
+    Threads,
+    TopK,
+    cell,
+    index_bar,
+    use_threads,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -33,7 +46,6 @@ Documents = Annotated[
     list[str] | None,
     typer.Option("--document", help="Ask this document; may be given several times. Without it: all but chats."),
 ]
-DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
 Dtype = Annotated[str | None, typer.Option(help="Precision of the model. Without it: the one that read.")]
 MaxTokens = Annotated[
     int | None,

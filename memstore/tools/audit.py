@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.ask import Dtype, attached, document_name
+from memstore.tools.ask import Dtype, Model, attached, document_name
 from memstore.tools.models import LoadedModel, chosen_name, load_recorded
-from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
-from memstore.tools.output import Page, Report
+from memstore.tools.verb import Device, Index, MemoryUrl, Page, Report, Threads, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -30,7 +28,6 @@ MaxTokens = Annotated[
         min=1, help="Tokens to generate, a step each. Without it: 8; for a DRT a block, as it chooses once a block."
     ),
 ]
-Model = Annotated[str | None, typer.Option(help="The model that answers. Without it: the one that read.")]
 TopK = Annotated[
     int | None,
     typer.Option(
@@ -39,19 +36,6 @@ TopK = Annotated[
         "Without it: 8, or what the model was made for.",
     ),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditQuestion:
-    """A question to a memory, and how it is to be asked."""
-
-    question: str
-    document: str | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    model: str | None = None
-    dtype: str | None = None
-    device: str = "cpu"
 
 
 def audit(
@@ -83,32 +67,41 @@ def audit(
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
     use_threads(threads)
-    asked = AuditQuestion(
-        question=question,
-        document=document,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        model=model,
-        dtype=dtype,
-        device=device,
-    )
     with memstore.open(memory, mode="r", index=index, device=device) as opened:
-        audited, loaded = run_audit(opened, asked, progress=sys.stderr.isatty())
+        audited, loaded = run_audit(
+            opened,
+            question,
+            document=document,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            model=model,
+            dtype=dtype,
+            device=device,
+        )
         data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
         for missed in data["missed"]:
             missed["text"] = _text(opened, loaded, missed["document"], missed["block"])
     return Report(data=data, text=lambda page: _show(page, data, audited))
 
 
-def run_audit(opened: Memory, asked: AuditQuestion, *, progress: bool = False) -> tuple[Audit, LoadedModel]:
+def run_audit(
+    opened: Memory,
+    question: str,
+    *,
+    document: str | None,
+    top_k: int | None,
+    max_tokens: int | None,
+    model: str | None,
+    dtype: str | None,
+    device: str,
+) -> tuple[Audit, LoadedModel]:
     """Load the model of a memory and audit it, whichever kind it is. Raises what loading it does."""
-    if not asked.question.strip():
+    if not question.strip():
         raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
-    name = document_name(opened, asked.document)
-    chosen = chosen_name(opened, asked.model)
-    loaded = load_recorded(opened, chosen, asked.dtype, device=asked.device)
+    name = document_name(opened, document)
+    loaded = load_recorded(opened, chosen_name(opened, model), dtype, device=device)
     with attached(loaded, opened, document=name) as reader:
-        audited: Audit = reader.audit(asked.question, tokens=asked.max_tokens, top_k=asked.top_k, progress=progress)
+        audited: Audit = reader.audit(question, tokens=max_tokens, top_k=top_k, progress=sys.stderr.isatty())
     return audited, loaded
 
 

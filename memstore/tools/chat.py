@@ -14,10 +14,21 @@ import memstore
 from memstore.errors import MemstoreError, NotFound
 from memstore.tools.ask import all_but_chats, attached, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name
-from memstore.tools.options import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads
-from memstore.tools.output import Page, Report, waiting
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
+from memstore.tools.verb import (
+    Codec,
+    Device,
+    Index,
+    MemoryUrl,
+    Model,
+    Page,
+    Report,
+    Threads,
+    TopK,
+    use_threads,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from memstore.readers.conversation import Conversation

@@ -60,7 +60,12 @@ def run(
             raise
         if not json:
             print("\nThe memory is closed. A new process opens it and asks each volume for its passkey.\n", flush=True)
-        asked = _ask_in_new_process(weights, folder, samples, threads)
+        questions = {
+            name: asdict(sample) | {"hops": [[hop.start, hop.stop] for hop in sample.hops]}
+            for name, sample in samples.items()
+        }
+        request = {"weights": str(weights), "folder": str(folder), "questions": questions, "threads": threads}
+        asked = in_new_process("memstore.tools.demo_drt", request)
         result = (
             figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
         )
@@ -122,12 +127,9 @@ def _disk(folder: Path) -> dict[str, int]:
 # The second process
 
 
-def _ask_in_new_process(model: Path, folder: Path, samples: dict[str, Sample], threads: int | None) -> dict[str, Any]:
-    questions = {
-        name: asdict(sample) | {"hops": [[h.start, h.stop] for h in sample.hops]} for name, sample in samples.items()
-    }
-    request = {"weights": str(model), "folder": str(folder), "questions": questions, "threads": threads}
-    command = python_module("memstore.tools.demo_drt")
+def in_new_process(module: str, request: dict[str, Any]) -> dict[str, Any]:
+    """What ``module`` answers to ``request`` in a process of its own."""
+    command = python_module(module)
     done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -140,7 +142,7 @@ def answer_questions(
 ) -> dict[str, Any]:
     """Open the memory and ask each volume; what the second process does."""
     from memstore.memory import open_memory
-    from memstore.tools.options import use_threads
+    from memstore.tools.verb import use_threads
 
     use_threads(threads)
     begun = time.perf_counter()
@@ -197,7 +199,7 @@ def _question(tokenizer: Any, sample: Sample) -> str:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from memstore.tools.output import Page
+    from memstore.tools.verb import Page
 
     page = Page()
     for answer in result["answers"]:

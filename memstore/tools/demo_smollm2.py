@@ -6,8 +6,8 @@ A new process answers from the memory.
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,12 +17,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
-from memstore.children import python_module
-from memstore.errors import InvalidArgument, MemstoreError
+from memstore.errors import InvalidArgument
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.eval.resources import PeakMemory, disk_bytes
-from memstore.tools.demo_drt import what_to_type
+from memstore.tools.demo_drt import in_new_process, what_to_type
 from memstore.tools.models import LoadedModel, load_model, record_model
 
 if TYPE_CHECKING:
@@ -68,7 +67,11 @@ def run(
         del loaded
         if not json:
             print("\nThe memory is closed. A new process opens it and asks.\n", flush=True)
-        asked = _ask_in_new_process(folder, texts, threads)
+        questions = [
+            [text.name, needle.kind, needle.prompt, needle.answer] for text in texts for needle in text.hay.needles
+        ]
+        request = {"folder": str(folder), "questions": questions, "threads": threads}
+        asked = in_new_process("memstore.tools.demo_smollm2", request)
         result = figures | {
             **_counts(asked["answers"]),
             "decode_ms": asked["decode_ms"],
@@ -76,7 +79,7 @@ def run(
             "peak_anonymous_bytes": max(peak.anonymous_bytes, asked["peak_anonymous_bytes"]),
             "peak_rss_bytes": max(peak.rss_bytes, asked["peak_rss_bytes"]),
             "disk_bytes": disk_bytes(folder),
-            "reopened_in_new_process": asked["pid"] != _own_pid(),
+            "reopened_in_new_process": asked["pid"] != os.getpid(),
             "seed": seed,
             "answers": asked["answers"],
         }
@@ -84,12 +87,6 @@ def run(
         _print(result)
         print("", *what_to_type(keep, f"memstore demo --model {quote(model)}"), sep="\n")
     return result
-
-
-def _own_pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 def build_texts(loaded: LoadedModel, seed: int, tokens: int = TOKENS) -> list[Text]:
@@ -131,25 +128,10 @@ def window_perplexity(loaded: LoadedModel, tokens: list[int], scored: int = SCOR
 # The second process
 
 
-def _ask_in_new_process(folder: Path, texts: list[Text], threads: int | None) -> dict[str, Any]:
-    questions = [
-        [text.name, needle.kind, needle.prompt, needle.answer] for text in texts for needle in text.hay.needles
-    ]
-    request = {"folder": str(folder), "questions": questions, "threads": threads}
-    command = python_module("memstore.tools.demo_smollm2")
-    done = subprocess.run(command, input=jsonlib.dumps(request), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
-    answer: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 def answer_questions(folder: str, questions: list[list[str]], threads: int | None) -> dict[str, Any]:
     """Open the memory and ask everything; what the second process does."""
-    import os
-
     from memstore.tools.models import load_recorded
-    from memstore.tools.options import use_threads
+    from memstore.tools.verb import use_threads
 
     use_threads(threads)
     with PeakMemory() as peak, memstore.open(folder, mode="r") as memory:
@@ -230,7 +212,7 @@ def _counts(answers: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from memstore.tools.output import Page
+    from memstore.tools.verb import Page
 
     page = Page()
     for answer in result["answers"]:

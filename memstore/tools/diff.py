@@ -10,9 +10,8 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.options import MemoryUrl, lasting
-from memstore.tools.output import Page, Report
-from memstore.tools.show import decode
+from memstore.tools.look import decode
+from memstore.tools.verb import MemoryUrl, Page, Report, lasting
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory

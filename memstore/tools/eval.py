@@ -27,10 +27,9 @@ from memstore.readers.kinds import (
 )
 from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK
 from memstore.tools.eval_memorizing import MemorySizes
+from memstore.tools.files import read_text
 from memstore.tools.models import check_device
-from memstore.tools.options import Device, Threads, taking, token_count, use_threads
-from memstore.tools.output import Json, Page, Report
-from memstore.tools.texts import read_text
+from memstore.tools.verb import Device, Json, Page, Report, Threads, taking, token_counts, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.run import CellResult, TaskPlan
@@ -124,7 +123,7 @@ class Setting:
         at_most = max(plan.lengths) * 3 // 2 + SLACK
         total = sum(plan.lengths) * plan.samples * len(plan.places)
         show = not self.json and sys.stderr.isatty()
-        with _memory_url(self.memory) as url, memstore.open(url, spec=memory_spec(model, tokenizer)) as memory:
+        with memory_url(self.memory) as url, memstore.open(url, spec=memory_spec(model, tokenizer)) as memory:
             with progress_bar("filler", 0, at_most, show) as advance:
                 filler = load_filler(tokenizer, self.filler or [], at_most=at_most, advance=advance)
             with progress_bar(plan.task, 0, total, show) as advance:
@@ -290,7 +289,7 @@ def by_context(
         rows = measure(loaded, tokens, lengths, scored=scored, samples=samples, advance=advance)
     data = [row.to_dict() for row in rows]
     report = {"task": "perplexity", "model": folder.name, "rows": data}
-    return Report(data=report, text=lambda page: _table(page, data, list(data[0])))
+    return Report(data=report, text=lambda page: page.records(data))
 
 
 def generate(
@@ -334,15 +333,7 @@ def generate(
 
 def parse_lengths(text: str) -> list[int]:
     """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
-    lengths = []
-    for part in text.split(","):
-        count = token_count(part)
-        if not count:
-            raise InvalidArgument(f"--lengths {text!r}: {part!r} is no number of tokens. Write such as 65536,1M.")
-        lengths.append(count)
-    if len(set(lengths)) < len(lengths):
-        raise InvalidArgument(f"--lengths {text!r} names a length twice")
-    return lengths
+    return token_counts("--lengths", text, least=1, such_as="65536,1M", what="length")
 
 
 def parse_depths(text: str) -> list[float] | None:
@@ -373,7 +364,8 @@ def _load(
 
 
 @contextmanager
-def _memory_url(wanted: str | None) -> Iterator[str]:
+def memory_url(wanted: str | None) -> Iterator[str]:
+    """``wanted``, or a path in a temporary folder."""
     if wanted is not None:
         yield wanted
         return
@@ -388,17 +380,12 @@ def _needle_report(task: str, model: str, filler: str, rows: Sequence[dict[str, 
 
 
 def _show_needles(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    _table(page, rows, columns)
+    page.records(rows, columns)
     layers = [{"length": row["length"], **layer} for row in rows for layer in row.get("layers", ())]
     if layers:
         page.line()
         page.line("The needle's block among all in memory, by layer")
-        _table(page, layers, list(layers[0]))
-
-
-def _table(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    heads = [column.replace("_per_", "/").replace("_", " ") for column in columns]
-    page.table(heads, [[row[column] for column in columns] for row in rows])
+        page.records(layers)
 
 
 def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, filler: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +11,9 @@ import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import encode, quiet_transformers
+from memstore.tools.files import read_text
 from memstore.tools.models import load_model, resolve_model
-from memstore.tools.output import Page, Report
-from memstore.tools.texts import read_text
+from memstore.tools.verb import Page, Report, listed
 
 if TYPE_CHECKING:
     from memstore.eval.landmark import LengthRow
@@ -147,18 +147,14 @@ def _top_k(text: str) -> Any:
     return text if text == "all" else int(text)
 
 
-def _numbers(option: str, text: str | None, read: Any) -> list[Any]:
-    try:
-        return [] if text is None else [read(part.strip()) for part in text.split(",")]
-    except ValueError:
-        raise InvalidArgument(f"{option} {text!r}: write numbers separated by commas.") from None
+def _numbers(option: str, text: str | None, read: Callable[[str], Any]) -> list[Any]:
+    return [] if text is None else listed(option, text, read, "write numbers separated by commas.")
 
 
 def _show(page: Page, data: dict[str, Any]) -> None:
     titles = {"rows": "By length", "granularity": "By granularity of retrieval", "cutoffs": "By cut-off"}
     for name, title in titles.items():
         if name in data:
-            rows = data[name]
             page.line(title)
-            page.table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
+            page.records(data[name])
             page.line()

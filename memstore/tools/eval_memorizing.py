@@ -8,12 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from memstore.errors import InvalidArgument
 from memstore.readers.kinds import encode, quiet_transformers, require_transformers
+from memstore.tools.files import read_documents, read_text
 from memstore.tools.models import check_device
-from memstore.tools.options import Device, Threads, token_count, tokens_of, use_threads
-from memstore.tools.output import Json, Page, Report, cell
-from memstore.tools.texts import read_documents, read_text
+from memstore.tools.verb import Device, Json, Page, Report, Threads, cell, token_counts, tokens_of, use_threads
 
 MemorySizes = Annotated[
     str | None,
@@ -87,7 +85,9 @@ def by_memory_size(text: str, folder: Path, *, memory_sizes: str | None = None, 
     from memstore.readers.kinds import load_model
 
     texts = read_documents(text)
-    chosen = None if memory_sizes is None else parse_sizes(memory_sizes)
+    chosen = None
+    if memory_sizes is not None:
+        chosen = token_counts("--memory-sizes", memory_sizes, least=0, such_as="0,512,8K", what="size")
     with quiet_transformers():
         model, tokenizer = load_model(folder, device)
     documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
@@ -98,19 +98,6 @@ def by_memory_size(text: str, folder: Path, *, memory_sizes: str | None = None, 
         rows = [row.to_dict() for row in memorizing.by_memory_size(model, documents, chosen, advance=advance)]
     data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
     return Report(data=data, text=lambda page: _show(page, rows))
-
-
-def parse_sizes(text: str) -> list[int]:
-    """``0,8K`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
-    sizes = []
-    for part in text.split(","):
-        count = token_count(part)
-        if count is None:
-            raise InvalidArgument(f"--memory-sizes {text!r}: {part!r} is no number of tokens. Write such as 0,512,8K.")
-        sizes.append(count)
-    if len(set(sizes)) < len(sizes):
-        raise InvalidArgument(f"--memory-sizes {text!r} names a size twice")
-    return sizes
 
 
 def _show(page: Page, rows: list[dict[str, Any]]) -> None:

@@ -1,11 +1,12 @@
-"""``memstore eval squad``, ``hotpotqa`` and other sets of questions: is what an answer needs among the blocks found?"""
+"""``memstore eval squad``, ``hotpotqa`` and other sets of questions: is what an answer needs among the blocks found?
+
+And ``memstore eval ruler``: thirteen tasks at any length.
+"""
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.readers.kinds import require_transformers
+from memstore.readers.kinds import encode, require_transformers
+from memstore.tools.eval import Lengths, Samples, Seed, memory_url, parse_lengths
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.options import Device, Dtype, RouterFile, Threads, taking, use_threads
-from memstore.tools.output import Json, Page, Report
+from memstore.tools.verb import Device, Dtype, Json, Page, Report, RouterFile, Threads, listed, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.rankers import Ranker
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader
 
 ANSWERED = ("set", "with", "answered", "em", "f1", "has", "ms_to_answer")
+RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "ms_to_answer")
 COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
 
 Model = Annotated[
@@ -67,6 +69,9 @@ Answers = Annotated[
 Baselines = Annotated[
     bool, typer.Option("--baselines/--no-baselines", help="Also BM25, MiniLM, and both fused by reciprocal ranks.")
 ]
+Tasks = Annotated[
+    str | None, typer.Option(help="Some of the tasks, separated by commas, such as vt,qa_1. Without it: all thirteen.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,7 @@ class QuestionSetting:
 
     def measure(self, task: str, load: Callable[[], Sequence[QuestionSet]]) -> Report:
         """Read the paragraphs into a memory, and look for the evidence of the questions of each set about them."""
-        few = _numbers(self.top_k)
+        few = listed("--top-k", self.top_k, _blocks, "write numbers of blocks such as 8 or 4,8,16")
         require_transformers()
         use_threads(self.threads)
         sets = load()
@@ -107,7 +112,7 @@ class QuestionSetting:
         layer = cut_off(model) if alone else None
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (
-            _place(self.memory) as place,
+            memory_url(self.memory) as place,
             memstore.attach(
                 model,
                 place,
@@ -389,23 +394,66 @@ def beam(setting: Beam) -> Report:
     return setting.measure("beam", lambda: [source.load(setting.path)])
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise InvalidArgument(f"--top-k {text!r}: write numbers of blocks such as 8 or 4,8,16")
-    return found
+@dataclass(frozen=True, kw_only=True)
+class Ruler:
+    """The options of ``memstore eval ruler``."""
+
+    model: Model = SMOLLM2
+    tasks: Tasks = None
+    lengths: Lengths = "4K"
+    samples: Samples = 5
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    threads: Threads = None
+    device: Device = "cpu"
+    json: Json = False
 
 
-@contextmanager
-def _place(wanted: str | None) -> Iterator[str]:
-    if wanted is not None:
-        yield wanted
-        return
-    with tempfile.TemporaryDirectory(prefix="memstore-eval-") as scratch:
-        yield str(Path(scratch) / "eval.mem")
+@taking(Ruler)
+def ruler(setting: Ruler) -> Report:
+    """Ask RULER's thirteen tasks of a memory: needles, chains, counting words, documents.
+
+    The tasks and measures are the paper's, texts and questions are memstore's own, so scores are not those of others'
+    tables. Each text is read into a memory and asked once. Tasks that count words over the whole text cannot be
+    answered from a few blocks. The first run with qa_1 or qa_2 fetches the questions (19 MB).
+
+    Example:
+
+        memstore eval ruler --model qwen2.5-1.5b-instruct.gguf --lengths 4K,32K --samples 10
+
+    In Python: memstore.eval.questions.ruler.measure.
+    """
+    lengths = parse_lengths(setting.lengths)
+    require_transformers()
+    use_threads(setting.threads)
+    from memstore.eval.questions.ruler import TASKS, Maker, measure
+    from memstore.progress import progress_bar
+
+    tasks = list(TASKS) if setting.tasks is None else [each.strip() for each in setting.tasks.split(",")]
+    show, rows = not setting.json and sys.stderr.isatty(), list[dict[str, Any]]()
+    model, tokenizer = load_model(setting.model, setting.dtype, device=setting.device)
+    with progress_bar("tasks", 0, len(tasks) * len(lengths), show) as advance:
+        for length in lengths:
+            maker = Maker(length, lambda text: len(encode(tokenizer, text)), setting.seed)
+            for row in measure(model, tokenizer, maker, tasks, setting.samples):
+                rows.append(row)
+                advance(1)
+    mean = round(sum(row["score"] for row in rows) / len(rows), 4)
+    data = {
+        "task": "ruler",
+        "model": setting.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seed": setting.seed,
+        "mean": mean,
+        "rows": rows,
+    }
+    return Report(data=data, text=lambda page: _show_ruler(page, rows, mean))
+
+
+def _blocks(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise ValueError
+    return count
 
 
 def _show(page: Page, data: dict[str, Any]) -> None:
@@ -413,7 +461,12 @@ def _show(page: Page, data: dict[str, Any]) -> None:
         f"{data['task']}: {data['questions']:,} questions ({data['half']}) about {data['paragraphs']:,} paragraphs, "
         f"{data['tokens']:,} tokens in blocks of {data['block_size']}"
     )
-    page.table([column.replace("_", " ") for column in COLUMNS], [[row[c] for c in COLUMNS] for row in data["rows"]])
+    page.records(data["rows"], COLUMNS)
     if data["answers"]:
         page.line()
-        page.table([c.replace("_", " ") for c in ANSWERED], [[row[c] for c in ANSWERED] for row in data["answers"]])
+        page.records(data["answers"], ANSWERED)
+
+
+def _show_ruler(page: Page, rows: list[dict[str, Any]], mean: float) -> None:
+    page.records(rows, RULER_COLUMNS)
+    page.line(f"mean {mean}")

@@ -11,10 +11,8 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.failures import Interrupted
-from memstore.tools.options import MemoryUrl, lasting
-from memstore.tools.output import Page, Report, counted
-from memstore.tools.show import decode
+from memstore.tools.look import decode
+from memstore.tools.verb import Interrupted, MemoryUrl, Page, Report, counted, lasting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

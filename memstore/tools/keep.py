@@ -13,9 +13,19 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.failures import Interrupted
-from memstore.tools.options import FACT, DocumentArgument, MemoryUrl, existing, lasting
-from memstore.tools.output import Json, Page, Report, bar, counted
+from memstore.tools.verb import (
+    FACT,
+    DocumentArgument,
+    Interrupted,
+    Json,
+    MemoryUrl,
+    Page,
+    Report,
+    bar,
+    counted,
+    existing,
+    lasting,
+)
 
 if TYPE_CHECKING:
     from memstore.memory.rules import WhenFull

@@ -20,9 +20,19 @@ from memstore.errors import (
     StoreFull,
     WrongKey,
 )
-from memstore.tools.failures import DAMAGED, OK
-from memstore.tools.options import MemoryUrl, lasting, on_disk
-from memstore.tools.output import KEY_VARIABLE, Json, Page, Report, counted, waiting
+from memstore.tools.verb import (
+    DAMAGED,
+    KEY_VARIABLE,
+    OK,
+    Json,
+    MemoryUrl,
+    Page,
+    Report,
+    counted,
+    lasting,
+    on_disk,
+    waiting,
+)
 
 _FINDING = ("kind", "document", "layer", "block", "tokens", "message")
 

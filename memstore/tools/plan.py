@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
-from memstore.tools.files import SourceFile, digest
+from memstore.tools.files import EmptyText, SourceFile, digest
 from memstore.tools.models import chosen_name, lasting_name, recorded_name
-from memstore.tools.options import FACT
-from memstore.tools.output import counted
-from memstore.tools.texts import EmptyText
+from memstore.tools.verb import FACT, counted
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, MemorySpec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +10,9 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
-from memstore.tools.ask import Dtype, document_name
-from memstore.tools.audit import AuditQuestion, DocumentName, MaxTokens, Model, TopK, run_audit
-from memstore.tools.options import Device, Index, MemoryUrl, Threads, use_threads
-from memstore.tools.output import Report
+from memstore.tools.ask import Dtype, Model, document_name
+from memstore.tools.audit import DocumentName, MaxTokens, TopK, run_audit
+from memstore.tools.verb import Device, Index, MemoryUrl, Report, Threads, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -80,7 +78,7 @@ def plot(
 
     In Python: memstore.eval.pictures.
     """
-    from memstore.eval.pictures import check_picture, save_picture
+    from memstore.eval.pictures import audit_picture, check_picture, save_picture
 
     use_threads(threads)
     check_picture(out)
@@ -89,8 +87,9 @@ def plot(
             case PictureKind.AUDIT:
                 if question is None:
                     raise InvalidArgument("an audit needs a question: name it with --question")
-                asked = AuditQuestion(
-                    question=question,
+                audited, _ = run_audit(
+                    opened,
+                    question,
                     document=document,
                     top_k=top_k,
                     max_tokens=max_tokens,
@@ -98,7 +97,7 @@ def plot(
                     dtype=dtype,
                     device=device,
                 )
-                figure, of = _audit(opened, asked)
+                figure, of = audit_picture(audited), {"document": ", ".join(audited.documents)}
             case PictureKind.SIMILARITY:
                 figure, of = _document(opened, kind, document, layer, top_k)
             case PictureKind.MARGINS if document is not None:
@@ -109,13 +108,6 @@ def plot(
     data = {"kind": kind.value, **of, "out": str(out), "bytes": out.stat().st_size}
     what = ", ".join(f"{name} {value}" for name, value in of.items())
     return Report(data=data, text=lambda page: page.line(f"{kind.value} of {what}: {out}, {data['bytes']:,} bytes"))
-
-
-def _audit(opened: Memory, asked: AuditQuestion) -> tuple[Any, dict[str, Any]]:
-    from memstore.eval.pictures import audit_picture
-
-    audited, _ = run_audit(opened, asked, progress=sys.stderr.isatty())
-    return audit_picture(audited), {"document": ", ".join(audited.documents)}
 
 
 def _document(

@@ -19,27 +19,32 @@ from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
 from memstore.stored import printable
 from memstore.tools.ask import attached
-from memstore.tools.failures import FAILED, Interrupted
-from memstore.tools.files import digest, find
+from memstore.tools.files import STDIN, digest, find
 from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model
-from memstore.tools.options import (
+from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
+from memstore.tools.verb import (
     FACT,
+    FAILED,
+    KEY_VARIABLE,
     BlockSize,
     Codec,
     Device,
     Index,
+    Interrupted,
+    Json,
     MemoryUrl,
     Model,
+    Page,
+    Report,
     RouterFile,
     Threads,
     TopK,
+    counted,
     parse_meta,
     taking,
     use_threads,
+    waiting,
 )
-from memstore.tools.output import KEY_VARIABLE, Json, Page, Report, counted, waiting
-from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
-from memstore.tools.texts import STDIN
 
 if TYPE_CHECKING:
     from memstore.readers.attachment import ReadResult

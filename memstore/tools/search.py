@@ -12,11 +12,10 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
-from memstore.tools.ask import attached
+from memstore.tools.ask import Dtype, attached
+from memstore.tools.look import decode
 from memstore.tools.models import chosen_name, load_recorded
-from memstore.tools.options import Device, MemoryUrl, Threads, use_threads
-from memstore.tools.output import Page, Report, index_bar
-from memstore.tools.show import decode
+from memstore.tools.verb import Device, MemoryUrl, Page, Report, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +40,6 @@ Layer = Annotated[
 ]
 TopK = Annotated[int, typer.Option(min=1, help="Blocks to find.")]
 Model = Annotated[str | None, typer.Option(help="The model that searches. Without it: the one that read.")]
-Dtype = Annotated[str | None, typer.Option(help="Precision of the model. Without it: the one that read.")]
 
 
 def search(

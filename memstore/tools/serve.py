@@ -1,23 +1,38 @@
-"""``memstore serve``: memories behind an OpenAI-compatible endpoint."""
+"""The verbs that serve: ``serve`` (as OpenAI's API), ``mcp`` (tools of agents) and ``view`` (a page in the browser)."""
 
 from __future__ import annotations
 
+import html
+import os
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import sys
+import webbrowser
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from memstore.errors import InvalidArgument
-from memstore.tools.options import Device, Index, Threads, TopK, lasting, use_threads
-from memstore.tools.output import Report, waiting
-from memstore.tools.texts import read_text
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+import memstore
+from memstore.errors import InvalidArgument, NotFound
+from memstore.tools.files import read_text
+from memstore.tools.models import name_model
+from memstore.tools.verb import (
+    Device,
+    Index,
+    MemoryUrl,
+    Model,
+    ModelThatRead,
+    Report,
+    Threads,
+    TopK,
+    lasting,
+    use_threads,
+    waiting,
+)
 
 Memories = Annotated[list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories.", show_default=False)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
@@ -34,7 +49,7 @@ Names = Annotated[
 TokenFile = Annotated[
     str | None, typer.Option(metavar="FILE", help="A file with the token that requests must bear, in one line.")
 ]
-Model = Annotated[
+Answering = Annotated[
     str | None, typer.Option(help="The model that answers. Without it: for each memory the one that read.")
 ]
 Sessions = Annotated[
@@ -55,10 +70,25 @@ OnDamage = Annotated[
         help="What a block does that cannot be read: raise fails the request; miss leaves it out, named in `missing`."
     ),
 ]
+AgentsPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Speak HTTP at this port, path /mcp. Without it: standard input and output."),
+]
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Leave out the tools that change the memory.")]
+PageHost = Annotated[str, typer.Option(help="Address to listen at. Other machines can reach all but the default.")]
+NoOpen = Annotated[bool, typer.Option("--no-open", help="Print the link only; do not open a browser.")]
+AllowWrite = Annotated[
+    bool,
+    typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, remove traces, and keep chats."),
+]
 LEAST = 16
 """Characters of a token."""
-CONNECTIONS = 256
-"""At a time; more than requests may wait, so that those that are turned away are told so."""
+REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={0}">
+<a href="{0}">memstore</a>
+"""
 
 
 def serve(
@@ -72,7 +102,7 @@ def serve(
     folder: NewIn = None,
     most: Most = 100,
     on_error: OnDamage = "raise",
-    model: Model = None,
+    model: Answering = None,
     top_k: TopK = None,
     threads: Threads = None,
     device: Device = "cpu",
@@ -92,9 +122,9 @@ def serve(
 
         memstore serve notes.mem archive.mem
 
-    In Python: memstore.tools.serve.run.
+    In Python: memstore.tools.web.run.
     """
-    from memstore.tools.web import require_web
+    from memstore.tools.web import require_web, run
 
     require_web()
     from memstore.tools.endpoint.app import Endpoint
@@ -126,34 +156,119 @@ def serve(
     return Report(data={"url": url, "memories": names}, text=lambda _: None)
 
 
-def run(
-    app: ASGIApp,
+def mcp(
+    memory: MemoryUrl,
     *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    path: str = "",
-    started: Callable[[str], None] = lambda _: None,
-) -> str:
-    """Serve until Ctrl-C or SIGTERM; the url of ``path``, which ``started`` is given once it can be asked.
+    read_only: ReadOnly = False,
+    port: AgentsPort = None,
+    host: Host = "127.0.0.1",
+    token_file: TokenFile = None,
+    model: Model = None,
+    top_k: TopK = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    index: Index = "exact",
+) -> Report:
+    """Give agents a memory, by the Model Context Protocol.
 
-    ``port`` 0 is a free one. Raises ``InvalidArgument`` for a host or port that cannot be had.
+    The tools are recall (passages with scores), ask, list, remember and forget; documents are resources. The memory is
+    made if it does not exist. Other processes can read into it meanwhile, and what they read is found at once. It ends
+    with its input, or with Ctrl-C. Needs pip install 'torch-memstore[mcp]'.
+
+    Example:
+
+        memstore mcp notes.mem
+        memstore mcp notes.mem --read-only --port 8001
+
+    In Python: memstore.tools.endpoint.agents.Agents.
     """
-    from memstore.tools.web import in_url, listen, server_of
+    if find_spec("mcp") is None:
+        raise NotFound("this needs the package mcp: pip install 'torch-memstore[mcp]'")
+    import anyio
 
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    from memstore.tools.endpoint.agents import Agents
+    from memstore.tools.endpoint.shelf import Shelf
+    from memstore.tools.web import run
 
-    with listen(host, port) as listening:
-        url = f"http://{in_url(host)}:{listening.getsockname()[1]}{path}"
-        # The server finishes what it answers and then raises the signal again, for which it asks the handler before.
-        before = signal.signal(signal.SIGTERM, end)
-        try:
-            with suppress(KeyboardInterrupt):  # how a server is put away: not a failure, so exit status 0
-                started(url)
-                server_of(app, most=CONNECTIONS, grace=5, lifespan=True).run([listening])
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    return url
+    token = token_for(host, token_file)
+    with ExitStack() as stack:
+        with waiting("loading the model", show=True):
+            use_threads(threads)
+            served = Shelf(stack, model, top_k, device, index).open(memory, create=not read_only)
+            agents = Agents(served, write=not read_only)
+            stack.callback(agents.close)
+        if port is None:
+
+            def end(_number: int, _frame: FrameType | None) -> None:
+                agents.close()  # what is being written is written to its end
+                os._exit(0)  # nothing wakes the thread that waits for input
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, end)
+            typer.echo(f"{memory} answers agents on standard input and output.", err=True)
+            anyio.run(agents.run_stdio_async)
+            return Report(data={"memory": memory}, text=lambda _: None)
+        url = run(
+            agents.over_http(host, token),
+            host=host,
+            port=port,
+            path="/mcp",
+            started=lambda url: typer.echo(f"{url} answers agents from {memory}\nCtrl-C ends it.", err=True),
+        )
+    return Report(data={"memory": memory, "url": url}, text=lambda _: None)
+
+
+def view(
+    memory: MemoryUrl,
+    *,
+    port: Port = 0,
+    host: PageHost = "127.0.0.1",
+    no_open: NoOpen = False,
+    allow_write: AllowWrite = False,
+    model: ModelThatRead = None,
+) -> Report:
+    """Look into a memory in the browser, and ask it.
+
+    The page shows documents by blocks, each block down to its tokens, norms, landmark and neighbours, and for each
+    token of an answer where its attention went: to which blocks, and what else. It answers questions, and follows
+    what another process generates. It ends with Ctrl-C. Needs pip install 'torch-memstore[web]'.
+
+    Example:
+
+        memstore view notes.mem
+
+    In Python: memstore.tools.inspector.serve.
+    """
+    from memstore.tools.web import is_loopback, require_web
+
+    require_web()
+    from memstore.tools import inspector
+
+    def started(url: str) -> None:
+        typer.echo(f"{url}\nCtrl-C ends it.", err=True)
+        if not is_loopback(host):
+            typer.echo(f"memstore: everybody who can reach {host} and has this link can see the memory.", err=True)
+        if not no_open:
+            open_browser(url, Path(private))
+
+    with memstore.open(memory, mode="r") as opened, TemporaryDirectory(prefix="memstore-view-") as private:
+        name_model(opened, model)
+        url = inspector.serve(opened, host=host, port=port, allow_write=allow_write, started=started)
+    return Report(data={"memory": memory, "url": url.partition("?")[0]}, text=lambda _: None)
+
+
+def open_browser(url: str, folder: Path) -> None:
+    """Open ``url`` in the user's browser, where there is a screen to show it on.
+
+    Every user can read the command line of a browser, and ``url`` has a token. So what it is told to open is a file in
+    ``folder``, which only this user can enter, and the file leads on.
+    """
+    if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return  # what would open is a browser for terminals, in this terminal
+    page = folder / "open.html"
+    with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
+        file.write(REDIRECT.format(html.escape(url)))
+    webbrowser.open(page.as_uri())
 
 
 def token_for(host: str, file: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +12,9 @@ import typer
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.tools.look import decode
 from memstore.tools.models import name_model
-from memstore.tools.options import MemoryUrl, ModelThatRead
-from memstore.tools.output import Page, Report
-from memstore.tools.show import decode
+from memstore.tools.verb import MemoryUrl, ModelThatRead, Page, Report
 
 if TYPE_CHECKING:
     from memstore.memory import Look, Memory, Step, Trace
@@ -31,8 +30,6 @@ Top = Annotated[int, typer.Option(min=1, help="Blocks shown for a token.")]
 OneStep = Annotated[int | None, typer.Option("--step", help="This step alone; 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
-Piece = Callable[[str, int], str | None]
-"""Text of a block of a document, None where there is none."""
 WIDTH = 60
 """Characters of a block's text in the table."""
 LONGEST_MATCH = 24

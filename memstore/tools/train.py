@@ -12,9 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools.failures import Interrupted
-from memstore.tools.options import Threads, taking, use_threads
-from memstore.tools.output import Json, Page, Report
+from memstore.tools.verb import Interrupted, Json, Page, Report, Threads, taking, use_threads
 
 OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
 

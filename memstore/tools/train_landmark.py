@@ -13,8 +13,7 @@ import typer
 from memstore.errors import InvalidArgument
 from memstore.tools import train
 from memstore.tools.models import resolve_model
-from memstore.tools.options import taking
-from memstore.tools.output import Report
+from memstore.tools.verb import Report, taking
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ import typer
 
 from memstore.tools import train
 from memstore.tools.models import resolve_model
-from memstore.tools.options import taking, tokens_of
-from memstore.tools.output import Report
+from memstore.tools.verb import Report, taking, tokens_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ import typer
 
 from memstore.readers.kinds import require_transformers
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.options import Device, Dtype, Threads, taking, use_threads
-from memstore.tools.output import Json, Page, Report
+from memstore.tools.verb import Device, Dtype, Json, Page, Report, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.sets import QuestionSet
@@ -102,4 +101,4 @@ def _show(page: Page, data: dict[str, Any]) -> None:
     page.line(
         f"{data['out']}: layer {data['layer']}, trained on {data['questions']:,} questions, {data['bytes']:,} bytes"
     )
-    page.table(list(COLUMNS), [[row[column] for column in COLUMNS] for row in data["rows"]])
+    page.records(data["rows"], COLUMNS)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from memstore.errors import (
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 MOST_BYTES = 65_536
 """Of the body of a request, unless said."""
+CONNECTIONS = 256
+"""At a time; more than requests may wait, so that those that are turned away are told so."""
 
 
 def names_of(hosts: Iterable[str]) -> frozenset[str]:
@@ -104,6 +111,41 @@ def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1, lifespan: bool =
         timeout_graceful_shutdown=grace,
     )
     return uvicorn.Server(config)
+
+
+def run(
+    app: ASGIApp,
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    path: str = "",
+    started: Callable[[str], None] = lambda _: None,
+    most: int = CONNECTIONS,
+    grace: int = 5,
+    lifespan: bool = True,
+) -> str:
+    """Serve until Ctrl-C or SIGTERM; the url of ``path``, which ``started`` is given once it can be asked.
+
+    ``port`` 0 is a free one; see ``server_of`` for the rest. In a thread it hears no signals. Raises
+    ``InvalidArgument`` for a host or port that cannot be had.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    heard = threading.current_thread() is threading.main_thread()
+    with listen(host, port) as listening:
+        url = f"http://{in_url(host)}:{listening.getsockname()[1]}{path}"
+        # The server finishes what it answers and then raises the signal again, for which it asks the handler before.
+        before = signal.signal(signal.SIGTERM, end) if heard else None
+        try:
+            with suppress(KeyboardInterrupt):  # how a server is put away: not a failure, so exit status 0
+                started(url)
+                server_of(app, most=most, grace=grace, lifespan=lifespan).run([listening])
+        finally:
+            if heard:
+                signal.signal(signal.SIGTERM, before)
+    return url
 
 
 def require_web() -> None:

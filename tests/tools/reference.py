@@ -14,7 +14,7 @@ from typing import Any
 
 import memstore
 from memstore.tools.app import command_line
-from memstore.tools.failures import EXIT_CODES
+from memstore.tools.verb import EXIT_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.tools import interrupts, search
+from memstore.tools import search
 from memstore.tools.app import main
 from tests.tools.conftest import Cli
 from tests.tools.every import COMMANDS, FILLED, VERBS, call, is_long, memory_argument, takes_document
@@ -399,15 +399,15 @@ def test_ctrl_c_at_any_moment(world: World, verb: str, times: int) -> None:
 
 HALF_LOADED = """
 import signal, sys, time
-from memstore.tools import interrupts
+from memstore import __main__ as command
 
-interrupts.FRAGILE = ("fragile",)
-interrupts.listen()
+command.FRAGILE = ("fragile",)
+command.listen()
 try:
     import fragile
     time.sleep(10)  # until the Ctrl-C that was put off comes
 except KeyboardInterrupt:
-    print("whole" if sys.modules["fragile"].whole else "half", interrupts.pressed())
+    print("whole" if sys.modules["fragile"].whole else "half", command.pressed())
 """
 
 
@@ -428,11 +428,11 @@ def test_ctrl_c_waits_for_what_must_not_be_half_loaded(tmp_path: Path) -> None:
 
 THROWN_AWAY = """
 import signal, time, weakref
-from memstore.tools import interrupts
+from memstore.__main__ import listen
 
 class Thing: pass
 
-interrupts.listen()
+listen()
 thing = Thing()
 watching = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
 try:
@@ -449,15 +449,17 @@ def test_ctrl_c_comes_again_where_python_throws_exceptions_away() -> None:
 
 
 @pytest.mark.parametrize("error", [AttributeError("half of numpy"), memstore.NotFound("this needs numpy")])
-def test_what_an_interrupted_import_comes_out_as(cli: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_what_an_interrupted_import_comes_out_as(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(memstore, "open", fail)
-    assert cli("ls", "notes.mem").code in (1, 3)
-    monkeypatch.setattr(interrupts, "_pressed", [True])
-    done = cli("ls", "notes.mem")
-    assert (done.code, done.err) == (130, "memstore: interrupted; run the same command again\n")
+    assert main(["ls", "notes.mem"]) in (1, 3)
+    capsys.readouterr()
+    assert main(["ls", "notes.mem"], pressed=lambda: True) == 130
+    assert capsys.readouterr().err == "memstore: interrupted; run the same command again\n"
 
 
 def test_tables_fit_a_narrow_terminal(world: World) -> None:

@@ -26,7 +26,7 @@ from memstore.errors import (
     WrongKey,
 )
 from memstore.progress import progress_bar
-from memstore.tools.failures import Interrupted, exit_code
+from memstore.tools.verb import Interrupted, exit_code
 from memstore.tools.web import status_of
 from tests.tools.conftest import Cli
 

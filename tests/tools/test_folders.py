@@ -23,9 +23,9 @@ from memstore.store import LmdbStore
 from memstore.tools import read as verb
 from memstore.tools.files import find
 from memstore.tools.models import load_model
-from memstore.tools.options import FACT, parse_since, time_of
 from memstore.tools.parsing import html_text
 from memstore.tools.plan import plan_of
+from memstore.tools.verb import FACT, parse_since, time_of
 from tests.tools.conftest import Cli, tiny_spec
 
 NOBODY = 65534

@@ -12,7 +12,7 @@ import torch
 
 import memstore
 from memstore.memory.view import watched
-from memstore.tools.output import index_bar
+from memstore.tools.verb import index_bar
 from tests.tools.conftest import BLOCK, SIZE, Cli, tiny_spec
 
 FAILED, USAGE, NOT_FOUND = 1, 2, 3

@@ -15,7 +15,7 @@ import memstore
 LAST_WORDS = """
 import atexit, sys, threading, time
 import memstore
-from memstore.tools.leaving import leave
+from memstore.__main__ import leave
 
 class Heavy:
     def __del__(self):
@@ -33,7 +33,7 @@ threading.Thread(target=late).start()
 print("x" * 1_000_000)
 leave(7)
 """
-UNFLUSHED = "from memstore.tools.leaving import leave; print('x'); leave(0); print('went on')"
+UNFLUSHED = "from memstore.__main__ import leave; print('x'); leave(0); print('went on')"
 
 
 def python(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:

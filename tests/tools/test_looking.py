@@ -9,8 +9,8 @@ import pytest
 import memstore
 from memstore.errors import NotFound
 from memstore.tools import models
+from memstore.tools.look import decode
 from memstore.tools.models import remember
-from memstore.tools.show import decode
 from tests.tools.conftest import BLOCK, Cli
 
 

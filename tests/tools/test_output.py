@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memstore.stored import on_one_line, printable
-from memstore.tools.output import Page, cell, counted
+from memstore.tools.verb import Page, cell, counted
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,14 @@ def test_a_cell_is_one_line() -> None:
 def test_a_plain_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     Page().table(["name", "tokens"], [["whale", 12345], ["ship", 7]])
     assert capsys.readouterr().out == "name   tokens\nwhale  12,345\nship        7\n"
+
+
+def test_records_are_a_table_whose_heads_are_words(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"top_k": 8, "tokens_per_second": 12345, "seed": 0}]
+    Page().records(rows, ["top_k", "tokens_per_second"])
+    assert capsys.readouterr().out == "top k  tokens/second\n    8         12,345\n"
+    Page().records(rows)
+    assert capsys.readouterr().out.splitlines()[0] == "top k  tokens/second  seed"
 
 
 def test_numbers_are_aligned_beside_cells_without_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import memstore
 from memstore.memory import Document, Memory
 from memstore.memory.copy import compare_memories
 from memstore.readers import many
-from memstore.tools.failures import INTERRUPTED
+from memstore.tools.verb import INTERRUPTED
 from tests.tools.conftest import Cli
 
 pytest.importorskip("ray")

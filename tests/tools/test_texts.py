@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools.texts import read_text
+from memstore.tools.files import read_text
 
 
 def test_a_text_comes_as_it_is(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refused
 from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
-from memstore.tools.options import FACT
+from memstore.tools.verb import FACT
 
 SCHEME = "memstore://"
 NOTES = "remembered"

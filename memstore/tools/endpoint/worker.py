@@ -23,7 +23,7 @@ from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answe
 from memstore.readers.kinds import encode
 from memstore.tools.ask import all_but_chats, chosen_documents
 from memstore.tools.endpoint.request import Ask, Refused
-from memstore.tools.failures import Mistake
+from memstore.tools.verb import Mistake
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from memstore.tools.inspector.server import serve
+from memstore.tools.inspector.app import serve
 
 __all__ = ["serve"]

@@ -15,11 +15,11 @@ from memstore.errors import (
     MemstoreError,
     NotFound,
 )
-from memstore.tools.inspector import data, traced, writes
+from memstore.tools.inspector import data, traced
 from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
-from memstore.tools.web import MOST_BYTES, body_of, status_of
+from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, require_web, run, status_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -31,10 +31,46 @@ STATIC = Path(__file__).parent / "static"
 Answer = Callable[["PageQuery"], Mapping[str, Any]]
 
 
+def serve(
+    memory: Memory,
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    allow_write: bool = False,
+    started: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Serve the page of ``memory`` until Ctrl-C; the url that it had.
+
+    ``port`` 0 is a free one. ``started`` is given the url, which has the token that the page asks for, once it can be
+    opened. With ``allow_write`` the page can pin and forget documents and remove traces. Raises ``NotFound`` where
+    starlette or uvicorn is not installed, ``InvalidArgument`` for a host or port that cannot be had.
+    """
+    require_web()
+    inspector = Inspector(memory, allow_write=allow_write, hosts=(host,))
+
+    def begun(url: str) -> None:
+        inspector.warm()
+        started(url)
+
+    try:
+        return run(
+            inspector.app,
+            host=host,
+            port=port,
+            path=f"/?token={inspector.token}",
+            started=begun,
+            most=100,
+            grace=1,
+            lifespan=False,
+        )
+    finally:
+        inspector.close()
+
+
 class Inspector:
     """The page of one memory, as an ASGI application; made for ``memstore view``.
 
-    ``token`` is what requests must have. With ``allow_write``, ``writes.ACTIONS`` can be asked for.
+    ``token`` is what requests must have. With ``allow_write``, ``data.ACTIONS`` can be asked for.
     """
 
     def __init__(self, memory: Memory, *, allow_write: bool = False, hosts: tuple[str, ...] = ()) -> None:
@@ -130,7 +166,7 @@ class Inspector:
 
         def change() -> Response:
             try:
-                writes.change(self._memory.url, action, asked)
+                data.change(self._memory.url, action, asked)
             except MemstoreError as error:
                 return _failed(error)
             return _json({"done": action})

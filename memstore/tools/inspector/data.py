@@ -1,4 +1,4 @@
-"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once.
+"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once; and changes.
 
 Requests name documents by number: numbers are never used twice, so a document that was forgotten and made again is not
 taken for the old one, and numbers need no escaping.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
 from memstore.stored import printable
 from memstore.tools.endpoint.shelf import name_of
 from memstore.tools.inspector.asking import can_ask
 from memstore.tools.inspector.words import Words
+from memstore.tools.look import filled, norm_summary
 from memstore.tools.search import search_text
-from memstore.tools.show import filled, norm_summary
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
@@ -32,6 +34,12 @@ MOST_VECTORS = 16
 """Vectors of a landmark that are drawn."""
 LONGEST_QUERY = 200
 """Characters of a text to search for."""
+NEIGHBOURS, MATCHES = 8, 20
+"""Blocks that are told as near to a block, and as found for a question."""
+MOST_FOUND, SECONDS = 50, 0.3
+"""Of one look for a text in a document."""
+ACTIONS = ("pin", "unpin", "forget", "remove-trace")
+"""What the page may change, with ``--allow-write``. Nothing else."""
 _PIECE = 256  # blocks that are looked at between two looks at the clock
 
 
@@ -170,25 +178,25 @@ def _landmarks(document: Document, layer: int, block: int) -> dict[str, Any]:
     }
 
 
-def neighbours(memory: Memory, words: Words, number: int, block: int, layer: int, count: int = 8) -> dict[str, Any]:
+def neighbours(memory: Memory, words: Words, number: int, block: int, layer: int) -> dict[str, Any]:
     """The blocks of a document whose landmarks in ``layer`` answer best to the landmark of ``block``.
 
     Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument`` where the layer has no landmarks.
     """
     document = document_of(memory, number)
     check_layer(memory, layer)
-    found = search_block(document, block, count, layer=layer, among=[document])
+    found = search_block(document, block, NEIGHBOURS, layer=layer, among=[document])
     return {"layer": layer, "neighbours": _found(document, words, found)}
 
 
-def ask(memory: Memory, words: Words, number: int, text: str, count: int = 20) -> dict[str, Any]:
+def ask(memory: Memory, words: Words, number: int, text: str) -> dict[str, Any]:
     """The blocks of a document that the model which read it finds for ``text``, as ``memstore search --text`` does.
 
     Loads the model, which takes seconds. Raises ``NotFound``, ``InvalidArgument``, ``UnsupportedModel``,
     ``ForeignMemory`` and ``DamagedError``.
     """
     document = document_of(memory, number)
-    found = search_text(memory, text, [document], top_k=count)
+    found = search_text(memory, text, [document], top_k=MATCHES)
     return {"matches": _found(document, words, found)}
 
 
@@ -197,14 +205,12 @@ def _found(document: Document, words: Words, found: list[Match]) -> list[dict[st
     return [{"block": each.block, "score": each.score, "text": text} for each, text in zip(found, texts, strict=True)]
 
 
-# A long document takes seconds. It is searched in pieces of 0.3 seconds: an index of words would be another store to
+# A long document takes seconds. It is searched in pieces of ``SECONDS``: an index of words would be another store to
 # keep right, and the first hits are there at once.
-def find(
-    memory: Memory, words: Words, number: int, query: str, start: int, *, most: int = 50, seconds: float = 0.3
-) -> dict[str, Any]:
+def find(memory: Memory, words: Words, number: int, query: str, start: int) -> dict[str, Any]:
     """Blocks from ``start`` on in which ``query`` begins, whatever its case; where to go on, None at the end.
 
-    Looks for about ``seconds`` and stops after ``most`` blocks. Raises ``NotFound``, ``InvalidArgument`` and
+    Looks for about ``SECONDS`` and stops after ``MOST_FOUND`` blocks. Raises ``NotFound``, ``InvalidArgument`` and
     ``DamagedError``.
     """
     if not 1 <= len(query) <= LONGEST_QUERY:
@@ -213,14 +219,14 @@ def find(
     live, begun = document.blocks, time.monotonic()
     at, found = max(start, live.start), list[dict[str, Any]]()
     beyond = 1 + -(-len(query) // size)  # a match may go on in the blocks that follow
-    while at < live.stop and len(found) < most and time.monotonic() - begun < seconds:
+    while at < live.stop and len(found) < MOST_FOUND and time.monotonic() - begun < SECONDS:
         piece = range(at, min(at + _PIECE, live.stop))
         texts = [words.of(ids) for _, ids in rows(document, range(piece.start, piece.stop + beyond))]
         places = _matches(texts, words.between, query)
         found += [{"block": at + place, "text": printable(texts[place])} for place in places if place < len(piece)]
         at = piece.stop
-    if len(found) > most:
-        found = found[:most]
+    if len(found) > MOST_FOUND:
+        found = found[:MOST_FOUND]
         at = found[-1]["block"] + 1
     return {"matches": found, "next": at if at < live.stop else None, "first": live.start, "stop": live.stop}
 
@@ -236,3 +242,32 @@ def _matches(texts: list[str], between: str, query: str) -> list[int]:
         places.append(place)
         at = whole.find(wanted, begins[place + 1])
     return places
+
+
+# The page reads with mode "r", and a change opens the memory for that moment alone: a page that held the lock would
+# keep models from reading texts into the memory for as long as a tab is open.
+def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
+    """Do one of ``ACTIONS``; ``asked`` names its ``document`` or ``trace`` by number.
+
+    The memory is open for writing for this moment alone, so that another process can write at all other times. Raises
+    ``InvalidArgument``, ``NotFound``, ``MemoryInUse``, ``ReadOnlyMemory``.
+    """
+    if action not in ACTIONS:
+        raise InvalidArgument(f"there is no action {action!r}; there are {', '.join(ACTIONS)}.")
+    with open_memory(url, host_bytes=0) as memory:
+        match action:
+            case "pin":
+                document_of(memory, _number(asked, "document")).pin()
+            case "unpin":
+                document_of(memory, _number(asked, "document")).unpin()
+            case "forget":
+                memory.forget(document_of(memory, _number(asked, "document")).name)
+            case "remove-trace":
+                memory.traces.remove(_number(asked, "trace"))
+
+
+def _number(asked: Mapping[str, Any], what: str) -> int:
+    number = asked.get(what)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InvalidArgument(f"name the {what} by its number, not {number!r}.")
+    return number

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import memstore
-from memstore.tools.inspector.server import open_browser
+from memstore.tools.serve import open_browser
 from tests.tools.inspector.conftest import ANSWER, HOSTILE, NEEDLE, ids_of
 from tests.tools.inspector.pages import BLOCK, fill, served, small_spec
 

@@ -10,14 +10,14 @@ import sys
 import urllib.request
 import webbrowser
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import memstore
-from memstore.tools import web
-from memstore.tools.inspector import server
+from memstore.tools import inspector, web
 from tests.tools.conftest import Cli
 
 PATIENCE = 60
@@ -28,7 +28,8 @@ def url_to_path(url: str) -> str:
     return urllib.request.url2pathname(url.removeprefix("file://"))
 
 
-def test_it_serves_until_ctrl_c(memory: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal(memory: Path, number: int) -> None:
     command = [sys.executable, "-m", "memstore.tools.app", "view", str(memory), "--no-open", "--json"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as child:
@@ -37,11 +38,22 @@ def test_it_serves_until_ctrl_c(memory: Path) -> None:
         with urllib.request.urlopen(link, timeout=PATIENCE) as answer:  # noqa: S310 - our own
             assert answer.status == 200
             assert b"memstore" in answer.read()
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         out, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 0
     assert (hint, err) == ("Ctrl-C ends it.\n", "")
     assert json.loads(out) == {"memory": str(memory), "url": link.partition("?")[0]}
+
+
+def test_it_can_serve_in_a_thread(memory: Path) -> None:
+    links: list[str] = []
+
+    def started(url: str) -> None:
+        links.append(url)
+        raise KeyboardInterrupt
+
+    with memstore.open(memory, mode="r") as opened, ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(inspector.serve, opened, started=started).result()] == links
 
 
 @pytest.fixture
@@ -53,7 +65,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         started("http://127.0.0.1:1/?token=x")
         return "http://127.0.0.1:1/?token=x"
 
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(inspector, "serve", serve)
 
     def browse(url: str) -> None:
         page = Path(url_to_path(url))

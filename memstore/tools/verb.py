@@ -1,0 +1,630 @@
+"""What all verbs share: their arguments and options, the report they return, how it is printed, and exit codes."""
+
+from __future__ import annotations
+
+import csv as csvlib
+import functools
+import inspect
+import json as jsonlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from memstore.errors import (
+    DamagedError,
+    DifferentRun,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+    UnsupportedModel,
+    WrongKey,
+)
+from memstore.stored import on_one_line, printable
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, Memory
+    from memstore.store.contract import Progress
+
+T = TypeVar("T")
+
+KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``memstore.store.keys``, which loads more than starting a verb may
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        help="File of the key of an encrypted memory; a new memory is encrypted under it. Without it: the file that "
+        "MEMSTORE_KEY_FILE names, if it does."
+    ),
+]
+Csv = Annotated[bool, typer.Option("--csv", help="Print the table alone, as CSV; without one, facts as name,value.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The outcome of a verb."""
+
+    data: Mapping[str, Any]
+    """What ``--json`` prints."""
+    text: Callable[[Page], None]
+    """Writes the same for people."""
+    exit_code: int = 0
+
+
+class Page:
+    """Writes for people: rich tables on a terminal, aligned plain text anywhere else."""
+
+    def __init__(self) -> None:
+        self._rich = sys.stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        """One paragraph, or an empty line."""
+        print(printable(text))
+
+    def facts(self, facts: Mapping[str, object]) -> None:
+        """Names and values below each other."""
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            print(f"{name:<{width}}  {cell(value)}")
+
+    def excerpt(self, text: str, length: int = 72) -> str:
+        """The beginning of ``text``, of at most ``length`` characters, for the cell of a table."""
+        words = " ".join(text.split())
+        return words if len(words) <= length else words[: length - 1] + "…"
+
+    def brief(self, shown: str, value: object) -> object:  # noqa: ARG002 - for programs
+        """What people see of ``value`` in the cell of a table: ``shown``."""
+        return shown
+
+    def sheet(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """A table for programs, where people see something else."""
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:
+        """One row below the other; numbers are aligned to the right. ``empty`` is said where there are no rows."""
+        if empty and not rows:
+            self.line(empty)
+            return
+        numeric = [_numbers([row[i] for row in rows]) for i in range(len(columns))]
+        cells = [[cell(value) for value in row] for row in rows]
+        (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
+
+    def records(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+        """A table of these columns of ``rows``, or of all, whose names are told as words."""
+        columns = columns or list(rows[0])
+        heads = [column.replace("_per_", "/").replace("_", " ") for column in columns]
+        self.table(heads, [[row[column] for column in columns] for row in rows])
+
+
+# A new verb has CSV without a word: its first table before formatting, else its facts, else its JSON, flattened.
+class Sheet(Page):
+    """Takes what a verb shows to people, and writes its table as CSV."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: list[tuple[Sequence[str], Sequence[Sequence[object]]]] = []
+        self._facts: dict[str, object] = {}
+
+    def line(self, text: str = "") -> None:
+        """Words are for people."""
+
+    def excerpt(self, text: str, length: int = 72) -> str:  # noqa: ARG002 - for people
+        """All of it."""
+        return text
+
+    def brief(self, shown: str, value: object) -> object:  # noqa: ARG002 - for people
+        """The value itself."""
+        return value
+
+    def facts(self, facts: Mapping[str, object]) -> None:
+        """Keep them, in case there is no table."""
+        self._facts |= facts
+
+    def sheet(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Keep it, if there is anything."""
+        if rows:
+            self.table(list(rows[0]), [list(row.values()) for row in rows])
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:  # noqa: ARG002 - for people
+        """Keep it as it is; without rows its head stands alone."""
+        self._tables.append((columns, rows))
+
+    def write(self, data: Mapping[str, Any]) -> None:
+        """Print the first table; where there was none the facts, and without those what ``data`` says."""
+        facts = self._facts or dict(flattened(data))
+        columns, rows = self._tables[0] if self._tables else (("name", "value"), list(facts.items()))
+        writer = csvlib.writer(sys.stdout)
+        writer.writerow(columns)
+        writer.writerows([[field(value) for value in row] for row in rows])
+
+
+def field(value: object) -> str:
+    """A value as programs read it in CSV: numbers as they are, nothing for None, lists as JSON."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple() | dict():
+            return jsonlib.dumps(value, ensure_ascii=False)
+    text = str(value)
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def flattened(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as one: ``{"bytes": {"blocks": 1}}`` gives ``"bytes blocks", 1``."""
+    for name, value in numbers.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{label} ")
+        else:
+            yield label, value
+
+
+def cell(value: object) -> str:
+    """A value as people read it."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return on_one_line([str(value)])
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def verb(function: Callable[..., Report]) -> Callable[..., int]:
+    """Make a command of a function that returns a report: adds ``--json`` and ``--csv``, and prints the report.
+
+    Where it takes a memory ``--key-file`` is added, which takes the place of the environment's. The function sees
+    ``json`` only if it has a parameter of that name: then it says nothing by itself, for a program reads what is
+    printed, be it JSON or CSV.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    parameters = list(signature.parameters.values())
+    wants_json = "json" in signature.parameters
+    if not wants_json:
+        parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
+    parameters.append(inspect.Parameter("csv", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Csv))
+    memories = [each.name for each in parameters if each.name == "memory" or _names_memory(each.annotation)]
+    if memories:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("key_file", kind, default=None, annotation=KeyFile))
+
+    @functools.wraps(function)
+    def command(*, json: bool = False, csv: bool = False, key_file: str | None = None, **arguments: Any) -> int:
+        if json and csv:
+            raise InvalidArgument("--json and --csv are two ways to print the same: choose one of them.")
+        if key_file is not None:
+            _check_key_used([arguments[name] for name in memories if name in arguments])
+        with _key_from(key_file):
+            report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
+            if json:
+                print(jsonlib.dumps(report.data, ensure_ascii=False))
+            elif csv:
+                sheet = Sheet()
+                report.text(sheet)
+                sheet.write(report.data)
+            else:
+                report.text(Page())
+        return report.exit_code
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__doc__ = _with_verbatim_example(inspect.getdoc(function) or "")
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _names_memory(annotation: Any) -> bool:
+    """Whether an argument of a verb is the path of a memory, or of several."""
+    names = (getattr(each, "metavar", None) for each in getattr(annotation, "__metadata__", ()))
+    return any(name in ("MEMORY", "MEMORY...", "SOURCE", "TARGET", "[OTHER]", "NEW") for name in names)
+
+
+def _check_key_used(named: Sequence[str | Sequence[str] | None]) -> None:
+    """Raise ``WrongKey`` where no memory that is named needs a key: who names one believes that it is encrypted."""
+    from memstore.memory.urls import check_key_used
+
+    check_key_used([url for each in named for url in ([each] if isinstance(each, str) else each or ())])
+
+
+@contextmanager
+def _key_from(file: str | None) -> Iterator[None]:
+    """Inside, ``file`` holds the key of encrypted memories, also for children of this process."""
+    before = os.environ.get(KEY_VARIABLE)
+    if file is not None:
+        os.environ[KEY_VARIABLE] = os.path.abspath(file)  # noqa: PTH100 - links in it stay as they are
+    try:
+        yield
+    finally:
+        if file is not None:
+            os.environ.pop(KEY_VARIABLE)
+            if before is not None:
+                os.environ[KEY_VARIABLE] = before
+
+
+def _with_verbatim_example(doc: str) -> str:
+    """Mark the indented lines of ``doc`` with the sign that keeps typer from filling them."""
+    return doc.replace("\n\n    ", "\n\n\b\n    ")
+
+
+def _numbers(column: Sequence[object]) -> bool:
+    """Whether a column holds numbers, and nothing else where there is something."""
+    return any(isinstance(each, int | float) for each in column) and all(
+        each is None or each == "" or isinstance(each, int | float) for each in column
+    )
+
+
+def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+    rows = [columns, *cells]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    for row in rows:
+        padded = [
+            f"{text:>{width}}" if right else f"{text:<{width}}"
+            for text, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(header_style="bold")
+    for name, right in zip(columns, numeric, strict=True):
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+@contextmanager
+def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
+    """A bar on standard error that is told how much of how much is done, and goes away; none where no terminal is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+@contextmanager
+def waiting(what: str, *, show: bool) -> Iterator[None]:
+    """A bar on standard error for work that cannot tell how far it is: it moves, and tells for how long already."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def index_bar() -> Iterator[None]:
+    """A bar for indexes that searches have to build from the store first; none while there is nothing to build."""
+    from memstore.memory.view import watched
+
+    with ExitStack() as stack:
+        progress: Progress | None = None
+
+        def told(done: int, total: int) -> None:
+            nonlocal progress
+            progress = progress or stack.enter_context(bar("blocks indexed", show=True))
+            progress(done, total)
+
+        with watched(told):
+            yield
+
+
+# Arguments and options that several verbs have, and the documents that they mean.
+
+
+def taking(kind: type[T]) -> Callable[[Callable[[T], Report]], Callable[..., Report]]:
+    """Make a verb of ``function(options)``: it takes what the dataclass ``kind`` holds, each option said there once."""
+
+    def decorate(function: Callable[[T], Report]) -> Callable[..., Report]:
+        @functools.wraps(function)
+        def taken(**arguments: Any) -> Report:
+            return function(kind(**arguments))
+
+        hints = get_type_hints(kind, include_extras=True)  # each in the module that it was written in
+        options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
+        taken.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # for typer
+        return taken
+
+    return decorate
+
+
+def lasting(url: str) -> str:
+    """``url``, unless what it names would be gone when the command ends."""
+    if url.startswith("ram:"):
+        raise InvalidArgument(f"{url} would be gone when this command ends; name a folder (./{url} if it is one).")
+    return url
+
+
+MemoryUrl = Annotated[
+    str, typer.Argument(metavar="MEMORY", help="Path of the memory.", show_default=False, callback=lasting)
+]
+
+DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
+
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. A new memory takes 64.")]
+Codec = Annotated[
+    str | None,
+    typer.Option(help="How a new memory stores states: none (as they are), int8, fp8 or int4 (a quarter of bfloat16)."),
+]
+Device = Annotated[str, typer.Option(help="Where the model runs and its memory is searched: cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where the hardware computes in it, else float32."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A Hugging Face directory or hub id; a GGUF file; smollm2; or a model that comes with the package: drt, "
+        "two-hop, landmark-passkey. Without it: the one that read the memory before, and smollm2 for a new one."
+    ),
+]
+ModelThatRead = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="The model that read the memory, whose tokenizer makes texts. Without it: as recorded."
+    ),
+]
+Index = Annotated[
+    str, typer.Option(help="What finds blocks: exact, faiss:IVF1024,Flat or another factory string, auto, ...")
+]
+RouterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--router", help="File of a trained router, for a new memory of a stock model. Without it: fitted to the text."
+    ),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", min=1, help="Blocks retrieved at a time. Without it: 8, or what the model was trained with."
+    ),
+]
+
+
+def token_count(text: str) -> int | None:
+    """Tokens that ``512``, ``8K`` (8,192) or ``1M`` mean; None for any other text."""
+    match = re.fullmatch(r"\s*([0-9]+)([kKmM]?)\s*", text, re.ASCII)
+    return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
+
+
+def tokens_of(option: str, text: str | None, least: int) -> int | None:
+    """Tokens that ``text`` says for ``option``; None where it was not given. Raises ``InvalidArgument``."""
+    if text is None:
+        return None
+    count = token_count(text)
+    if count is None or count < least:
+        raise InvalidArgument(f"{option} must be a number of tokens from {least} on, such as 512 or 8K, not {text!r}")
+    return count
+
+
+def token_counts(option: str, text: str, *, least: int, such_as: str, what: str) -> list[int]:
+    """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
+    counts = []
+    for part in text.split(","):
+        count = token_count(part)
+        if count is None or count < least:
+            raise InvalidArgument(f"{option} {text!r}: {part!r} is no number of tokens. Write such as {such_as}.")
+        counts.append(count)
+    if len(set(counts)) < len(counts):
+        raise InvalidArgument(f"{option} {text!r} names a {what} twice")
+    return counts
+
+
+def listed(option: str, text: str, read: Callable[[str], T], hint: str) -> list[T]:
+    """What ``read`` makes of each part of ``text`` between commas; its ``ValueError`` is an ``InvalidArgument``."""
+    try:
+        return [read(part.strip()) for part in text.split(",")]
+    except ValueError:
+        raise InvalidArgument(f"{option} {text!r}: {hint}") from None
+
+
+def on_disk(argument: str) -> bool:
+    """Whether an argument of the command line names a memory, sound or not."""
+    if argument.startswith("zarr+"):
+        return True
+    folder = argument.removeprefix("zarr:")
+    return any(os.path.exists(f"{folder}/{name}") for name in ("data.mdb", "tail"))  # noqa: PTH110 - of any text
+
+
+def existing(memory: Memory, name: str) -> Document:
+    """The document ``name`` of a memory that is open for writing. Raises ``NotFound``."""
+    documents = {document.name: document for document in memory.documents()}
+    if name not in documents:
+        from memstore.memory.shared import not_found
+
+        raise not_found(name, memory.url, list(documents))
+    return documents[name]
+
+
+def use_threads(threads: int | None) -> None:
+    """Limit PyTorch to ``threads`` CPU threads, if a number is given. Raises ``InvalidArgument`` for far too many."""
+    if threads is not None:
+        most = 4 * (os.cpu_count() or 1)
+        if threads > most:
+            raise InvalidArgument(f"--threads is at most {most} here, four for each CPU, got {threads:,}.")
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+FACT = "file/"
+"""Before a document's name: under what a memory keeps which file a document is, and what was noted of it."""
+_AGO = re.compile(r"(\d+)\s*([hdw])", re.IGNORECASE)
+_HOURS = {"h": 1, "d": 24, "w": 7 * 24}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Documents that are wanted; each part that is given must hold."""
+
+    match: Sequence[str] = ()
+    """Patterns of names, one of which must fit: ``*`` is any text, also with strokes."""
+    meta: Mapping[str, str]
+    """What must have been noted."""
+    since: datetime | None = None
+    """When its file changed, or it was read where it is no file, at the earliest."""
+
+    @classmethod
+    def given(cls, match: Sequence[str] | None, meta: Sequence[str] | None, since: str | None) -> Filter | None:
+        """As options say it; None where they say nothing. Raises ``InvalidArgument``."""
+        if not (match or meta or since):
+            return None
+        return cls(match=match or (), meta=parse_meta(meta), since=None if since is None else parse_since(since))
+
+    def names(self, memory: Memory, among: Sequence[str]) -> list[str]:
+        """Those of ``among`` that are wanted. Raises ``NotFound`` where none is."""
+        facts = facts_of(memory)
+        found = [name for name in among if self._fits(name, facts[name])]
+        if not found:
+            chats = [name for name in facts if name not in among and self._fits(name, facts[name])]
+            also = f"; {chats[0]!r} does, and a conversation is asked by --document {chats[0]}" if chats else ""
+            raise NotFound(
+                f"none of {len(among):,} documents fits --match, --meta and --since: memstore ls shows them{also}"
+            )
+        return found
+
+    def _fits(self, name: str, fact: Mapping[str, Any]) -> bool:
+        if self.match and not any(fnmatchcase(name, each) for each in self.match):
+            return False
+        noted = _dict(fact.get("meta"))
+        if any(noted.get(key) != value for key, value in self.meta.items()):
+            return False
+        return self.since is None or ((when := time_of(fact)) is not None and when >= self.since)
+
+
+def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
+    """What is known of the file of each document, and was noted of it; of most that are no files nothing."""
+    facts = memory.infos(FACT)
+    return {each.name: _dict(facts.get(FACT + each.name)) for each in memory.documents()}
+
+
+def time_of(fact: Mapping[str, Any]) -> datetime | None:
+    """When a document's file was changed last, or was read where it is no file; None where nobody knows."""
+    modified, read = fact.get("modified"), fact.get("read")
+    with suppress(ValueError, OverflowError, OSError):  # whoever made the memory may have noted anything
+        if isinstance(modified, int):
+            return datetime.fromtimestamp(modified / 1e9, UTC)
+        if isinstance(read, str):
+            return datetime.fromisoformat(read).astimezone(UTC)
+    return None
+
+
+def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
+    """``["project=island"]`` as a mapping. Raises ``InvalidArgument``."""
+    pairs = [each.partition("=") for each in given or []]
+    for key, equals, value in pairs:
+        if not (key.strip() and equals):
+            raise InvalidArgument(f"--meta is KEY=VALUE, such as project=island, not {key + equals + value!r}")
+    return {key.strip(): value for key, _, value in pairs}
+
+
+def parse_since(text: str) -> datetime:
+    """A time that is some hours, days or weeks ago (``7d``), or a date. Raises ``InvalidArgument``."""
+    try:
+        if found := _AGO.fullmatch(text.strip()):
+            return datetime.now(UTC) - timedelta(hours=int(found[1]) * _HOURS[found[2].lower()])
+        return datetime.fromisoformat(text.strip()).astimezone()
+    except (ValueError, OverflowError):
+        raise InvalidArgument(
+            f"--since is a time ago, such as 12h, 7d or 2w, or a date, such as 2026-03-01, not {text[:80]!r}"
+        ) from None
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# How a verb that fails ends: the exit code, and one or two lines that say what to do.
+
+OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
+
+EXIT_CODES = """\
+Exit codes: 0 done, 1 another failure (a mistake in memstore, or of the system), 2 bad usage, 3 not found, 4 damaged,
+5 refused (another model's memory, another key or training run there, in use, read-only, full), 130 interrupted,
+141 the reader of the output left.
+With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
+
+
+class Interrupted(MemstoreError):
+    """Ctrl-C; the message says what is safe and how to go on."""
+
+
+class Mistake(MemstoreError):
+    """An error that nobody expected, in one line."""
+
+    def __init__(self, error: Exception) -> None:
+        self.kind = type(error).__name__
+        words = " ".join(str(error).split())
+        super().__init__(f"{self.kind}: {words} - this is a mistake in memstore; please report it")
+
+
+def exit_code(error: Exception) -> int:
+    """The code that scripts see."""
+    match error:
+        case InvalidArgument():
+            return USAGE
+        case NotFound() | NotAMemory():
+            return NOT_FOUND
+        case DamagedError():
+            return DAMAGED
+        case ForeignMemory() | WrongKey() | UnsupportedModel() | DifferentRun():
+            return REFUSED
+        case MemoryInUse() | ReadOnlyMemory() | StoreFull():
+            return REFUSED
+        case Interrupted():
+            return INTERRUPTED
+        case typer.TyperException():
+            return error.exit_code
+    return FAILED
+
+
+def report_failure(error: Exception, *, json: bool) -> int:
+    """Tell the error, as text on standard error or as JSON on standard output; the exit code."""
+    usage = isinstance(error, typer.TyperException)
+    message = " ".join(error.format_message().split()) if isinstance(error, typer.TyperException) else str(error)
+    if json:
+        kind = "UsageError" if usage else error.kind if isinstance(error, Mistake) else type(error).__name__
+        print(jsonlib.dumps({"error": kind, "message": message}))
+    else:
+        print(f"memstore: {printable(message)}", file=sys.stderr)
+        if usage:
+            print(f"Try '{_command_path(error)} --help'.", file=sys.stderr)
+    return exit_code(error)
+
+
+def _command_path(error: Exception) -> str:
+    context: typer.Context | None = getattr(error, "ctx", None)
+    return context.command_path if context else "memstore"
