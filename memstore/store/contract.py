@@ -38,7 +38,7 @@ ITEM_BYTES = {
 """Size of one element of each dtype that a record can have, in bytes. ``json`` is UTF-8 text."""
 
 MAX_DIMENSIONS = 8
-MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb/runs.py``
+MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb/values.py``
 MAX_LAYER = 2**32 - 1
 MAX_ITEM = 2**32 - 1
 

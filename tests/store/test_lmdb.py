@@ -22,7 +22,7 @@ from memstore.errors import (
 )
 from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table
 from memstore.store.lmdb import values as lmdb_values
-from memstore.store.lmdb.runs import STORE_KEY
+from memstore.store.lmdb.values import STORE_KEY
 from memstore.store.records import encode_value
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
 

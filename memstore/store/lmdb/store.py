@@ -2,7 +2,7 @@
 
 A batch is one LMDB transaction, synced to disk before ``write`` returns. LMDB never overwrites a page that a committed
 transaction refers to, so a process that dies at any instruction leaves the last commit whole, and recovery is nothing.
-``docs/format.md`` describes every byte; ``records.py`` and ``runs.py`` implement it.
+``docs/format.md`` describes every byte; ``records.py`` and ``values.py`` implement it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,18 @@ from memstore.store.contract import (
 from memstore.store.lmdb import environment as environments
 from memstore.store.lmdb.environment import MAP_BYTES, Environment
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
-from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
-from memstore.store.lmdb.values import Changes, Deletes, Heads, Puts, Transaction, Values, used_bytes
+from memstore.store.lmdb.values import (
+    KEY_BYTES,
+    STORE_KEY,
+    Changes,
+    Deletes,
+    Heads,
+    Naming,
+    Puts,
+    Transaction,
+    Values,
+    used_bytes,
+)
 from memstore.store.lmdb.writer import RESERVE_NAME, WriterLock
 from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
 from memstore.stored import fit, table, whole
@@ -283,7 +293,7 @@ class LmdbStore(BlockStore):
             raise self._failure(error, needed) from error
 
     def _put_facts(self, txn: Transaction) -> tuple[int, int]:
-        """Say which commit this is, and what the checks of all values are then: see ``runs.py``."""
+        """Say which commit this is, and what the checks of all values are then: see ``values.py``."""
         facts, commit, total = {"format": self._format, "blocks_per_value": self.blocks_per_value}, txn.id(), 0
         if self._format == self._formats[-1]:
             facts["tokens_per_value"] = self._naming.lengths[Table.TOKENS]
