@@ -16,7 +16,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
 from memstore.memory import recurrent
-from memstore.memory.entry import READING, Address, DocumentState, Home, Places, put_home, told
+from memstore.memory.entry import READING, Address, DocumentState, Home, Places
 from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
@@ -47,14 +47,34 @@ def moved(batch: Batch, number: int, places: Places, after: DocumentState, fresh
     """State and home of a document that shares all its blocks with what it was, and goes on at the home ``fresh``."""
     home = places.branch(fresh, after.blocks)
     _put_homes(batch, home, number, places)
-    return replace(after, home=fresh, **told(home)), home
+    return replace(after, home=fresh, **_told(home)), home
 
 
 def _put_homes(batch: Batch, home: Home, number: int, of: Places) -> None:
     """Store a new home, and the one that it is a branch of where only an entry with spans says so yet."""
-    put_home(batch, home, number)
+    _put_home(batch, home, number)
     if home.below is of.node:
-        put_home(batch, of.node, of.number)
+        _put_home(batch, of.node, of.number)
+
+
+def _told(home: Home) -> dict[str, Any]:
+    """What the entry of a document says of its home: ``branch`` or ``spans``."""
+    if home.below is None:
+        return {"branch": None, "spans": ()}
+    if not home.below.listed:
+        return {"branch": (home.below.number, home.start), "spans": ()}
+    pieces = list(home.below.pieces(range(home.start)))[::-1]
+    return {"branch": None, "spans": tuple((owner, blocks.start, blocks.stop) for owner, blocks in pieces)}
+
+
+def _put_home(batch: Batch, home: Home, document: int) -> None:
+    """Store what ``home`` is a branch of; it was made for a document."""
+    facts = _told(home)
+    if facts["branch"]:
+        parent, stop = facts["branch"]
+        batch.put(Address(home.number).branch, Record.from_json({"document": document, "parent": parent, "stop": stop}))
+    elif facts["spans"]:
+        batch.put(Address(home.number).branch, Record.from_json({"document": document, "spans": facts["spans"]}))
 
 
 def forking(
@@ -73,7 +93,7 @@ def forking(
         tokens=min(state.tokens, blocks * size),
         blocks=blocks,
         first=min(state.first, blocks),
-        **told(home),
+        **_told(home),
         digest=shared.history.digest(parent, state, whole, shared.spec),
         reading=state.reading,
         dropped=state.dropped_below(whole),

@@ -171,7 +171,7 @@ class IndexFiles:
     def _history(self, source: LayerLandmarks, stop: int) -> str | None:
         """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
         known = stop and source.state.digest is not None
-        return source.history.hash(source.places, stop - 1).hex() if known else None
+        return source.history.hashes(source.places, range(stop - 1, stop)).hex() if known else None
 
     def _fits(self, about: Mapping[str, Any], source: LayerLandmarks, blocks: range) -> bool:
         """Whether the landmarks of a file are those of the store, of blocks that are complete now."""

@@ -217,7 +217,7 @@ class Memory:
         ids, size = as_tokens(tokens), self.spec.block_size
         full = len(ids) // size
         hashes = chain(beginning(self.spec.fingerprint, reading), byte_rows(ids[: full * size].view(full, size)))
-        found = self._shared.catalog.beginnings().find(self._shared.history, hashes, size) if full else None
+        found = self._shared.catalog.beginnings().find(self._shared.history.hashes, hashes, size) if full else None
         state = None if found is None else self._shared.state(found[0])
         return None if found is None or state is None else (self._document(state.name), found[1])
 

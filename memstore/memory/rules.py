@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
-from memstore.memory.catalog import Catalog
-from memstore.memory.entry import KEEPING, LONGEST_NAME, Address
+from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
 from memstore.store.records import Misplaced
 from memstore.stored import Check, array, check_whole, fit, maybe, members, number, on_one_line, row, table, text, whole

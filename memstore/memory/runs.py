@@ -187,10 +187,9 @@ class HistoryRuns(Runs):
     def __init__(self, store: BlockStore) -> None:
         super().__init__(store, Table.HISTORY, 0, HASHES_PER_RUN, lambda rows: Layout("uint8", (rows, HASH_BYTES)))
 
-    def hash(self, places: Places, block: int) -> bytes:
-        """The stored hash of everything up to the end of ``block``. Raises ``DamagedError``."""
-        ((_, row),) = self.read(places, range(block, block + 1))
-        return row.numpy().tobytes()
+    def hashes(self, places: Places, blocks: range) -> bytes:
+        """The stored hashes of ``blocks``, of everything up to the end of each. Raises ``DamagedError``."""
+        return b"".join(rows.numpy().tobytes() for _, rows in self.read(places, blocks))
 
     def digest(self, places: Places, state: DocumentState, block: int, spec: MemorySpec) -> str | None:
         """The digest of a document that is cut before ``block``; None where it is not known (any more).
@@ -201,7 +200,8 @@ class HistoryRuns(Runs):
             return state.digest
         if 0 < block <= state.first:
             return None
-        return (self.hash(places, block - 1) if block else beginning(spec.fingerprint, state.reading)).hex()
+        last = range(block - 1, block)
+        return (self.hashes(places, last) if block else beginning(spec.fingerprint, state.reading)).hex()
 
 
 def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> bytes:

@@ -18,15 +18,16 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
-from memstore.memory.catalog import Catalog, catalog_of
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
     NEXT_DOCUMENT,
     NEXT_DOCUMENT_VALUE,
+    Catalog,
     DocumentState,
     Homes,
     Places,
+    catalog_of,
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
