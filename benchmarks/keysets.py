@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memstore.attention import Router
 from memstore.errors import InvalidArgument
-from memstore.folders import cache_folder
+from memstore.paths import cache_folder
 
 PART = 16_384
 """Keys in one file."""

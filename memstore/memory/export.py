@@ -26,6 +26,7 @@ import filelock
 import torch
 from torch import Tensor
 
+from memstore import paths
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, StoreFull
 from memstore.memory.copy import Beginnings, recurrent_between
 from memstore.memory.document import Document
@@ -44,7 +45,6 @@ from memstore.memory.memory import Memory, open_memory
 from memstore.memory.spec import block_layouts
 from memstore.memory.tensors import encode_landmarks
 from memstore.progress import progress_bar
-from memstore.store import paths
 
 FILE_BYTES = 64 << 20
 """Blocks in one file, and in one transaction when they are imported; at least one block of all layers."""

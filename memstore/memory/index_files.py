@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
+from memstore import paths
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
 from memstore.memory.spec import MemorySpec
-from memstore.store import paths
 from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM
 from memstore.stored import anything, fit, members, parse, table, text, whole
 

@@ -23,10 +23,10 @@ from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
 from memstore.memory.usage import Deletion, Usage
+from memstore.paths import FULL
 from memstore.store.contract import Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
 from memstore.store.keys import KeySource, read_key
-from memstore.store.paths import FULL
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     import torch

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from memstore import paths
 from memstore.errors import InvalidArgument, NotAMemory
 
 NAMES = (".gitignore", ".memstoreignore")
@@ -38,8 +39,6 @@ def patterns_in(folder: Path, name: str) -> list[Pattern]:
 
     Raises ``InvalidArgument`` for what is no file of patterns: then nobody knows what is not to be read.
     """
-    from memstore.store import paths  # the command starts without numpy and torch
-
     try:
         raw = paths.read(folder, name, _MOST_BYTES)
     except FileNotFoundError:

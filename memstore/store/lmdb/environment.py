@@ -26,6 +26,7 @@ from typing import Any
 
 import lmdb
 
+from memstore import paths
 from memstore.errors import (
     DamagedError,
     InvalidArgument,
@@ -36,11 +37,10 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import paths
+from memstore.paths import FULL, free_bytes, shortage
 from memstore.store.keys import KEYS_NAME
 from memstore.store.lmdb import pages
 from memstore.store.lmdb.writer import RESERVE_NAME
-from memstore.store.paths import FULL, free_bytes, shortage
 from memstore.store.records import MAGIC
 
 DATA_NAME = "data.mdb"

@@ -39,7 +39,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from memstore.store import paths
+from memstore import paths
 
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
 LARGE = 1  # flag of a node: its value has pages of its own

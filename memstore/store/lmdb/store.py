@@ -19,8 +19,8 @@ from typing import Any, Self
 
 import lmdb
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
-from memstore.store import paths
 from memstore.store.contract import (
     MAX_ITEM,
     Batch,

@@ -16,9 +16,8 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from memstore import stored
+from memstore import paths, stored
 from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
-from memstore.store import paths
 
 LOCK_NAME = "writer.lock"
 HOLDER_NAME = "writer.json"

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
-from memstore.store import paths
 from memstore.store.contract import (
     Batch,
     BlockStore,
