@@ -22,7 +22,7 @@ from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record
 from memstore.memory.usage import Deletion
-from memstore.store.contract import Batch, Bytes, Record
+from memstore.store.records import Batch, Bytes, Record
 from memstore.stored import check_storable
 
 

@@ -36,7 +36,8 @@ from memstore.memory.rules import STORED, Rules
 from memstore.memory.runs import beginning, broken
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Key, Layout, Record, ScannedValue, Table
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Key, Layout, Record, ScannedValue, Table
 from memstore.stored import fit
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)

@@ -16,7 +16,7 @@ from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.usage import Deletion
-from memstore.store.contract import Batch
+from memstore.store.records import Batch
 from memstore.stored import check_whole
 
 if TYPE_CHECKING:  # documents are listed and forgotten without PyTorch, which takes seconds to load

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from memstore.errors import DamagedError, ForeignMemory
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, BlockStore, Bytes, Key, Record, Table
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Bytes, Key, Record, Table
 from memstore.stored import anything, array, fit, maybe, members, on_one_line, parse, ranges, row, table, text, whole
 
 HEADER = Key(Table.META)

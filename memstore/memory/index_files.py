@@ -24,7 +24,7 @@ from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
 from memstore.memory.spec import MemorySpec
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM
 from memstore.stored import anything, fit, members, parse, table, text, whole
 
 if TYPE_CHECKING:  # who lists what is kept needs no PyTorch

@@ -30,8 +30,8 @@ from memstore.memory.rules import Rules
 from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
 from memstore.memory.tensors import decode_landmarks, no_states
 from memstore.progress import progress_bar
-from memstore.store.contract import MAX_ITEM
 from memstore.store.keys import KeySource
+from memstore.store.records import MAX_ITEM
 from memstore.stored import anything, array, fit, maybe, members, parse, row, table, text, whole
 
 FORMAT, VERSION = "memstore-export", 1

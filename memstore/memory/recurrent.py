@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from memstore.errors import DamagedError, NotFound
 from memstore.memory.entry import Address
-from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Layout, Record, describe
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_ITEM, Batch, Layout, Record, describe
 
 if TYPE_CHECKING:  # a memory is checked and forgotten without PyTorch, which takes seconds to load
     from torch import Tensor

@@ -39,7 +39,7 @@ from memstore.memory.rules import lost_keys
 from memstore.memory.shared import SharedStore, next_document_record
 from memstore.memory.urls import folder
 from memstore.memory.usage import Deletion
-from memstore.store.contract import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
+from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to

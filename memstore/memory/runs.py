@@ -21,7 +21,8 @@ import numpy as np
 from memstore.errors import DamagedError, NotFound
 from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, DocumentState, Places
 from memstore.memory.spec import Fingerprint, MemorySpec, run_layout
-from memstore.store.contract import Batch, BlockStore, Bytes, Key, Layout, Table
+from memstore.store.contract import BlockStore
+from memstore.store.records import Batch, Bytes, Key, Layout, Table
 
 if TYPE_CHECKING:
     from torch import Tensor

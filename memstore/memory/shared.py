@@ -35,7 +35,8 @@ from memstore.memory.rules import Retention
 from memstore.memory.runs import HistoryRuns, LandmarkRuns
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.store.cache import BlockCache
-from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Key, Layout, Record, Table
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
 from memstore.stored import anything, array, check_storable, check_whole, fit, table, text
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load

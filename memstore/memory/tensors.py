@@ -24,7 +24,8 @@ from memstore.errors import InvalidArgument
 from memstore.memory.spec import MemorySpec, plain_layouts
 from memstore.store.cache import as_tensor, empty_rows
 from memstore.store.codecs import LOSSY
-from memstore.store.contract import BlockStore, Bytes, Key, Layout, Record
+from memstore.store.contract import BlockStore
+from memstore.store.records import Bytes, Key, Layout, Record
 
 
 @contextmanager

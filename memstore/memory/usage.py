@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from memstore.memory import recurrent
 from memstore.memory.entry import Address, DocumentState, Home, Piece, common, lacking, merged
-from memstore.store.contract import MAX_ITEM, Batch
+from memstore.store.records import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
     from memstore.memory.shared import SharedStore

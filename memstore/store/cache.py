@@ -32,7 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.store.contract import ITEM_BYTES, BlockKeys, BlockStore, Bytes, Key, Layout
+from memstore.store.contract import BlockStore
+from memstore.store.records import ITEM_BYTES, BlockKeys, Bytes, Key, Layout
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     import torch

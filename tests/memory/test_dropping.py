@@ -14,7 +14,7 @@ from memstore.memory import Document, Memory
 from memstore.memory.copy import copy_document
 from memstore.memory.entry import Address
 from memstore.store import Table
-from memstore.store.contract import Batch, Key
+from memstore.store.records import Batch, Key
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, make_spec, random_tokens, states
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, delete, flip, landmark_run, path, store_of

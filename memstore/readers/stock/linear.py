@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memstore.memory.tensors import to_record
 from memstore.readers.caches import CACHE
-from memstore.store.contract import Layout
+from memstore.store.records import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

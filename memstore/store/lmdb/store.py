@@ -21,25 +21,7 @@ import lmdb
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
-from memstore.store.contract import (
-    MAX_ITEM,
-    Batch,
-    BlockStore,
-    Bytes,
-    Capabilities,
-    Compaction,
-    Key,
-    Layout,
-    Progress,
-    Record,
-    ScannedValue,
-    Table,
-    beyond_limit,
-    check_batch,
-    check_key,
-    check_out,
-    check_range,
-)
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
 from memstore.store.lmdb import environment as environments
 from memstore.store.lmdb.environment import MAP_BYTES, Environment
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
@@ -56,7 +38,24 @@ from memstore.store.lmdb.values import (
     used_bytes,
 )
 from memstore.store.lmdb.writer import RESERVE_NAME, WriterLock
-from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
+from memstore.store.records import (
+    HEADER_BYTES,
+    MAX_ITEM,
+    Batch,
+    Bytes,
+    Key,
+    Layout,
+    Record,
+    ScannedValue,
+    Table,
+    check_batch,
+    check_key,
+    check_out,
+    check_range,
+    decode_value,
+    encode_value,
+    value_reader,
+)
 from memstore.stored import fit, table, whole
 
 FORMATS = 1, 2, 3

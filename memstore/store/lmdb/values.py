@@ -25,20 +25,27 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, ForeignMemory, NotFound
-from memstore.store.contract import MAX_DOCUMENT, BlockKeys, Bytes, Key, Record, ScannedValue, Table, describe
 from memstore.store.lmdb import pages as layout
 from memstore.store.lmdb.environment import bring, will_need
 from memstore.store.records import (
     ALIGNMENT,
     HEADER_BYTES,
     MAGIC,
+    MAX_DOCUMENT,
+    BlockKeys,
+    Bytes,
+    Key,
+    Record,
     RecordHeader,
+    ScannedValue,
+    Table,
     ValueReader,
     as_damage,
     check_payload,
     damaged,
     decode_header,
     decode_value,
+    describe,
     encode_value,
     encode_with_sums,
     header_sums,

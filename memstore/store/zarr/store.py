@@ -27,27 +27,23 @@ import numpy as np
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
-from memstore.store.contract import (
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.keys import KEYS_NAME
+from memstore.store.lmdb.environment import DATA_NAME
+from memstore.store.lmdb.values import used_bytes
+from memstore.store.records import (
     Batch,
-    BlockStore,
     Bytes,
-    Capabilities,
-    Compaction,
     Key,
     Layout,
-    Progress,
     Record,
     ScannedValue,
     Table,
-    beyond_limit,
     check_batch,
     check_key,
     check_out,
     check_range,
 )
-from memstore.store.keys import KEYS_NAME
-from memstore.store.lmdb.environment import DATA_NAME
-from memstore.store.lmdb.values import used_bytes
 from memstore.store.zarr.bucket import READS_AHEAD, BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
 from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
