@@ -1,4 +1,4 @@
-"""Work beside the model: copies between host memory and a GPU, and threads.
+"""Work beside the model: copies between host memory and a GPU, threads, and types that are not the model's.
 
 Many tensors are copied at once, by way of pinned memory, while both sides go on working.
 """
@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -138,6 +138,16 @@ def _parts(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
         length = math.prod(each.shape) * each.itemsize
         yield buffer[start : start + length].view(each.dtype).view(each.shape)
         start += -(-length // ALIGNED) * ALIGNED
+
+
+@contextmanager
+def own_types() -> Iterator[None]:
+    """Inside, operations of this thread compute in the types of their tensors."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def background_workers(count: int) -> ThreadPoolExecutor:

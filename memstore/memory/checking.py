@@ -32,8 +32,8 @@ from memstore.memory.entry import (
     lacking,
     merged,
 )
+from memstore.memory.rows import beginning, broken
 from memstore.memory.rules import STORED, Rules
-from memstore.memory.runs import beginning, broken
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.usage import Usage, clipped
 from memstore.store.contract import BlockStore

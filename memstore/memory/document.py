@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
-from memstore.memory.recurrent import kept, read
+from memstore.memory.rows import from_record, kept_recurrent, read_recurrent, read_rows
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
@@ -236,7 +236,7 @@ class Document:
         state = self._handle.current()
         if self._handle.id is None or not self._shared.spec.recurrent:
             return []
-        return kept(self._shared.store, self._handle.id, state.tokens, first=first)
+        return kept_recurrent(self._shared.store, self._handle.id, state.tokens, first=first)
 
     def recurrent(self, tokens: int) -> list[Tensor]:
         """What layers that do not attend remember of its first ``tokens`` tokens; one of ``recurrent_places``.
@@ -245,7 +245,7 @@ class Document:
         """
         if self._handle.id is None or not 0 < tokens <= self._handle.current().tokens:
             raise NotFound(f"document {self.name!r} has no recurrent state after {tokens} tokens.")
-        return read(self._shared.store, self._shared.spec.recurrent, self._handle.id, tokens)
+        return read_recurrent(self._shared.store, self._shared.spec.recurrent, self._handle.id, tokens)
 
     @property
     def reads_ahead(self) -> int:
@@ -411,8 +411,6 @@ class Document:
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""
         import torch
-
-        from memstore.memory.tensors import from_record, read_rows
 
         if not blocks or self._handle.id is None:
             return torch.empty(0, dtype=torch.int32)

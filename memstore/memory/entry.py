@@ -42,7 +42,7 @@ FIRST_NAMED = Key(Table.META, item=16)
 NAMED_VALUE = table(kind=text(20), name=text(10_000))
 HASH_BYTES = 16
 HASHES_PER_RUN = 240
-"""Of the history of a document, see ``runs.py``: a run, which every append rewrites, takes one page of 4 KiB."""
+"""Of the history of a document, see ``rows.py``: a run, which every append rewrites, takes one page of 4 KiB."""
 MOST_SPANS = 2**16
 LONGEST_NAME = 511
 """Bytes of the name of a document."""
@@ -76,7 +76,7 @@ class DocumentState:
     home: int | None = None
     """The number under which the blocks after these lie; None: the document's own."""
     digest: str | None = None
-    """Hash of the history of all complete blocks, see ``runs.py``; None where it was never computed."""
+    """Hash of the history of all complete blocks, see ``rows.py``; None where it was never computed."""
     # Part of the history: text that was read in another way has other states, and must not be taken for the same.
     reading: dict[str, Any] | None = None
     """What the states depend on beside fingerprint and tokens, in the words of whoever computed them."""
@@ -227,7 +227,7 @@ class Address:
         return Key(Table.BLOCKS, self.id, layer, block)
 
     def recurrent(self, tokens: int) -> Key:
-        """Of the recurrent state of a document after so many tokens, see ``recurrent.py``."""
+        """Of the recurrent state of a document after so many tokens, see ``rows.py``."""
         return Key(Table.RECURRENT, self.id, 0, tokens)
 
 

@@ -42,8 +42,8 @@ from memstore.memory.interchange import (
     stored_names,
 )
 from memstore.memory.memory import Memory, open_memory
+from memstore.memory.rows import encode_landmarks
 from memstore.memory.spec import block_layouts
-from memstore.memory.tensors import encode_landmarks
 from memstore.progress import progress_bar
 
 FILE_BYTES = 64 << 20

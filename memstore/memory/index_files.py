@@ -23,6 +23,7 @@ from memstore import paths
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
+from memstore.memory.rows import HistoryRuns, Runs, byte_rows
 from memstore.memory.spec import MemorySpec
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM
 from memstore.stored import anything, fit, members, parse, table, text, whole
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
     from torch import Tensor
 
     from memstore.index import VectorIndex
-    from memstore.memory.runs import HistoryRuns, Runs
 
 FORMAT = 2
 SAMPLES = 16
@@ -236,8 +236,6 @@ def _spread(blocks: range) -> list[int]:
 
 
 def _sum(source: LayerLandmarks, block: int) -> str:
-    from memstore.memory.tensors import byte_rows
-
     rows: list[Tensor] = [rows for _, rows in source.landmarks.read(source.places, range(block, block + 1))]
     return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]).tobytes())
 

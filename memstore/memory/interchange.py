@@ -26,9 +26,9 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, Memsto
 from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
+from memstore.memory.rows import decode_landmarks, no_states
 from memstore.memory.rules import Rules
 from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
-from memstore.memory.tensors import decode_landmarks, no_states
 from memstore.progress import progress_bar
 from memstore.store.keys import KeySource
 from memstore.store.records import MAX_ITEM

@@ -15,9 +15,8 @@ from memstore.memory import verify
 from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.recurrent import kept
+from memstore.memory.rows import beginning, byte_rows, chain, kept_recurrent
 from memstore.memory.rules import Rules, WhenFull
-from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import CHAT, SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
@@ -212,7 +211,6 @@ class Memory:
         hold these tokens. A document whose first blocks have left is not looked at. Raises ``InvalidArgument``.
         """
         from memstore.memory.append import as_tokens
-        from memstore.memory.tensors import byte_rows
 
         ids, size = as_tokens(tokens), self.spec.block_size
         full = len(ids) // size
@@ -414,7 +412,11 @@ class Memory:
         nbytes = self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete)
         if self.spec.recurrent:
             each = sum(layout.nbytes for layout in self.spec.recurrent)
-            places = [kept(self._shared.store, number, state.tokens) for number, state in states if state is not None]
+            places = [
+                kept_recurrent(self._shared.store, number, state.tokens)
+                for number, state in states
+                if state is not None
+            ]
             nbytes["recurrent"] = each * sum(map(len, places))
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]

@@ -31,8 +31,8 @@ from memstore.memory.entry import (
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
+from memstore.memory.rows import HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
 from memstore.memory.rules import Retention
-from memstore.memory.runs import HistoryRuns, LandmarkRuns
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.store.cache import BlockCache
 from memstore.store.contract import BlockStore
@@ -164,7 +164,6 @@ class SharedStore:
         import torch
 
         from memstore.kernels.best_signs.api import problem
-        from memstore.memory.tensors import index_dtype
 
         spec, name, dtype = self.spec, self.index, index_dtype(self.spec.key_dtype)
         if spec.key_dtype == "bit" and self.index_device.type != "cpu" and name in ("exact", "auto"):
@@ -348,8 +347,6 @@ class NamedValues:
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors under ``name``, replacing what was there, in one transaction."""
-        from memstore.memory.tensors import to_record
-
         records = [to_record(tensor) for tensor in arrays.values()]
         self._put("arrays", name, {"arrays": list(arrays)}, records)
 
@@ -417,8 +414,6 @@ class NamedValues:
         In one transaction. Raises ``ForeignMemory`` where there are other arrays under a name.
         """
         facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
-        from memstore.memory.tensors import to_record
-
         tensors = (
             (_head("arrays", name, {"arrays": list(each)}), *map(to_record, each.values()))
             for name, each in arrays.items()
@@ -524,8 +519,6 @@ def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
 
 
 def _arrays(head: dict[str, Any], records: tuple[Record, ...]) -> dict[str, Tensor]:
-    from memstore.memory.tensors import from_record
-
     return dict(zip(head["arrays"], map(from_record, records[1:]), strict=True))
 
 

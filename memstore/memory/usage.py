@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memstore.memory import recurrent
 from memstore.memory.entry import Address, DocumentState, Home, Piece, common, lacking, merged
+from memstore.memory.rows import cut_recurrent
 from memstore.store.records import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
@@ -209,7 +209,7 @@ class Deletion:
             self._usage.remove(number, self._homes.pop(number))
             batch.delete(Address(number).entry)
             if self._shared.spec.recurrent:
-                recurrent.cut(batch, number, 0)
+                cut_recurrent(batch, number, 0)
         self._release(batch)
         return batch
 
@@ -225,7 +225,7 @@ class Deletion:
                 self._usage.remove(number, before)
             batch.put(Address(number).entry, after.to_record())
             if self._shared.spec.recurrent:
-                recurrent.cut(batch, number, after.tokens)
+                cut_recurrent(batch, number, after.tokens)
         self._release(batch)
 
     def used_by_others(self, number: int) -> list[range]:

@@ -18,10 +18,11 @@ from memstore.index import SearchResult, VectorIndex
 from memstore.index.contract import check_tensor
 from memstore.memory.entry import DocumentState, lacking
 from memstore.memory.index_files import LayerLandmarks
+from memstore.memory.rows import decode_block_rows, read_last_block
 from memstore.memory.shared import Handle
-from memstore.memory.tensors import decode_block_rows, own_types, read_last_block
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
+from memstore.transfer import own_types
 
 T = TypeVar("T")
 TOP_K = 8

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from memstore.memory import Fingerprint
-from memstore.memory.tensors import byte_rows
+from memstore.memory.rows import byte_rows
 from memstore.paths import cache_folder
 
 PIECE = 1 << 26

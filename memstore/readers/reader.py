@@ -22,7 +22,6 @@ from memstore.errors import InvalidArgument, ReadOnlyMemory, UnsupportedModel
 from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
-from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
 from memstore.progress import progress_bar
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
@@ -34,6 +33,7 @@ from memstore.readers.kinds import encode, kind_of
 from memstore.readers.observer import Recording
 from memstore.readers.reading import Chunks, Job, ReadResult, common_tokens, compare, evaluating, is_flat, segments
 from memstore.readers.retrieval import OPTIONS, Retrieval, check_options
+from memstore.transfer import own_types
 
 
 def attach(

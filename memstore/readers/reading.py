@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.memory.append import Tokens
-from memstore.memory.tensors import own_types
-from memstore.transfer import background_workers
+from memstore.transfer import background_workers, own_types
 
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
