@@ -23,7 +23,7 @@ from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
 from memstore.store.lmdb import environment as environments
-from memstore.store.lmdb.environment import MAP_BYTES, Environment
+from memstore.store.lmdb.environment import MAP_BYTES, RESERVE_NAME, Environment, WriterLock
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb.values import (
     KEY_BYTES,
@@ -37,7 +37,6 @@ from memstore.store.lmdb.values import (
     Values,
     used_bytes,
 )
-from memstore.store.lmdb.writer import RESERVE_NAME, WriterLock
 from memstore.store.records import (
     HEADER_BYTES,
     MAX_ITEM,
