@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull
 from memstore.memory import verify
-from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.rows import beginning, byte_rows, chain, kept_recurrent
@@ -22,6 +21,7 @@ from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
 from memstore.memory.usage import Deletion, Usage
+from memstore.memory.verify import Finding
 from memstore.paths import FULL
 from memstore.store.contract import Compaction, Progress
 from memstore.store.encrypted import EncryptedStore

@@ -21,7 +21,6 @@ from shlex import quote
 
 from memstore.errors import DamagedError
 from memstore.memory.append import moved
-from memstore.memory.checking import Check, Finding
 from memstore.memory.document import Document
 from memstore.memory.entry import (
     HASHES_PER_RUN,
@@ -39,6 +38,7 @@ from memstore.memory.rules import lost_keys
 from memstore.memory.shared import SharedStore, next_document_record
 from memstore.memory.urls import folder
 from memstore.memory.usage import Deletion
+from memstore.memory.verify import Check, Finding
 from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]

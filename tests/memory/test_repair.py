@@ -10,10 +10,10 @@ import pytest
 import memstore
 from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.memory import repair
-from memstore.memory.checking import Finding
 from memstore.memory.entry import KEEPING, NEXT_DOCUMENT
 from memstore.memory.repair import Repair
 from memstore.memory.salvage import salvage
+from memstore.memory.verify import Finding
 from memstore.store import Key, Record, Table
 from tests.memory.helpers import G, S, append, check_content, make_spec, random_tokens, states, tokens_in_the_tree
 from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, landmark_run, path, put, store_of
