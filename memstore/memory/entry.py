@@ -464,7 +464,7 @@ class Catalog:
             self._look()
             if self._beginnings is None:
                 self._beginnings = Histories(self.state, self.places)
-                self._beginnings.changed(self.numbers(0))
+                self._beginnings.changed(self.numbers())
             return self._beginnings
 
     def find(self, name: str) -> int | None:
@@ -485,7 +485,7 @@ class Catalog:
             known = self._look()
             if not (known and self._whole):
                 self._read_new()
-                numbers = self.numbers(0)
+                numbers = self.numbers()
                 for number in numbers:
                     if number not in self._names:  # a repair has made it
                         self._add(number, self._store.get(Address(number).entry))
@@ -501,9 +501,9 @@ class Catalog:
             self._read_new()
             return set(self._names)
 
-    def numbers(self, first: int) -> list[int]:
-        """Numbers of the documents from ``first`` on, as they are stored now. Raises ``DamagedError``."""
-        keys = self._store.keys(Address(first).entry, Address(MAX_DOCUMENT).entry)
+    def numbers(self) -> list[int]:
+        """Numbers of the documents, in the order they were made, as they are stored now. Raises ``DamagedError``."""
+        keys = self._store.keys(Address(0).entry, Address(MAX_DOCUMENT).entry)
         return [self._number(key) for key in keys]
 
     @contextmanager

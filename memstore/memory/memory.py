@@ -397,12 +397,12 @@ class Memory:
 
         Blocks that documents share count for each of them, and once in ``bytes``.
         """
-        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
+        states = [(number, self._shared.state(number)) for number in self._shared.catalog.numbers()]
         live = [(state, state.present()) for _, state in states if state is not None]
         usage = Usage()
         for number, state in states:
             if state is not None:
-                usage.put(number, self._shared.homes.of(number, state), state.present())
+                usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
         blocks = sum(len(part) for _, parts in live for part in parts)
         missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
         tokens = blocks * self.spec.block_size - missing

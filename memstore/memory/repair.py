@@ -220,7 +220,7 @@ class Repair:
                 first, last = finding.tokens
                 lost = hashes if finding.table == Table.HISTORY.name.lower() else blocks
                 lost[finding.document].append(range(first // size, last // size + 1))
-        states = {number: state for number in shared.documents() if (state := shared.state(number)) is not None}
+        states = {number: state for number in shared.catalog.numbers() if (state := shared.state(number)) is not None}
         for number, state in states.items():
             if state.name in hashes:
                 states[number] = _without_hashes(batch, shared.places(number, state), state, hashes[state.name])

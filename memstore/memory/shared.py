@@ -25,7 +25,6 @@ from memstore.memory.entry import (
     NEXT_DOCUMENT_VALUE,
     Catalog,
     DocumentState,
-    Homes,
     Places,
     catalog_of,
     stored_state,
@@ -125,11 +124,6 @@ class SharedStore:
         """Indexes that are kept beside the store."""
         return IndexFiles(folder_of(self.folder), self.spec, self.index, writable=not self.read_only)
 
-    @property
-    def homes(self) -> Homes:
-        """Where documents have blocks that they share."""
-        return self.catalog.homes
-
     def places(self, number: int, state: DocumentState) -> Places:
         """Where the blocks of a document lie. Raises ``DamagedError``."""
         return self.catalog.places(number, state)
@@ -189,10 +183,6 @@ class SharedStore:
             known = index.capabilities
         return known
 
-    def documents(self) -> list[int]:
-        """Numbers of the documents, in the order they were made. Raises ``DamagedError``."""
-        return self.catalog.numbers(0)
-
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
         # Between the two looks a writer may have forgotten it, and its bytes with it.
@@ -217,7 +207,7 @@ class SharedStore:
         if records is not None:
             told = fit(records[0].to_json(), NEXT_DOCUMENT_VALUE, "the number of the next document")
             return int(told["next_document"])
-        if self.documents():
+        if self.catalog.numbers():
             raise DamagedError(f"memory {self.url} has lost the number of its next document; run repair")
         return 1
 

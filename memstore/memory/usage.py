@@ -240,7 +240,7 @@ class Deletion:
     def _read(self, number: int) -> None:
         """Put a document, and all whose homes are of the same tree: no others can share blocks with it."""
         state = self._shared.state(number) or DocumentState(name="")
-        home = self._shared.homes.of(number, state)
+        home = self._shared.catalog.homes.of(number, state)
         if home.root not in self._roots:
             for each in self._related(home.root):
                 self._put(each)
@@ -252,7 +252,7 @@ class Deletion:
     def _related(self, root: int) -> Collection[int]:
         catalog = self._shared.catalog
         everything = catalog.known()
-        homes = self._shared.homes.documents()
+        homes = self._shared.catalog.homes.documents()
         if catalog.listing or any(home.below is not None and home.below.listed for home, _ in homes.values()):
             return everything  # an entry with spans tells of no tree
         return {root, *(document for home, document in homes.values() if home.root == root)}
@@ -260,7 +260,7 @@ class Deletion:
     def _put(self, number: int) -> None:
         state = self._changed.get(number) or self._shared.state(number)
         if state is not None and number not in self._homes:
-            self._homes[number] = self._shared.homes.of(number, state)
+            self._homes[number] = self._shared.catalog.homes.of(number, state)
             self._usage.put(number, self._homes[number], state.present())
 
     def _release(self, batch: Batch) -> None:

@@ -118,7 +118,7 @@ _open: dict[tuple[int, int, int], Environment] = {}
 _guard = threading.Lock()
 
 
-def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -> Environment:
+def acquire(folder: Path, *, create: bool = False) -> Environment:
     """Open the environment in ``folder``, or share the one that this process has open.
 
     Without ``create`` its file must exist. Raises ``NotFound`` (nothing there, or never finished), ``NotAMemory``,
@@ -127,7 +127,7 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
     with _guard:
         data = folder / DATA_NAME
         if create:
-            _prepare(data, map_bytes)
+            _prepare(data)
         key = _identity(data)
         if key in _open:
             _open[key].users += 1
@@ -135,7 +135,7 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
         for other in _open:
             if other[:2] == key[:2]:
                 raise _forked(folder, other[2])
-        env = _open_lmdb(folder, map_bytes)
+        env = _open_lmdb(folder)
         try:
             # LMDB opens by path and follows links. What is not what it was before was exchanged meanwhile.
             if _identity(data) != key or (paths.find(folder / LOCK_NAME) is None and env.flags()["lock"]):
@@ -165,10 +165,10 @@ def release(environment: Environment) -> None:
             del _open[environment.key]
 
 
-def _prepare(data: Path, map_bytes: int) -> None:
+def _prepare(data: Path) -> None:
     """Make the files that a new environment starts from, where they are not there yet."""
     try:
-        _make_data_file(data, map_bytes)
+        _make_data_file(data)
         _allocate_lock_file(data.parent)
     except lmdb.Error as error:
         raise translate(error, data.parent) from error
@@ -180,7 +180,7 @@ def _prepare(data: Path, map_bytes: int) -> None:
         raise ReadOnlyMemory(f"memory {data.parent} cannot be created ({error}); choose another folder") from None
 
 
-def _make_data_file(data: Path, map_bytes: int) -> None:
+def _make_data_file(data: Path) -> None:
     """Make an empty ``data.mdb``. It appears with its first pages, on disk, or not at all.
 
     So a shorter file is never what an interrupted creation left, but a memory that was truncated.
@@ -189,7 +189,7 @@ def _make_data_file(data: Path, map_bytes: int) -> None:
         return
     part, handle = _new_part(data)
     try:
-        lmdb.open(str(part), map_size=map_bytes, subdir=False, lock=False).close()
+        lmdb.open(str(part), map_size=MAP_BYTES, subdir=False, lock=False).close()
         os.fsync(handle)
         with suppress(FileExistsError):
             os.link(part, data)
@@ -283,7 +283,7 @@ def unfinished(folder: Path) -> NotFound:
     return NotFound(f"the creation of memory {folder} was interrupted, it holds nothing; create it again")
 
 
-def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
+def _open_lmdb(folder: Path) -> lmdb.Environment:
     # Opened for writing wherever that is possible, since a store that writes may have to share it later. Where not even
     # the lock file may be written, readers go unlocked: a writer of another user could then reuse pages under a read,
     # which the checksums find.
@@ -298,7 +298,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
         # One database without a name: to open a named one is to write, and a reader would wait for the writer.
         return lmdb.open(
             str(folder),
-            map_size=map_bytes,
+            map_size=MAP_BYTES,
             readonly=not writable,
             lock=not read_only_lock,
             create=False,
@@ -365,7 +365,9 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
                 f"it takes {MAP_BYTES >> 40} TiB of addresses, not of memory. Raise the limit (ulimit -v unlimited)"
             )
         case lmdb.MapResizedError():
-            return InvalidArgument(f"memory {folder} has outgrown map_bytes; open it again with a larger one")
+            return InvalidArgument(
+                f"memory {folder} has outgrown the {MAP_BYTES >> 40} TiB that this memstore maps; upgrade"
+            )
         case lmdb.ReadersFullError():
             return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some", memory=folder)
     if error.code in FULL:

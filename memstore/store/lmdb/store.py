@@ -23,7 +23,7 @@ from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
 from memstore.store.lmdb import environment as environments
-from memstore.store.lmdb.environment import MAP_BYTES, RESERVE_NAME, Environment, WriterLock
+from memstore.store.lmdb.environment import RESERVE_NAME, Environment, WriterLock
 from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
 from memstore.store.lmdb.values import (
     KEY_BYTES,
@@ -108,7 +108,6 @@ class LmdbStore(BlockStore):
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
         batch: Batch | Callable[[], Batch] | None = None,
-        map_bytes: int = MAP_BYTES,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
@@ -125,7 +124,7 @@ class LmdbStore(BlockStore):
                 raise InvalidArgument(f"{name} is a positive number of blocks, not {length}")
         folder = environments.make_folder(Path(path))
         writer = WriterLock(folder)
-        store = cls._attach(folder, writer, create=True, map_bytes=map_bytes)
+        store = cls._attach(folder, writer, create=True)
         try:
             store._initialise(blocks_per_value, tokens_per_value, batch or Batch())
         except BaseException:
@@ -134,7 +133,7 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True) -> Self:
+    def open(cls, path: str | Path, *, read_only: bool = False, check: bool = True) -> Self:
         """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``pages.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
@@ -143,7 +142,7 @@ class LmdbStore(BlockStore):
         folder = Path(path)
         environments.check_exists(folder)
         writer = None if read_only else WriterLock(folder)
-        store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
+        store = cls._attach(folder, writer, create=False)
         try:
             if check and (what := store._tree_problem()):
                 if not environments.looks_like_ours(folder):
@@ -170,9 +169,9 @@ class LmdbStore(BlockStore):
         return str(folder)
 
     @classmethod
-    def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool, map_bytes: int) -> Self:
+    def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool) -> Self:
         try:
-            environment = environments.acquire(folder, create=create, map_bytes=map_bytes)
+            environment = environments.acquire(folder, create=create)
             if writer and environment.read_only:
                 environments.release(environment)
                 raise ReadOnlyMemory(
