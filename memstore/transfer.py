@@ -15,8 +15,22 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from memstore.errors import InvalidArgument
+
 ALIGNED = 16
 """Bytes: every tensor begins at a multiple, so that it can be seen in its own type."""
+
+
+def device_of(device: object) -> torch.device:
+    """The device that ``device`` names; that of a GPU has its number. Raises ``InvalidArgument``."""
+    try:
+        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
+    assert isinstance(chosen, torch.device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; use 'cpu'.")
+    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -77,7 +77,7 @@ class SharedStore:
     """Reads blocks, from memory where they are there."""
     catalog: Catalog
     """Names and numbers of the documents."""
-    device: str | torch.device | None
+    device: torch.device | None
     """Where indexes lie that can lie on an accelerator; None: on the CPU."""
 
     @classmethod
@@ -92,7 +92,9 @@ class SharedStore:
         blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
         device = budgets.get("device")
         if device is not None:
-            device = _index_device(device)
+            from memstore.transfer import device_of
+
+            device = device_of(device)
         return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
 
     def __reduce__(self) -> NoReturn:
@@ -150,8 +152,11 @@ class SharedStore:
     @cached_property
     def index_device(self) -> torch.device:
         """Where indexes lie: on a GPU that was asked for, where they can."""
-        device = _index_device(self.device or "cpu")
-        return device if device.type != "cuda" or lies_on_devices(self.index) else _index_device("cpu")
+        import torch
+
+        cpu = torch.device("cpu")
+        device = cpu if self.device is None else self.device
+        return device if device.type != "cuda" or lies_on_devices(self.index) else cpu
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
@@ -525,16 +530,3 @@ def _readers(store: BlockStore) -> Executor:
     from memstore.transfer import background_workers
 
     return background_workers(store.capabilities.reads_ahead)
-
-
-def _index_device(device: object) -> torch.device:
-    import torch
-
-    try:
-        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; use 'cpu'.")
-    assert isinstance(chosen, torch.device)
-    return chosen

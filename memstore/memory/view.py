@@ -22,7 +22,7 @@ from memstore.memory.rows import decode_block_rows, read_last_block
 from memstore.memory.shared import Handle
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
-from memstore.transfer import own_types
+from memstore.transfer import device_of, own_types
 
 T = TypeVar("T")
 TOP_K = 8
@@ -124,7 +124,7 @@ class LayerView:
         """
         ids = _as_ids(blocks)
         if device is not None:
-            device = _as_device(device)
+            device = device_of(device)
         states = self._steadily(ids, lambda state: self._read(ids, state, device))
         self._count(ids)
         return states
@@ -346,7 +346,7 @@ def gathered(
     views: Sequence[LayerView], blocks: Tensor | Sequence[int], device: torch.device
 ) -> list[dict[str, Tensor]]:
     """``gather`` of the same ``blocks`` of several layers of a document, in one copy."""
-    device, ids = _as_device(device), _as_ids(blocks)
+    device, ids = device_of(device), _as_ids(blocks)
     found = _together(views, ids, device) if len(views) > 1 and ids else None
     return [view.gather(ids, device=device) for view in views] if found is None else found
 
@@ -386,16 +386,6 @@ def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None
     if ids:
         refs = first._refs(ids, state, [view._layer for view in views])
         shared.blocks.prefetch(refs, first._unmoved(state, ids))
-
-
-def _as_device(device: object) -> torch.device:
-    try:
-        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
-    assert isinstance(chosen, torch.device)
-    # The pool is on a device with a number: "cuda" would not be taken for it.
-    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen
 
 
 def cannot_score(index: str) -> str:

@@ -24,8 +24,6 @@ class Capabilities:
 
     durable: bool
     """Committed batches survive the process."""
-    shared: bool
-    """Other processes can read while one writes."""
     reads_ahead: int = 1
     """Reads that are best under way at once: more than one where each waits for a network."""
 

@@ -25,7 +25,7 @@ from memstore.store.records import (
 class RamStore(BlockStore):
     """A dict with sorted keys. Everything that goes in or comes out is copied."""
 
-    capabilities = Capabilities(durable=False, shared=False)
+    capabilities = Capabilities(durable=False)
 
     def __init__(self) -> None:
         self.read_only = False

@@ -78,7 +78,7 @@ _PAGE_BYTES = 4096
 class LmdbStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
 
-    capabilities = Capabilities(durable=True, shared=True)
+    capabilities = Capabilities(durable=True)
     _formats = FORMATS
 
     def __init__(self, environment: Environment, writer: WriterLock | None) -> None:

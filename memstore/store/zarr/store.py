@@ -69,7 +69,7 @@ class ZarrStore(BlockStore):
     object storage; without it they lie beside the tail. It is given each time the memory is opened.
     """
 
-    capabilities = Capabilities(durable=True, shared=True)
+    capabilities = Capabilities(durable=True)
 
     def __init__(self, path: Path, tail: Tail, objects: Objects, shard_bytes: int | None) -> None:
         """Not for callers: use ``create`` or ``open``."""
