@@ -274,7 +274,7 @@ class Document:
             batch, after = truncation(self._shared, self._handle.id, before, n_blocks, fresh)
             if after.home == fresh:
                 batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
-            self._write(batch, self._handle.id, after)
+            self._shared.commit(batch, {self._handle.id: after})
         for view in self.views():
             if view.index:
                 view.index.cut(before, after)
@@ -299,7 +299,7 @@ class Document:
             number = self._shared.next_document()
             batch, fork = forking(self._shared, self._handle.id, state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._write(batch, number, fork)
+            self._shared.commit(batch, {number: fork})
         return child
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
@@ -317,7 +317,7 @@ class Document:
             batch = Batch()
             batch.put(Address(number).entry, state.to_record())
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._write(batch, number, state)
+            self._shared.commit(batch, {number: state})
 
     def pass_over(self, blocks: int) -> None:
         """Go on ``blocks`` blocks later: those between are dropped ones, as in a document that this one is copied from.
@@ -332,7 +332,7 @@ class Document:
             batch = Batch()
             after = state.passed_over(blocks, self._shared.spec.block_size)
             batch.put(places.entry, after.to_record())
-            self._write(batch, places.number, after)
+            self._shared.commit(batch, {places.number: after})
 
     def located(self) -> tuple[DocumentState, Places | None]:
         """Its entry, and where its blocks lie; None before its first append."""
@@ -401,12 +401,6 @@ class Document:
                 self._shared.retention.write(batch, number, lambda: Deletion(self._shared, after).forget)
                 changed[number] = append.after
             self._handle.committed(number, append.after)
-
-    def _write(self, batch: Batch, number: int, after: DocumentState) -> None:
-        """Commit ``batch``, which makes ``after`` the entry of document ``number``."""
-        with self._shared.catalog.committing() as changed:
-            self._shared.store.write(batch)
-            changed[number] = after
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""

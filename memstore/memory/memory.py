@@ -182,9 +182,7 @@ class Memory:
             number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
-            with self._shared.catalog.committing() as changed:
-                self._shared.store.write(Deletion(self._shared).forget([number]))
-                changed[number] = None
+            self._shared.commit(Deletion(self._shared).forget([number]), {number: None})
             self._sweep()
         with self._lock:
             document = self._documents.pop(name, None)

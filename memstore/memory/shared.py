@@ -206,6 +206,15 @@ class SharedStore:
     def _room(self) -> Room:
         return Room(self.store, self.spec)
 
+    def commit(self, batch: Batch, changed: Mapping[int, DocumentState | None] | None = None) -> None:
+        """Write ``batch``, and tell the catalog. For whoever holds ``writing``.
+
+        ``changed`` are new entries by the numbers of their documents, None for those that are gone.
+        """
+        with self.catalog.committing() as told:
+            self.store.write(batch)
+            told.update(changed or {})
+
     def next_document(self) -> int:
         """The number that the next new document gets. Raises ``DamagedError``."""
         records = self.store.get(NEXT_DOCUMENT)
@@ -359,8 +368,7 @@ class NamedValues:
                 batch = Batch()
                 self._remove(batch, [name])
                 if batch.deletes:
-                    with self._shared.catalog.committing():
-                        self._shared.store.write(batch)
+                    self._shared.commit(batch)
             return
         try:
             json.dumps(value)
@@ -428,8 +436,7 @@ class NamedValues:
                         "so their states do not go together. Copy to a new memory."
                     )
             if batch.puts:
-                with self._shared.catalog.committing():
-                    self._shared.store.write(batch)
+                self._shared.commit(batch)
 
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         if not isinstance(name, str) or not name:
@@ -442,8 +449,7 @@ class NamedValues:
             found = self._find(kind, name)
             batch = Batch()
             batch.put(Key(Table.META, item=self._next) if found is None else found[0], head, *records)
-            with self._shared.catalog.committing():
-                self._shared.store.write(batch)
+            self._shared.commit(batch)
 
     def _infos(self) -> dict[str, Key]:
         """Names of the JSON values, and where they lie."""
