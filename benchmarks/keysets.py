@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memstore.attention import Router
 from memstore.errors import InvalidArgument
-from memstore.folders import cache_folder
+from memstore.paths import cache_folder
 
 PART = 16_384
 """Keys in one file."""
@@ -243,7 +243,7 @@ def _router(folder: Path, hidden: Tensor) -> Router:
 
 
 def _signs(codes: Tensor) -> Tensor:
-    from memstore.memory.tensors import encode_landmarks
+    from memstore.memory.rows import encode_landmarks
 
     return encode_landmarks(codes, "bit")
 

@@ -1,4 +1,4 @@
-"""Work beside the model: copies between host memory and a GPU, and threads.
+"""Work beside the model: copies between host memory and a GPU, threads, and types that are not the model's.
 
 Many tensors are copied at once, by way of pinned memory, while both sides go on working.
 """
@@ -9,14 +9,28 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from memstore.errors import InvalidArgument
+
 ALIGNED = 16
 """Bytes: every tensor begins at a multiple, so that it can be seen in its own type."""
+
+
+def device_of(device: object) -> torch.device:
+    """The device that ``device`` names; that of a GPU has its number. Raises ``InvalidArgument``."""
+    try:
+        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
+    assert isinstance(chosen, torch.device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; use 'cpu'.")
+    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -138,6 +152,16 @@ def _parts(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
         length = math.prod(each.shape) * each.itemsize
         yield buffer[start : start + length].view(each.dtype).view(each.shape)
         start += -(-length // ALIGNED) * ALIGNED
+
+
+@contextmanager
+def own_types() -> Iterator[None]:
+    """Inside, operations of this thread compute in the types of their tensors."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def background_workers(count: int) -> ThreadPoolExecutor:

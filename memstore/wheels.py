@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.folders import CACHE_VARIABLE
+from memstore.paths import CACHE_VARIABLE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore import folders, wheels
+from memstore import paths, wheels
 from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.wheels import Source, cached
 
@@ -97,15 +97,15 @@ cached(Path("model"), Source(package="tiny", version="1", sha256="0" * 64, megab
 def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(MemstoreError, match=folders.CACHE_VARIABLE):
+    with pytest.raises(MemstoreError, match=paths.CACHE_VARIABLE):
         cached(blocked / "model", SOURCE, make_model)
 
 
 def test_the_variable_chooses_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path))
-    assert folders.cache_folder() == tmp_path
-    monkeypatch.delenv(folders.CACHE_VARIABLE)
-    assert folders.cache_folder().name == "memstore"
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path))
+    assert paths.cache_folder() == tmp_path
+    monkeypatch.delenv(paths.CACHE_VARIABLE)
+    assert paths.cache_folder().name == "memstore"
 
 
 def tiny_wheel(folder: Path, *members: str) -> Path:

@@ -28,7 +28,7 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
-from memstore.folders import cache_folder
+from memstore.paths import cache_folder
 
 VARIABLE = "MEMSTORE_NATIVE"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-shared")

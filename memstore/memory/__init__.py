@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memstore.memory.append import Append
-    from memstore.memory.checking import Finding
     from memstore.memory.document import Document
     from memstore.memory.memory import Memory, open_memory
     from memstore.memory.spec import Fingerprint, MemorySpec
     from memstore.memory.trace_file import Look, Step
     from memstore.memory.traces import Recorder, Trace, Traces
+    from memstore.memory.verify import Finding
     from memstore.memory.view import Hits, LayerView
 
 _HOMES = {
     "Append": "append",
     "Document": "document",
-    "Finding": "checking",
+    "Finding": "verify",
     "Fingerprint": "spec",
     "Hits": "view",
     "LayerView": "view",

@@ -15,14 +15,23 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
-from memstore.memory import recurrent
-from memstore.memory.entry import READING, Address, DocumentState, Home, Places, put_home, told
-from memstore.memory.runs import beginning, chain
+from memstore.memory.entry import READING, Address, DocumentState, Home, Places
+from memstore.memory.rows import (
+    beginning,
+    byte_rows,
+    chain,
+    encode_blocks,
+    finite,
+    kept_recurrent,
+    put_recurrent,
+    read_rows,
+    to_record,
+    torch_dtype,
+)
 from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
-from memstore.memory.tensors import TORCH_DTYPES, byte_rows, encode_blocks, finite, read_rows, to_record
 from memstore.memory.usage import Deletion
-from memstore.store.contract import Batch, Bytes, Record
+from memstore.store.records import Batch, Bytes, Record
 from memstore.stored import check_storable
 
 
@@ -47,14 +56,34 @@ def moved(batch: Batch, number: int, places: Places, after: DocumentState, fresh
     """State and home of a document that shares all its blocks with what it was, and goes on at the home ``fresh``."""
     home = places.branch(fresh, after.blocks)
     _put_homes(batch, home, number, places)
-    return replace(after, home=fresh, **told(home)), home
+    return replace(after, home=fresh, **_told(home)), home
 
 
 def _put_homes(batch: Batch, home: Home, number: int, of: Places) -> None:
     """Store a new home, and the one that it is a branch of where only an entry with spans says so yet."""
-    put_home(batch, home, number)
+    _put_home(batch, home, number)
     if home.below is of.node:
-        put_home(batch, of.node, of.number)
+        _put_home(batch, of.node, of.number)
+
+
+def _told(home: Home) -> dict[str, Any]:
+    """What the entry of a document says of its home: ``branch`` or ``spans``."""
+    if home.below is None:
+        return {"branch": None, "spans": ()}
+    if not home.below.listed:
+        return {"branch": (home.below.number, home.start), "spans": ()}
+    pieces = list(home.below.pieces(range(home.start)))[::-1]
+    return {"branch": None, "spans": tuple((owner, blocks.start, blocks.stop) for owner, blocks in pieces)}
+
+
+def _put_home(batch: Batch, home: Home, document: int) -> None:
+    """Store what ``home`` is a branch of; it was made for a document."""
+    facts = _told(home)
+    if facts["branch"]:
+        parent, stop = facts["branch"]
+        batch.put(Address(home.number).branch, Record.from_json({"document": document, "parent": parent, "stop": stop}))
+    elif facts["spans"]:
+        batch.put(Address(home.number).branch, Record.from_json({"document": document, "spans": facts["spans"]}))
 
 
 def forking(
@@ -73,7 +102,7 @@ def forking(
         tokens=min(state.tokens, blocks * size),
         blocks=blocks,
         first=min(state.first, blocks),
-        **told(home),
+        **_told(home),
         digest=shared.history.digest(parent, state, whole, shared.spec),
         reading=state.reading,
         dropped=state.dropped_below(whole),
@@ -84,7 +113,7 @@ def forking(
         _copy_block(batch, shared, parent, places, whole, fork.tokens - whole * size)
     batch.put(places.entry, fork.to_record())
     if shared.spec.recurrent and of is not None:
-        for place in recurrent.kept(shared.store, of, fork.tokens)[-1:]:
+        for place in kept_recurrent(shared.store, of, fork.tokens)[-1:]:
             batch.put(Address(number).recurrent(place), *(shared.store.get(Address(of).recurrent(place)) or ()))
     return batch, fork
 
@@ -188,7 +217,7 @@ class Append:
         if not self.before.tokens < place <= self.after.tokens:
             raise InvalidArgument(f"recurrent states after token {place} do not go with what is appended here.")
         found = [(tensor.dtype, tuple(tensor.shape)) for tensor in states]
-        expected = [(TORCH_DTYPES[each.dtype], each.shape) for each in spec.recurrent]
+        expected = [(torch_dtype(each.dtype), each.shape) for each in spec.recurrent]
         if not expected or found != expected:
             raise InvalidArgument(f"recurrent states: expected {expected}, not {found}.")
         if not all(finite(tensor) for tensor in states):
@@ -220,7 +249,7 @@ class Append:
             self._put_layer(batch, places, number, layer)
         if self._recurrent:
             step = self._shared.spec.recurrent_step
-            recurrent.put(batch, self._shared.store, document, self.before.tokens, self._recurrent, step)
+            put_recurrent(batch, self._shared.store, document, self.before.tokens, self._recurrent, step)
         batch.put(places.entry, self.after.to_record())
         return batch
 
@@ -281,8 +310,8 @@ class Append:
 
     def _check_stored(self, layer: int, complete: Sequence[Tensor], last: Mapping[str, Tensor]) -> None:
         spec, blocks = self._shared.spec, (self._complete, len(self.blocks) - self._complete)
-        expected = [(TORCH_DTYPES[each.dtype], (blocks[0], *each.shape)) for each in self._layouts]
-        expected += [(TORCH_DTYPES[spec.dtype], (blocks[1], *shape)) for shape in spec.fields.values()]
+        expected = [(torch_dtype(each.dtype), (blocks[0], *each.shape)) for each in self._layouts]
+        expected += [(torch_dtype(spec.dtype), (blocks[1], *shape)) for shape in spec.fields.values()]
         tensors = [*complete, *(last[name] for name in spec.fields if name in last)]
         if (found := [(each.dtype, tuple(each.shape)) for each in tensors]) != expected:
             raise InvalidArgument(f"layer {layer}: expected stored blocks of {expected}, not {found}.")
@@ -293,7 +322,7 @@ class Append:
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidArgument(f"layer {layer}, {name}: expected floating point {list(expected)}, not {found}.")
         spec = self._shared.spec
-        states = tensor.detach().to("cpu", TORCH_DTYPES[spec.dtype])
+        states = tensor.detach().to("cpu", torch_dtype(spec.dtype))
         if not finite(states):
             raise InvalidArgument(
                 f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity, and attention to them gives "

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
-from memstore.memory.recurrent import kept, read
+from memstore.memory.rows import from_record, kept_recurrent, read_recurrent, read_rows
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.usage import Deletion
-from memstore.store.contract import Batch
+from memstore.store.records import Batch
 from memstore.stored import check_whole
 
 if TYPE_CHECKING:  # documents are listed and forgotten without PyTorch, which takes seconds to load
@@ -236,7 +236,7 @@ class Document:
         state = self._handle.current()
         if self._handle.id is None or not self._shared.spec.recurrent:
             return []
-        return kept(self._shared.store, self._handle.id, state.tokens, first=first)
+        return kept_recurrent(self._shared.store, self._handle.id, state.tokens, first=first)
 
     def recurrent(self, tokens: int) -> list[Tensor]:
         """What layers that do not attend remember of its first ``tokens`` tokens; one of ``recurrent_places``.
@@ -245,7 +245,7 @@ class Document:
         """
         if self._handle.id is None or not 0 < tokens <= self._handle.current().tokens:
             raise NotFound(f"document {self.name!r} has no recurrent state after {tokens} tokens.")
-        return read(self._shared.store, self._shared.spec.recurrent, self._handle.id, tokens)
+        return read_recurrent(self._shared.store, self._shared.spec.recurrent, self._handle.id, tokens)
 
     @property
     def reads_ahead(self) -> int:
@@ -274,7 +274,7 @@ class Document:
             batch, after = truncation(self._shared, self._handle.id, before, n_blocks, fresh)
             if after.home == fresh:
                 batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
-            self._write(batch, self._handle.id, after)
+            self._shared.commit(batch, {self._handle.id: after})
         for view in self.views():
             if view.index:
                 view.index.cut(before, after)
@@ -299,7 +299,7 @@ class Document:
             number = self._shared.next_document()
             batch, fork = forking(self._shared, self._handle.id, state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._write(batch, number, fork)
+            self._shared.commit(batch, {number: fork})
         return child
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
@@ -317,7 +317,7 @@ class Document:
             batch = Batch()
             batch.put(Address(number).entry, state.to_record())
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._write(batch, number, state)
+            self._shared.commit(batch, {number: state})
 
     def pass_over(self, blocks: int) -> None:
         """Go on ``blocks`` blocks later: those between are dropped ones, as in a document that this one is copied from.
@@ -332,7 +332,7 @@ class Document:
             batch = Batch()
             after = state.passed_over(blocks, self._shared.spec.block_size)
             batch.put(places.entry, after.to_record())
-            self._write(batch, places.number, after)
+            self._shared.commit(batch, {places.number: after})
 
     def located(self) -> tuple[DocumentState, Places | None]:
         """Its entry, and where its blocks lie; None before its first append."""
@@ -402,17 +402,9 @@ class Document:
                 changed[number] = append.after
             self._handle.committed(number, append.after)
 
-    def _write(self, batch: Batch, number: int, after: DocumentState) -> None:
-        """Commit ``batch``, which makes ``after`` the entry of document ``number``."""
-        with self._shared.catalog.committing() as changed:
-            self._shared.store.write(batch)
-            changed[number] = after
-
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""
         import torch
-
-        from memstore.memory.tensors import from_record, read_rows
 
         if not blocks or self._handle.id is None:
             return torch.empty(0, dtype=torch.int32)

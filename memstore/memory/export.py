@@ -12,7 +12,6 @@ are. ``export.py`` writes the states.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import stat
@@ -26,6 +25,7 @@ import filelock
 import torch
 from torch import Tensor
 
+from memstore import paths
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, StoreFull
 from memstore.memory.copy import Beginnings, recurrent_between
 from memstore.memory.document import Document
@@ -41,10 +41,9 @@ from memstore.memory.interchange import (
     stored_names,
 )
 from memstore.memory.memory import Memory, open_memory
+from memstore.memory.rows import encode_landmarks
 from memstore.memory.spec import block_layouts
-from memstore.memory.tensors import encode_landmarks
 from memstore.progress import progress_bar
-from memstore.store import paths
 
 FILE_BYTES = 64 << 20
 """Blocks in one file, and in one transaction when they are imported; at least one block of all layers."""
@@ -137,7 +136,7 @@ def _made(folder: Path) -> Iterator[Path]:
             _clear(place)
             (place / _LOCK).unlink(missing_ok=True)
             place.rmdir()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in paths.FULL:
             raise StoreFull(
                 f"no room for the export {folder}: {error.strerror}. Nothing of it was left; make room, or name "
                 "another disk."
@@ -312,7 +311,7 @@ def export_table(
         unfinished.rename(path)
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError) and "space left" in str(error):
+        if isinstance(error, OSError) and error.errno in paths.FULL:
             raise StoreFull(f"no room for {path}; nothing of it was left. Make room, or name another disk.") from error
         raise
     return rows

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
+from memstore import paths
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
+from memstore.memory.rows import HistoryRuns, Runs, byte_rows
 from memstore.memory.spec import MemorySpec
-from memstore.store import paths
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM
 from memstore.stored import anything, fit, members, parse, table, text, whole
 
 if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
     from torch import Tensor
 
     from memstore.index import VectorIndex
-    from memstore.memory.runs import HistoryRuns, Runs
 
 FORMAT = 2
 SAMPLES = 16
@@ -171,7 +171,7 @@ class IndexFiles:
     def _history(self, source: LayerLandmarks, stop: int) -> str | None:
         """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
         known = stop and source.state.digest is not None
-        return source.history.hash(source.places, stop - 1).hex() if known else None
+        return source.history.hashes(source.places, range(stop - 1, stop)).hex() if known else None
 
     def _fits(self, about: Mapping[str, Any], source: LayerLandmarks, blocks: range) -> bool:
         """Whether the landmarks of a file are those of the store, of blocks that are complete now."""
@@ -236,8 +236,6 @@ def _spread(blocks: range) -> list[int]:
 
 
 def _sum(source: LayerLandmarks, block: int) -> str:
-    from memstore.memory.tensors import byte_rows
-
     rows: list[Tensor] = [rows for _, rows in source.landmarks.read(source.places, range(block, block + 1))]
     return xxhash.xxh3_64_hexdigest(byte_rows(rows[0]).tobytes())
 

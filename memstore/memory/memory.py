@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull
 from memstore.memory import verify
-from memstore.memory.checking import Finding
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.recurrent import kept
+from memstore.memory.rows import beginning, byte_rows, chain, kept_recurrent
 from memstore.memory.rules import Rules, WhenFull
-from memstore.memory.runs import beginning, chain
 from memstore.memory.shared import CHAT, SharedStore, not_found
 from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
 from memstore.memory.usage import Deletion, Usage
+from memstore.memory.verify import Finding
+from memstore.paths import FULL
 from memstore.store.contract import Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
 from memstore.store.keys import KeySource, read_key
-from memstore.store.paths import FULL
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     import torch
@@ -101,7 +100,7 @@ class Memory:
         self._opened = opened
         identity = shared.store.table.identity if isinstance(shared.store, EncryptedStore) else None
         self._traces = traces_of(shared.store, folder(shared.url), shared.url, identity=identity)
-        shared.retention.forgotten = self._forget_traces
+        shared.forgotten.append(self._forget_traces)
         self._documents: dict[str, Document] = {}
         self._lock = threading.RLock()
 
@@ -183,9 +182,7 @@ class Memory:
             number = self._shared.catalog.find(name)
             if number is None:
                 raise self._no_document(name)
-            with self._shared.catalog.committing() as changed:
-                self._shared.store.write(Deletion(self._shared).forget([number]))
-                changed[number] = None
+            self._shared.commit(Deletion(self._shared).forget([number]), {number: None})
             self._sweep()
         with self._lock:
             document = self._documents.pop(name, None)
@@ -212,12 +209,11 @@ class Memory:
         hold these tokens. A document whose first blocks have left is not looked at. Raises ``InvalidArgument``.
         """
         from memstore.memory.append import as_tokens
-        from memstore.memory.tensors import byte_rows
 
         ids, size = as_tokens(tokens), self.spec.block_size
         full = len(ids) // size
         hashes = chain(beginning(self.spec.fingerprint, reading), byte_rows(ids[: full * size].view(full, size)))
-        found = self._shared.catalog.beginnings().find(self._shared.history, hashes, size) if full else None
+        found = self._shared.catalog.beginnings().find(self._shared.history.hashes, hashes, size) if full else None
         state = None if found is None else self._shared.state(found[0])
         return None if found is None or state is None else (self._document(state.name), found[1])
 
@@ -399,12 +395,12 @@ class Memory:
 
         Blocks that documents share count for each of them, and once in ``bytes``.
         """
-        states = [(number, self._shared.state(number)) for number in self._shared.documents()]
+        states = [(number, self._shared.state(number)) for number in self._shared.catalog.numbers()]
         live = [(state, state.present()) for _, state in states if state is not None]
         usage = Usage()
         for number, state in states:
             if state is not None:
-                usage.put(number, self._shared.homes.of(number, state), state.present())
+                usage.put(number, self._shared.catalog.homes.of(number, state), state.present())
         blocks = sum(len(part) for _, parts in live for part in parts)
         missing = sum(-state.tokens % self.spec.block_size for state, parts in live if parts)
         tokens = blocks * self.spec.block_size - missing
@@ -414,7 +410,11 @@ class Memory:
         nbytes = self._bytes(tokens - (blocks - stored) * self.spec.block_size, stored, incomplete)
         if self.spec.recurrent:
             each = sum(layout.nbytes for layout in self.spec.recurrent)
-            places = [kept(self._shared.store, number, state.tokens) for number, state in states if state is not None]
+            places = [
+                kept_recurrent(self._shared.store, number, state.tokens)
+                for number, state in states
+                if state is not None
+            ]
             nbytes["recurrent"] = each * sum(map(len, places))
         with self._lock:
             views = [view for document in self._documents.values() for view in document.views()]

@@ -21,7 +21,6 @@ from shlex import quote
 
 from memstore.errors import DamagedError
 from memstore.memory.append import moved
-from memstore.memory.checking import Check, Finding
 from memstore.memory.document import Document
 from memstore.memory.entry import (
     HASHES_PER_RUN,
@@ -39,7 +38,8 @@ from memstore.memory.rules import lost_keys
 from memstore.memory.shared import SharedStore, next_document_record
 from memstore.memory.urls import folder
 from memstore.memory.usage import Deletion
-from memstore.store.contract import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
+from memstore.memory.verify import Check, Finding
+from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
 _ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
@@ -220,7 +220,7 @@ class Repair:
                 first, last = finding.tokens
                 lost = hashes if finding.table == Table.HISTORY.name.lower() else blocks
                 lost[finding.document].append(range(first // size, last // size + 1))
-        states = {number: state for number in shared.documents() if (state := shared.state(number)) is not None}
+        states = {number: state for number in shared.catalog.numbers() if (state := shared.state(number)) is not None}
         for number, state in states.items():
             if state.name in hashes:
                 states[number] = _without_hashes(batch, shared.places(number, state), state, hashes[state.name])

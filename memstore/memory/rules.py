@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
-from memstore.memory.catalog import Catalog
-from memstore.memory.entry import KEEPING, LONGEST_NAME, Address
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, BlockStore, Key, Record, Table, describe
-from memstore.store.records import Misplaced
+from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, Key, Misplaced, Record, Table, describe
 from memstore.stored import Check, array, check_whole, fit, maybe, members, number, on_one_line, row, table, text, whole
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which reads rules, does not
@@ -222,19 +221,26 @@ def _misplaced(store: BlockStore, key: Key) -> bool:
 class Retention:
     """The rules of an open memory, and commits that obey them. Who calls what writes holds ``SharedStore.writing``."""
 
-    def __init__(self, store: BlockStore, url: str, catalog: Catalog, cache: BlockCache) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        url: str,
+        catalog: Catalog,
+        cache: BlockCache,
+        forgotten: Iterable[Callable[[Sequence[str]], None]],
+    ) -> None:
+        """Each of ``forgotten`` is told the names of documents that were forgotten, once they are."""
         self._store = store
         self._url = url
         self._catalog = catalog
         self._cache = cache
+        self._forgotten = forgotten
         self._warned = False
         self._sure = False
         self.evicted = 0
         """Documents forgotten for the limit since the memory was opened."""
         self.expired = 0
         """Documents forgotten because their time was over, since the memory was opened."""
-        self.forgotten: Callable[[Sequence[str]], None] = lambda _: None
-        """Told the names of documents that were forgotten, once they are."""
 
     def rules(self) -> Rules[int]:
         """As they are stored now. Raises ``DamagedError`` or ``ForeignMemory``."""
@@ -352,7 +358,8 @@ class Retention:
         for name in names:
             _log.warning("memory %s: document %r was forgotten, %s", self._url, name, why)
         try:
-            self.forgotten(names)
+            for told in self._forgotten:
+                told(names)
         except MemstoreError as error:  # what was appended is stored all the same
             _log.warning("memory %s: traces of what was forgotten are still there: %s", self._url, error)
 

@@ -26,15 +26,14 @@ from torch import Tensor
 from memstore import errors
 from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.memory import recurrent
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
 from memstore.memory.entry import Address, DocumentState, Places
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.repair import told_by_tokens
+from memstore.memory.rows import kept_recurrent, no_states, read_recurrent, read_rows
 from memstore.memory.shared import NamedValues, SharedStore
 from memstore.memory.spec import block_layouts, plain_layouts, token_layout
-from memstore.memory.tensors import no_states, read_rows
 from memstore.memory.urls import open_unchecked
 from memstore.memory.verify import DONE, lines_of_child, say
 from memstore.store.cache import empty_rows
@@ -217,9 +216,9 @@ class _Rescue:
         if not spec.recurrent:
             return found
         last = min(state.tokens, (block + 1) * self._size)
-        for place in recurrent.kept(store, self._number, last, first=block * self._size + 1):
+        for place in kept_recurrent(store, self._number, last, first=block * self._size + 1):
             with suppress(DamagedError, NotFound):
-                found[place] = recurrent.read(store, spec.recurrent, self._number, place)
+                found[place] = read_recurrent(store, spec.recurrent, self._number, place)
         return found
 
     def _flush(self, target: Document) -> None:

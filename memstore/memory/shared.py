@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -18,23 +18,24 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
-from memstore.memory.catalog import Catalog, catalog_of
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
     NEXT_DOCUMENT,
     NEXT_DOCUMENT_VALUE,
+    Catalog,
     DocumentState,
-    Homes,
     Places,
+    catalog_of,
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
+from memstore.memory.rows import HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
 from memstore.memory.rules import Retention
-from memstore.memory.runs import HistoryRuns, LandmarkRuns
 from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.store.cache import BlockCache
-from memstore.store.contract import MAX_ITEM, Batch, BlockStore, Key, Layout, Record, Table
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
 from memstore.stored import anything, array, check_storable, check_whole, fit, table, text
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
@@ -76,7 +77,7 @@ class SharedStore:
     """Reads blocks, from memory where they are there."""
     catalog: Catalog
     """Names and numbers of the documents."""
-    device: str | torch.device | None
+    device: torch.device | None
     """Where indexes lie that can lie on an accelerator; None: on the CPU."""
 
     @classmethod
@@ -91,7 +92,9 @@ class SharedStore:
         blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
         device = budgets.get("device")
         if device is not None:
-            device = _index_device(device)
+            from memstore.transfer import device_of
+
+            device = device_of(device)
         return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
 
     def __reduce__(self) -> NoReturn:
@@ -109,19 +112,19 @@ class SharedStore:
             return _locks.setdefault(self.store, threading.RLock())
 
     @cached_property
+    def forgotten(self) -> list[Callable[[Sequence[str]], None]]:
+        """Each is told the names of documents that the rules have forgotten."""
+        return []
+
+    @cached_property
     def retention(self) -> Retention:
         """Commits appends as the memory's rules want it."""
-        return Retention(self.store, self.url, self.catalog, self.blocks)
+        return Retention(self.store, self.url, self.catalog, self.blocks, self.forgotten)
 
     @cached_property
     def index_files(self) -> IndexFiles:
         """Indexes that are kept beside the store."""
         return IndexFiles(folder_of(self.folder), self.spec, self.index, writable=not self.read_only)
-
-    @property
-    def homes(self) -> Homes:
-        """Where documents have blocks that they share."""
-        return self.catalog.homes
 
     def places(self, number: int, state: DocumentState) -> Places:
         """Where the blocks of a document lie. Raises ``DamagedError``."""
@@ -149,15 +152,17 @@ class SharedStore:
     @cached_property
     def index_device(self) -> torch.device:
         """Where indexes lie: on a GPU that was asked for, where they can."""
-        device = _index_device(self.device or "cpu")
-        return device if device.type != "cuda" or lies_on_devices(self.index) else _index_device("cpu")
+        import torch
+
+        cpu = torch.device("cpu")
+        device = cpu if self.device is None else self.device
+        return device if device.type != "cuda" or lies_on_devices(self.index) else cpu
 
     def new_index(self) -> VectorIndex:
         """An empty index for one layer of a document."""
         import torch
 
         from memstore.kernels.best_signs.api import problem
-        from memstore.memory.tensors import index_dtype
 
         spec, name, dtype = self.spec, self.index, index_dtype(self.spec.key_dtype)
         if spec.key_dtype == "bit" and self.index_device.type != "cpu" and name in ("exact", "auto"):
@@ -183,10 +188,6 @@ class SharedStore:
             known = index.capabilities
         return known
 
-    def documents(self) -> list[int]:
-        """Numbers of the documents, in the order they were made. Raises ``DamagedError``."""
-        return self.catalog.numbers(0)
-
     def state(self, document: int) -> DocumentState | None:
         """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
         # Between the two looks a writer may have forgotten it, and its bytes with it.
@@ -205,13 +206,22 @@ class SharedStore:
     def _room(self) -> Room:
         return Room(self.store, self.spec)
 
+    def commit(self, batch: Batch, changed: Mapping[int, DocumentState | None] | None = None) -> None:
+        """Write ``batch``, and tell the catalog. For whoever holds ``writing``.
+
+        ``changed`` are new entries by the numbers of their documents, None for those that are gone.
+        """
+        with self.catalog.committing() as told:
+            self.store.write(batch)
+            told.update(changed or {})
+
     def next_document(self) -> int:
         """The number that the next new document gets. Raises ``DamagedError``."""
         records = self.store.get(NEXT_DOCUMENT)
         if records is not None:
             told = fit(records[0].to_json(), NEXT_DOCUMENT_VALUE, "the number of the next document")
             return int(told["next_document"])
-        if self.documents():
+        if self.catalog.numbers():
             raise DamagedError(f"memory {self.url} has lost the number of its next document; run repair")
         return 1
 
@@ -341,8 +351,6 @@ class NamedValues:
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors under ``name``, replacing what was there, in one transaction."""
-        from memstore.memory.tensors import to_record
-
         records = [to_record(tensor) for tensor in arrays.values()]
         self._put("arrays", name, {"arrays": list(arrays)}, records)
 
@@ -360,8 +368,7 @@ class NamedValues:
                 batch = Batch()
                 self._remove(batch, [name])
                 if batch.deletes:
-                    with self._shared.catalog.committing():
-                        self._shared.store.write(batch)
+                    self._shared.commit(batch)
             return
         try:
             json.dumps(value)
@@ -410,8 +417,6 @@ class NamedValues:
         In one transaction. Raises ``ForeignMemory`` where there are other arrays under a name.
         """
         facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
-        from memstore.memory.tensors import to_record
-
         tensors = (
             (_head("arrays", name, {"arrays": list(each)}), *map(to_record, each.values()))
             for name, each in arrays.items()
@@ -431,8 +436,7 @@ class NamedValues:
                         "so their states do not go together. Copy to a new memory."
                     )
             if batch.puts:
-                with self._shared.catalog.committing():
-                    self._shared.store.write(batch)
+                self._shared.commit(batch)
 
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         if not isinstance(name, str) or not name:
@@ -445,8 +449,7 @@ class NamedValues:
             found = self._find(kind, name)
             batch = Batch()
             batch.put(Key(Table.META, item=self._next) if found is None else found[0], head, *records)
-            with self._shared.catalog.committing():
-                self._shared.store.write(batch)
+            self._shared.commit(batch)
 
     def _infos(self) -> dict[str, Key]:
         """Names of the JSON values, and where they lie."""
@@ -517,8 +520,6 @@ def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
 
 
 def _arrays(head: dict[str, Any], records: tuple[Record, ...]) -> dict[str, Tensor]:
-    from memstore.memory.tensors import from_record
-
     return dict(zip(head["arrays"], map(from_record, records[1:]), strict=True))
 
 
@@ -535,16 +536,3 @@ def _readers(store: BlockStore) -> Executor:
     from memstore.transfer import background_workers
 
     return background_workers(store.capabilities.reads_ahead)
-
-
-def _index_device(device: object) -> torch.device:
-    import torch
-
-    try:
-        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; use 'cpu'.")
-    assert isinstance(chosen, torch.device)
-    return chosen

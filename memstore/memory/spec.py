@@ -12,7 +12,8 @@ from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory
 from memstore.memory.entry import HEADER, DocumentState
 from memstore.memory.urls import Blank
-from memstore.store.contract import MAX_DIMENSIONS, Batch, BlockStore, Layout, Record
+from memstore.store.contract import BlockStore
+from memstore.store.records import MAX_DIMENSIONS, Batch, Layout, Record
 from memstore.stored import anything, array, fit, maybe, members, on_one_line, row, table, text, whole
 
 

@@ -29,8 +29,8 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
-from memstore.store import paths
 from memstore.stored import array, fit, parse, text
 
 MOST_BYTES = 256 * 1024 * 1024

@@ -22,11 +22,12 @@ from urllib.parse import parse_qs, urlsplit
 from xxhash import xxh3_128_hexdigest
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound, WrongKey
-from memstore.folders import user_folder
-from memstore.store.contract import Batch, BlockStore, Key, Table
+from memstore.paths import user_folder
+from memstore.store.contract import BlockStore
 from memstore.store.encrypted import OVERHEAD, EncryptedStore, sealed
 from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, KeyTable, MasterKey, key_of_environment, read_key
 from memstore.store.ram import RamStore
+from memstore.store.records import Batch, Key, Table
 
 if TYPE_CHECKING:
     from memstore.store.lmdb.store import LmdbStore

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memstore.memory import recurrent
 from memstore.memory.entry import Address, DocumentState, Home, Piece, common, lacking, merged
-from memstore.store.contract import MAX_ITEM, Batch
+from memstore.memory.rows import cut_recurrent
+from memstore.store.records import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
     from memstore.memory.shared import SharedStore
@@ -209,7 +209,7 @@ class Deletion:
             self._usage.remove(number, self._homes.pop(number))
             batch.delete(Address(number).entry)
             if self._shared.spec.recurrent:
-                recurrent.cut(batch, number, 0)
+                cut_recurrent(batch, number, 0)
         self._release(batch)
         return batch
 
@@ -225,7 +225,7 @@ class Deletion:
                 self._usage.remove(number, before)
             batch.put(Address(number).entry, after.to_record())
             if self._shared.spec.recurrent:
-                recurrent.cut(batch, number, after.tokens)
+                cut_recurrent(batch, number, after.tokens)
         self._release(batch)
 
     def used_by_others(self, number: int) -> list[range]:
@@ -240,7 +240,7 @@ class Deletion:
     def _read(self, number: int) -> None:
         """Put a document, and all whose homes are of the same tree: no others can share blocks with it."""
         state = self._shared.state(number) or DocumentState(name="")
-        home = self._shared.homes.of(number, state)
+        home = self._shared.catalog.homes.of(number, state)
         if home.root not in self._roots:
             for each in self._related(home.root):
                 self._put(each)
@@ -252,7 +252,7 @@ class Deletion:
     def _related(self, root: int) -> Collection[int]:
         catalog = self._shared.catalog
         everything = catalog.known()
-        homes = self._shared.homes.documents()
+        homes = self._shared.catalog.homes.documents()
         if catalog.listing or any(home.below is not None and home.below.listed for home, _ in homes.values()):
             return everything  # an entry with spans tells of no tree
         return {root, *(document for home, document in homes.values() if home.root == root)}
@@ -260,7 +260,7 @@ class Deletion:
     def _put(self, number: int) -> None:
         state = self._changed.get(number) or self._shared.state(number)
         if state is not None and number not in self._homes:
-            self._homes[number] = self._shared.homes.of(number, state)
+            self._homes[number] = self._shared.catalog.homes.of(number, state)
             self._usage.put(number, self._homes[number], state.present())
 
     def _release(self, batch: Batch) -> None:

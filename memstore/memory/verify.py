@@ -1,4 +1,4 @@
-"""Check every value of a memory, and whether the values fit together.
+"""Check every value of a memory: one pass over all of them, then what they say about each other.
 
 Run as ``python -m memstore.memory.verify PATH`` it prints one JSON object per finding and a last one,
 ``{"done": true}``. ``Memory.verify`` runs it like that, since damage to the tree around the values can kill the process
@@ -9,24 +9,508 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import groupby, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
+
 from memstore.children import python_module
-from memstore.errors import MemstoreError, WrongKey
-from memstore.memory.checking import Check, Finding
+from memstore.errors import DamagedError, MemstoreError, NotFound, WrongKey
+from memstore.memory.entry import (
+    BRANCH,
+    FIRST_NAMED,
+    HASH_BYTES,
+    HASHES_PER_RUN,
+    HEADER,
+    KEEPING,
+    NAMED_VALUE,
+    NEXT_DOCUMENT,
+    NEXT_DOCUMENT_VALUE,
+    Address,
+    DocumentState,
+    Home,
+    Homes,
+    Places,
+    common,
+    lacking,
+    merged,
+)
+from memstore.memory.rows import beginning, broken
+from memstore.memory.rules import STORED, Rules
+from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.urls import folder, open_locked, open_unchecked
+from memstore.memory.usage import Usage, clipped
 from memstore.store.contract import BlockStore
 from memstore.store.keys import MasterKey, key_of_environment, lacks_key, owners_told
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Key, Layout, Record, ScannedValue, Table
+from memstore.stored import fit
 
+_UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
+_MOST = 1000  # findings; a memory with more has one cause, and a list without end helps nobody
 _ATTEMPTS = 5
 DONE = {"done": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong with a memory."""
+
+    kind: str
+    """``damaged`` (a value is not what was written), ``missing``, ``unknown`` (nothing refers to it), ``mismatch``
+    (whole, but not what belongs there), ``index`` (the file of an index is damaged: it is built anew, and nothing is
+    lost), or ``crash`` (the tree around the values is damaged, or the check could not go on)."""
+    message: str
+    """What was expected and what was found."""
+    document: str | None = None
+    """Name of the document, where there is one."""
+    layer: int | None = None
+    block: int | None = None
+    """The block, or the first one of those concerned."""
+    tokens: tuple[int, int] | None = None
+    """Positions in the document that are concerned, first and last, both included."""
+    table: str | None = None
+    """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks``, ``history``, or a ``recurrent``
+    state, which can be computed again."""
+    remedy: str | None = None
+    """``"restore"``: nothing helps but a copy, see ``MemstoreError.remedy``."""
+
+
+@dataclass
+class _Items:
+    """Items of one (table, document, layer), as ranges: values come in order, so memory stays small."""
+
+    ranges: list[range] = field(default_factory=list)
+
+    def add(self, item: int) -> None:
+        if self.ranges and self.ranges[-1].stop == item:
+            self.ranges[-1] = range(self.ranges[-1].start, item + 1)
+        else:
+            self.ranges.append(range(item, item + 1))
+
+    def outside(self, expected: list[range]) -> list[range]:
+        """What was seen and is not in ``expected``."""
+        return [extra for seen in self.ranges for extra in lacking(seen, expected)]
+
+
+class Check:
+    """One check of one store. Raises ``MemstoreError`` only where the header cannot be read."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._header: Header = read_header(store, "this one")
+        self._room = Room(store, self._header.spec)
+        self.documents: dict[int, DocumentState] = {}
+        """What the entries say that are sound, by the documents' numbers."""
+        self.damaged_entries: set[int] = set()
+        """Numbers of the documents whose entries are not."""
+        self.damaged_branches: set[int] = set()
+        """Homes of which something is stored that cannot be read."""
+        self.branches: dict[int, Any] = {}
+        """What is stored of homes, by their numbers."""
+        self.numbers: set[int] = set()
+        """Numbers under which any value lies."""
+        self.unknown: list[tuple[Key, Key]] = []
+        """First and last key of what nothing refers to, or what is damaged and nothing needs.
+
+        Means little while there are damaged entries.
+        """
+        self._homes = Homes(store)
+        self._places: dict[int, Home] = {}
+        self._layers: dict[tuple[Table, int], set[int]] = {}
+        """Layers of which values of a table lie under a number."""
+        self._seen: dict[tuple[Table, int, int], _Items] = {}
+        self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
+        self._findings: list[Finding] = []
+
+    def run(self) -> list[Finding]:
+        """All findings, values first, at most a thousand."""
+        for finding in self._all():
+            self._findings.append(finding)
+            if len(self._findings) == _MOST:
+                self._findings.append(
+                    Finding(kind="crash", message=f"there are more than {_MOST} findings; the check stopped.")
+                )
+                break
+        return self._findings
+
+    def _all(self) -> Iterator[Finding]:
+        try:
+            for scanned in self._store.scan():
+                yield from self._value(scanned)
+        except MemstoreError as error:
+            yield Finding(kind="crash", message=f"the values cannot all be read: {error}")
+        for state in self.documents.values():
+            for message in self._contradictions(state):
+                yield Finding(kind="mismatch", message=message, document=state.name)
+        for owner in self._owners:
+            yield from self._owned(owner)
+        for (table, owner, layer), seen in self._seen.items():
+            if owner not in self._owners:
+                message = f"{len(seen.ranges)} runs of values in {table.name} belong to no document (number {owner})"
+                yield Finding(kind="unknown", message=message, layer=layer, block=seen.ranges[0].start)
+                self.unknown.append((Key(table, owner, layer), Key(table, owner, layer, MAX_ITEM)))
+        yield from self._branches()
+        yield from self._next_document()
+        yield from self._histories()
+
+    @property
+    def orphans(self) -> list[int]:
+        """Numbers under which token ids lie that no document uses."""
+        return sorted({owner for table, owner, _ in self._seen if table == Table.TOKENS and owner not in self._owners})
+
+    @cached_property
+    def _usage(self) -> Usage:
+        """What documents use. The entries come before everything else, so all of them are known."""
+        usage = Usage()
+        for number, state in self.documents.items():
+            usage.put(number, self._home(number), state.present())
+        return usage
+
+    @cached_property
+    def _hashed(self) -> Usage:
+        """Blocks of which a document needs the hashes: complete ones, of those that have a digest."""
+        usage, size = Usage(), self._header.spec.block_size
+        for number, state in self.documents.items():
+            whole = 0 if state.digest is None else state.tokens // size
+            usage.put(number, self._home(number), clipped(state.present(), range(whole)))
+        return usage
+
+    def _home(self, number: int) -> Home:
+        """Where a document writes. One whose branch is damaged has lost the blocks that it shares."""
+        if number not in self._places:
+            state = self.documents[number]
+            try:
+                self._places[number] = self._homes.of(number, state)
+            except _UNREADABLE:
+                self._places[number] = Home(number if state.home is None else state.home)
+        return self._places[number]
+
+    @cached_property
+    def _owners(self) -> dict[int, list[range]]:
+        """The blocks that are in use under each number."""
+        usage = self._usage
+        return {owner: usage.used(owner) for owner in {*self.documents, *usage.owners()}}
+
+    @cached_property
+    def _hashes_of(self) -> dict[int, list[range]]:
+        return {owner: self._hashed.used(owner) for owner in self._hashed.owners()}
+
+    def _value(self, scanned: ScannedValue) -> Iterator[Finding]:
+        key = scanned.key
+        if key.table != Table.META:
+            self.numbers.add(key.document)
+        if key.table not in (Table.META, Table.DOCUMENTS):
+            # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
+            self._seen.setdefault((key.table, key.document, key.layer), _Items()).add(key.item)
+            self._layers.setdefault((key.table, key.document), set()).add(key.layer)
+        problem = None if scanned.damage is None else str(scanned.damage)
+        kind = "mismatch" if problem is None else "damaged"
+        if problem is None:
+            try:
+                problem = self._problem(key, scanned.records)
+            except (KeyError, TypeError, ValueError, MemstoreError) as error:
+                problem = f"its content makes no sense ({error})"
+        if problem is not None and key.document > MAX_DOCUMENT:  # of the tree as a whole: see ``BlockStore.scan``
+            yield Finding(kind="crash", message=problem)
+        elif problem is not None:
+            if key.table == Table.DOCUMENTS:
+                self.damaged_entries.add(key.document)
+            if key.document and key == Address(key.document).branch:
+                self.damaged_branches.add(key.document)
+            if key.table == Table.RECURRENT:
+                self.unknown.append((key, key))
+            yield from self._named(kind, key, problem)
+
+    def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
+        """What is wrong with a whole value, by itself and by the entry of its document."""
+        layouts = [record.layout for record in records]
+        if key.table not in (Table.META, Table.DOCUMENTS, Table.RECURRENT) and not self._used(key):
+            return None  # that nobody uses it is a finding of its own
+        match key.table:
+            case Table.META:
+                return self._meta_problem(key, records)
+            case Table.DOCUMENTS:
+                state = DocumentState.from_record(records[0])
+                if not self._room.holds(state):
+                    return f"{state.tokens:,} tokens in {state.blocks:,} blocks are more than the whole memory holds"
+                self.documents[key.document] = state
+                return None
+            case Table.TOKENS:
+                return _differs(layouts, [token_layout(self._tokens_of(key))])
+            case Table.BLOCKS:
+                return _differs(layouts, self._layouts_of(key, layouts))
+            case Table.LANDMARKS:
+                return _differs(layouts, [run_layout(self._header.spec, self._rows_of(key))])
+            case Table.RECURRENT:
+                return _differs(layouts, list(self._header.spec.recurrent))
+            case Table.HISTORY:
+                # A document without a digest may have left its hashes here.
+                least, most = self._rows_of(key), self._rows_of(key, Table.LANDMARKS)
+                rows = min(max(least, layouts[0].shape[0]), most)
+                return _differs(layouts, [Layout("uint8", (rows, HASH_BYTES))])
+
+    def _meta_problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
+        head = records[0].to_json()
+        if key == HEADER:
+            return None
+        if key == NEXT_DOCUMENT:
+            fit(head, NEXT_DOCUMENT_VALUE, "the number of the next document")
+            return None
+        if key == KEEPING:
+            Rules.from_dict(head, STORED)
+            return None
+        if 0 < key.document <= MAX_DOCUMENT and key == Address(key.document).branch:
+            self.branches[key.document] = head
+            fit(head, BRANCH, "what is stored of a home")
+            whole = "spans" in head or {"parent", "stop"} < head.keys()
+            return None if whole else "it does not say what this home is a branch of"
+        if key.item < FIRST_NAMED.item or key.document or key.layer:
+            return "nothing of a memory belongs here"
+        fit(head, NAMED_VALUE, "a named value")
+        expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1
+        return None if len(records) == expected else f"{head['name']!r} has {len(records)} records, not {expected}"
+
+    def _layouts_of(self, key: Key, found: list[Layout]) -> list[Layout]:
+        """What a block should be: no codec touches it while it is incomplete."""
+        if key.document not in self.documents:
+            return self._incomplete if found == self._incomplete else self._complete
+        complete = self._tokens_of(key) == self._header.spec.block_size
+        return self._complete if complete else self._incomplete
+
+    def _tokens_of(self, key: Key) -> int:
+        size, writer = self._header.spec.block_size, self._usage.own(key.document)
+        # Whoever shares a block shares it whole: only the last block of the document that writes here is not.
+        return size if writer is None else max(0, min(size, self.documents[writer].tokens - key.item * size)) or size
+
+    def _rows_of(self, key: Key, table: Table | None = None) -> int:
+        """Rows of a run: up to the last block in use. 0 for hashes of which none has to be there.
+
+        ``table`` counts as if the run were one of it.
+        """
+        run = self._blocks_of(key, 1)
+        used = (self._hashes_of if (table or key.table) == Table.HISTORY else self._owners).get(key.document, [])
+        start = max(run.start, self._usage.base(key.document))
+        return max((blocks.stop - start for blocks in clipped(used, run)), default=0)
+
+    def _length(self, table: Table) -> int:
+        """Blocks in one item of a table."""
+        return {Table.LANDMARKS: self._header.blocks_per_run, Table.HISTORY: HASHES_PER_RUN}.get(table, 1)
+
+    def _blocks_of(self, key: Key, items: int) -> range:
+        if key.table == Table.RECURRENT:  # an item is a number of tokens
+            last = max(key.item - 1, 0) // self._header.spec.block_size
+            return range(last, last + 1)
+        length = self._length(key.table)
+        return range(key.item * length, (key.item + items) * length)
+
+    def _used(self, key: Key) -> bool:
+        """Whether any document uses a value."""
+        blocks = self._blocks_of(key, 1)
+        return any(common(part, blocks) for part in self._owners.get(key.document, []))
+
+    def _contradictions(self, state: DocumentState) -> Iterator[str]:
+        """What the numbers of an entry cannot be, beside what ``DocumentState.check`` has looked at."""
+        size, full = self._header.spec.block_size, state.tokens // self._header.spec.block_size
+        if -(-state.tokens // size) != state.blocks:
+            yield f"{state.tokens} tokens do not make blocks {state.first} to {state.blocks} of {size}"
+        if state.spans and state.spans[-1][2] > full:
+            yield f"the spans {reprlib.repr(list(state.spans))} go beyond its last complete block"
+        if state.branch is not None and not 0 < state.branch[1] <= full:
+            yield f"it is said to share {state.branch[1]} blocks, and has not so many complete ones"
+        edges = [0, *(edge for part in state.dropped for edge in part)]
+        if edges != sorted(edges) or edges[-1] > full or (state.dropped and state.digest):
+            told = reprlib.repr(list(state.dropped))
+            yield f"the blocks that are said to be dropped, {told}, are not blocks of the document"
+
+    def _branches(self) -> Iterator[Finding]:
+        """What is stored of homes, which is what entries say of them too."""
+        for number, expected in self.lost_branches().items():
+            message = f"expected {json.dumps(expected)} of home {expected['document']}, found another value or none"
+            yield Finding(kind="mismatch", message=message, document=self.documents[number].name)
+        for home in self.branches.keys() - set(self._usage.owners()):
+            yield Finding(kind="unknown", message=f"no document has blocks at home {home}, of which a branch is told")
+            self.unknown.append((Address(home).branch, Address(home).branch))
+
+    def lost_branches(self) -> dict[int, dict[str, int]]:
+        """Number of a document -> what should be stored of its home and is not."""
+        lost = {}
+        for number, state in self.documents.items():
+            if state.branch is not None:
+                expected = {"document": number, "parent": state.branch[0], "stop": state.branch[1]}
+                if self.branches.get(number if state.home is None else state.home) != expected:
+                    lost[number] = expected
+        return lost
+
+    def _owned(self, owner: int) -> Iterator[Finding]:
+        """What lies under one number, and what should."""
+        spec, blocks = self._header.spec, self._owners[owner]
+        yield from self._compare(Table.TOKENS, owner, 0, blocks)
+        for layer in range(spec.layers):
+            yield from self._compare(Table.BLOCKS, owner, layer, blocks)
+        for layer in spec.index_layers:
+            yield from self._compare(Table.LANDMARKS, owner, layer, blocks)
+        yield from self._compare(Table.HISTORY, owner, 0, self._hashes_of.get(owner, []), allowed=blocks)
+        state = self.documents.get(owner) if spec.recurrent else None
+        places = [] if state is None else [range(1, state.tokens + 1)]
+        yield from self._compare(Table.RECURRENT, owner, 0, [], allowed=places)
+        layers = {Table.BLOCKS: range(spec.layers), Table.LANDMARKS: spec.index_layers, Table.RECURRENT: (0,)}
+        for table, known in layers.items():
+            for layer in sorted(self._layers.get((table, owner), set()) - set(known)):
+                key = Key(table, owner, layer)
+                self.unknown.append((key, key._replace(item=MAX_ITEM)))
+                yield from self._named("unknown", key, f"layer {layer} has values it should not have")
+
+    def _compare(
+        self, table: Table, owner: int, layer: int, blocks: list[range], *, allowed: list[range] | None = None
+    ) -> Iterator[Finding]:
+        """Compare the items that are there with those that ``blocks`` need; ``allowed`` blocks may have them."""
+        length, seen = self._length(table), self._seen.get((table, owner, layer), _Items())
+        needed = [_items_of(part, length) for part in blocks]
+        for gap in {gap: None for part in needed for gap in lacking(part, seen.ranges)}:
+            yield from self._named(
+                "missing", Key(table, owner, layer, gap.start), _items(table, gap, "missing"), len(gap)
+            )
+        for extra in seen.outside(needed if allowed is None else [_items_of(part, length) for part in allowed]):
+            key = Key(table, owner, layer, extra.start)
+            self.unknown.append((key, key._replace(item=extra.stop - 1)))
+            what = _items(table, extra, "there, and no entry refers to them")
+            yield self._finding("unknown", key, what, self._blocks_of(key, len(extra)), self.documents.get(owner))
+
+    def _next_document(self) -> Iterator[Finding]:
+        """A new document, or home, must not get a number that was used before."""
+        last = max(self.numbers, default=0)
+        try:
+            records = self._store.get(NEXT_DOCUMENT)
+            following = records[0].to_json()["next_document"] if records else 1
+            if last < following:
+                return
+        except (MemstoreError, LookupError, TypeError, ValueError):
+            return  # damaged, which is reported already
+        message = f"the next document would get number {following}, and there are documents up to number {last}"
+        yield Finding(kind="mismatch", message=message)
+
+    def _named(self, kind: str, key: Key, message: str, items: int = 1) -> Iterator[Finding]:
+        """A finding about ``items`` values from ``key`` on for each document that uses any of them."""
+        blocks = self._blocks_of(key, items)
+        if key.document > MAX_DOCUMENT:  # not of a memory but of its store, which says so
+            yield Finding(kind=kind, message=message)
+        elif key.table in (Table.META, Table.DOCUMENTS):
+            yield Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
+        elif key.table != Table.RECURRENT and (
+            users := list(islice(self._usage.documents(key.document, blocks), _MOST))
+        ):
+            for number, part in users:
+                yield self._finding(kind, key, message, part, self.documents[number])
+        else:
+            yield self._finding(kind, key, message, blocks, self.documents.get(key.document))
+
+    def _finding(self, kind: str, key: Key, message: str, blocks: range, state: DocumentState | None) -> Finding:
+        """In the words of a user: document, layer, block, tokens."""
+        name, size = None if state is None else state.name, self._header.spec.block_size
+        place = f"document {name!r}, layer {key.layer}, {key.table.name.lower()} of block {blocks.start}"
+        return Finding(
+            kind=kind,
+            message=f"{place}: {message}",
+            document=name,
+            layer=None if key.table in (Table.TOKENS, Table.HISTORY, Table.RECURRENT) else key.layer,
+            block=blocks.start,
+            tokens=(blocks.start * size, blocks.stop * size - 1),
+            table=key.table.name.lower(),
+        )
+
+    def _histories(self) -> Iterator[Finding]:
+        """Compute the hashes of all documents again, those of shared blocks once."""
+        checked: dict[int, list[range]] = {}
+        for number, state in self.documents.items():
+            if state.digest is None:
+                continue
+            places = Places(number, state, self._home(number))
+            complete, gaps = state.complete(self._header.spec.block_size), list[range]()
+            for owner, blocks in places.node.pieces(complete):
+                new = lacking(blocks, checked.get(owner, []))
+                if not new and not state.first:
+                    break  # whoever had these checked, had those before them checked too
+                # Where there are no tokens that was found already; there may be no end of such blocks.
+                there = self._seen.get((Table.TOKENS, owner, 0), _Items()).ranges
+                gaps += [part for gap in new for seen in there if (part := common(gap, seen))]
+                if not state.first:
+                    checked[owner] = merged([*checked.get(owner, []), blocks])
+            for gap in gaps[::-1]:
+                for start in range(gap.start, gap.stop, HASHES_PER_RUN):
+                    yield from self._history(state, places, range(start, min(start + HASHES_PER_RUN, gap.stop)))
+            yield from self._digest(state, places, complete)
+
+    def _history(self, state: DocumentState, places: Places, blocks: range) -> Iterator[Finding]:
+        layout = token_layout(self._header.spec.block_size)
+        ids = np.empty((len(blocks), layout.nbytes), np.uint8)
+        try:
+            self._store.read(places.all_tokens(blocks), [layout], [ids])
+            known = blocks.start > state.first or not blocks.start
+            start = self._hash_before(state, places, blocks.start) if known else None
+            wrong = list(broken(blocks, self._hashes(places, blocks), ids, start))
+        except (DamagedError, NotFound):
+            return  # found already, as damaged or missing
+        for block in wrong:
+            message = "the token ids, or the hash, are not those that the history of the document has here"
+            yield from self._named("mismatch", Key(Table.TOKENS, places.owner(block), 0, block), message)
+
+    def _digest(self, state: DocumentState, places: Places, complete: range) -> Iterator[Finding]:
+        """Compare the digest in the entry with the last hash that is stored."""
+        if not complete and state.first:
+            return
+        try:
+            found = self._hash_before(state, places, complete.stop).hex()
+        except DamagedError:
+            return
+        if found != state.digest:
+            message = f"the digest of document {state.name!r} is {state.digest}, that of its tokens {found}"
+            yield Finding(kind="mismatch", message=message, document=state.name)
+
+    def _hash_before(self, state: DocumentState, places: Places, block: int) -> bytes:
+        """The stored hash of everything before ``block``. Raises ``DamagedError``."""
+        if not block:
+            return beginning(self._header.spec.fingerprint, state.reading)
+        (found,) = self._hashes(places, range(block - 1, block))
+        return found
+
+    def _hashes(self, places: Places, blocks: range) -> Iterator[bytes]:
+        """The stored hashes of ``blocks``. Raises ``DamagedError``."""
+        for owner, part in places.pieces(blocks):
+            for run, together in groupby(part, lambda block: block // HASHES_PER_RUN):
+                records = self._store.get(Key(Table.HISTORY, owner, 0, run))
+                stored = records[0].payload.tobytes() if records else b""
+                start = max(run * HASHES_PER_RUN, places.node.at(part.start).base)
+                for place in ((block - start) * HASH_BYTES for block in together):
+                    if len(stored) < place + HASH_BYTES:
+                        raise DamagedError(f"the hashes of run {run} of number {owner} are not all there")
+                    yield stored[place : place + HASH_BYTES]
+
+
+def _items_of(blocks: range, length: int) -> range:
+    """The items of ``length`` blocks that hold ``blocks``."""
+    return range(blocks.start // length, -(-blocks.stop // length)) if blocks else range(0)
+
+
+def _differs(found: list[Layout], expected: list[Layout]) -> str | None:
+    return None if found == expected else f"expected {_words(expected)}, found {_words(found)}"
+
+
+def _words(layouts: list[Layout]) -> str:
+    return ", ".join(f"{layout.dtype} {json.dumps(layout.shape)}" for layout in layouts)
+
+
+def _items(table: Table, items: range, what: str) -> str:
+    noun = "runs" if table in (Table.LANDMARKS, Table.HISTORY) else "blocks"
+    return f"{noun} {items.start} to {items.stop - 1} are {what}"
 
 
 def check(store: BlockStore) -> list[Finding]:

@@ -18,10 +18,11 @@ from memstore.index import SearchResult, VectorIndex
 from memstore.index.contract import check_tensor
 from memstore.memory.entry import DocumentState, lacking
 from memstore.memory.index_files import LayerLandmarks
+from memstore.memory.rows import decode_block_rows, read_last_block
 from memstore.memory.shared import Handle
-from memstore.memory.tensors import decode_block_rows, own_types, read_last_block
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
+from memstore.transfer import device_of, own_types
 
 T = TypeVar("T")
 TOP_K = 8
@@ -123,7 +124,7 @@ class LayerView:
         """
         ids = _as_ids(blocks)
         if device is not None:
-            device = _as_device(device)
+            device = device_of(device)
         states = self._steadily(ids, lambda state: self._read(ids, state, device))
         self._count(ids)
         return states
@@ -345,7 +346,7 @@ def gathered(
     views: Sequence[LayerView], blocks: Tensor | Sequence[int], device: torch.device
 ) -> list[dict[str, Tensor]]:
     """``gather`` of the same ``blocks`` of several layers of a document, in one copy."""
-    device, ids = _as_device(device), _as_ids(blocks)
+    device, ids = device_of(device), _as_ids(blocks)
     found = _together(views, ids, device) if len(views) > 1 and ids else None
     return [view.gather(ids, device=device) for view in views] if found is None else found
 
@@ -385,16 +386,6 @@ def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None
     if ids:
         refs = first._refs(ids, state, [view._layer for view in views])
         shared.blocks.prefetch(refs, first._unmoved(state, ids))
-
-
-def _as_device(device: object) -> torch.device:
-    try:
-        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
-    assert isinstance(chosen, torch.device)
-    # The pool is on a device with a number: "cuda" would not be taken for it.
-    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen
 
 
 def cannot_score(index: str) -> str:

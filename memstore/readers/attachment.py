@@ -26,14 +26,13 @@ from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, Unsupport
 from memstore.memory import Document, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
-from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
 from memstore.progress import progress_bar
 from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import ATTACHED, OPTIONS, RETRIEVAL, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
-from memstore.transfer import background_workers
+from memstore.transfer import background_workers, own_types
 
 UNNAMED = "document"
 """The first document of a memory, where nobody names it."""

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
-from memstore.folders import cache_folder
 from memstore.memory import Fingerprint
-from memstore.memory.tensors import byte_rows
+from memstore.memory.rows import byte_rows
+from memstore.paths import cache_folder
 
 PIECE = 1 << 26
 """Bytes that are summed up at once."""

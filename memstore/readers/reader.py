@@ -21,7 +21,6 @@ from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
-from memstore.memory.tensors import own_types
 from memstore.memory.urls import Mode
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
@@ -31,6 +30,7 @@ from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import OPTIONS, Retrieval, kind_of
 from memstore.readers.observer import Recording
+from memstore.transfer import own_types
 
 
 def attach(

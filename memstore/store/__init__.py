@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memstore.store.contract import Batch, BlockStore, Capabilities, Key, Layout, Record, ScannedValue, Table
+from memstore.store.contract import BlockStore, Capabilities
+from memstore.store.records import Batch, Key, Layout, Record, ScannedValue, Table
 
 if TYPE_CHECKING:
     from memstore.store.lmdb.store import LmdbStore

@@ -32,7 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.store.contract import ITEM_BYTES, BlockKeys, BlockStore, Bytes, Key, Layout
+from memstore.store.contract import BlockStore
+from memstore.store.records import ITEM_BYTES, BlockKeys, Bytes, Key, Layout
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     import torch
@@ -327,15 +328,13 @@ class BlockCache:
 def _pool_device(device: str | torch.device | None) -> torch.device:
     import torch
 
+    from memstore.transfer import device_of
+
     if device is None and not torch.cuda.is_available():
         raise InvalidArgument(
             "device_bytes needs an accelerator, and torch sees none; pass device=, or device_bytes=0."
         )
-    try:
-        chosen = torch.device("cuda" if device is None else device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"device={device!r} is no device that torch knows ({error}).") from None
-    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen
+    return device_of("cuda" if device is None else device)
 
 
 def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memstore.store.contract import Layout
+from memstore.store.records import Layout
 
 PIECE = 2**18
 """Numbers decoded at a time: what lies between two passes stays in the processor's cache."""

@@ -20,27 +20,27 @@ from functools import lru_cache
 import numpy as np
 
 from memstore.errors import DamagedError, ReadOnlyMemory
-from memstore.store.contract import (
+from memstore.store.contract import BlockStore, Compaction, Progress
+from memstore.store.keys import KeyTable
+from memstore.store.records import (
+    DTYPES,
     MAX_DIMENSIONS,
     MAX_DOCUMENT,
     MAX_ITEM,
     MAX_LAYER,
     Batch,
     BlockKeys,
-    BlockStore,
     Bytes,
-    Compaction,
     Key,
     Layout,
-    Progress,
     Record,
     ScannedValue,
     Table,
     check_batch,
+    check_layouts,
     check_out,
+    damaged,
 )
-from memstore.store.keys import KeyTable
-from memstore.store.records import DTYPES, check_layouts, damaged
 
 NONCE, TAG = 12, 16
 OVERHEAD = NONCE + TAG + 2 + 4 * MAX_DIMENSIONS

@@ -22,8 +22,8 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest as checksum
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotFound, StoreFull, WrongKey
-from memstore.store import paths
 
 KEYS_NAME = "keys"
 VARIABLE = "MEMSTORE_KEY_FILE"

@@ -7,27 +7,25 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from memstore.errors import InvalidArgument
-from memstore.store.contract import (
+from memstore.store.contract import BlockStore, Capabilities, beyond_limit
+from memstore.store.records import (
     Batch,
-    BlockStore,
     Bytes,
-    Capabilities,
     Key,
     Layout,
     Record,
     ScannedValue,
-    beyond_limit,
     check_batch,
     check_out,
     check_range,
+    fill_row,
 )
-from memstore.store.records import fill_row
 
 
 class RamStore(BlockStore):
     """A dict with sorted keys. Everything that goes in or comes out is copied."""
 
-    capabilities = Capabilities(durable=False, shared=False)
+    capabilities = Capabilities(durable=False)
 
     def __init__(self) -> None:
         self.read_only = False

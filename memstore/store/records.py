@@ -1,8 +1,9 @@
-"""Byte format of one record, version 1: a header of 96 bytes, the payload, zero bytes up to a multiple of 16.
+"""What a store keeps: typed records under ordered keys, in batches; and the byte format of one record, version 1.
 
-All numbers are little-endian; ``docs/format.md`` has the table of offsets. The address (table, document, layer, item,
-number of the record) is part of the header, and the header has a checksum of its own: a value that turns up under
-another key is found just like a flipped bit. There is no bit in a value that no check covers.
+A record is a header of 96 bytes, the payload, zero bytes up to a multiple of 16. All numbers are little-endian;
+``docs/format.md`` has the table of offsets. The address (table, document, layer, item, number of the record) is part of
+the header, and the header has a checksum of its own: a value that turns up under another key is found just like a
+flipped bit. There is no bit in a value that no check covers.
 
 The magic, the version and the checksum over the first 88 bytes stay where they are in every later version. So a header
 that is whole but newer can be told from a damaged one.
@@ -10,23 +11,226 @@ that is whole but newer can be told from a damaged one.
 
 from __future__ import annotations
 
+import json
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from itertools import repeat
+from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, ForeignMemory, NotFound
-from memstore.store.contract import MAX_DIMENSIONS, Bytes, Key, Layout, Record, ScannedValue, Table, describe
+from memstore import stored
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
+
+Bytes = npt.NDArray[np.uint8]
+
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "json": 1,
+}
+"""Size of one element of each dtype that a record can have, in bytes. ``json`` is UTF-8 text."""
+
+MAX_DIMENSIONS = 8
+MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb/values.py``
+MAX_LAYER = 2**32 - 1
+MAX_ITEM = 2**32 - 1
+
+
+class Table(IntEnum):
+    """The seven tables of a memory."""
+
+    META = 0
+    DOCUMENTS = 1
+    TOKENS = 2
+    BLOCKS = 3
+    LANDMARKS = 4
+    HISTORY = 5
+    RECURRENT = 6
+
+
+_KEY = struct.Struct(">BIII")
+_ITEM_BYTES = 4
+
+
+class Key(NamedTuple):
+    """Address of one value. Values are ordered by table, document, layer, item."""
+
+    table: Table
+    document: int = 0
+    layer: int = 0
+    item: int = 0
+    """Block, run of blocks, or number of an entry, depending on the table."""
+
+    def to_bytes(self) -> bytes:
+        """13 bytes, big-endian, so that they sort as keys do."""
+        return _KEY.pack(*self)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Key:
+        """The inverse of ``to_bytes``. Raises ``ValueError`` or ``struct.error``."""
+        table, *numbers = _KEY.unpack(raw)
+        return cls(Table(table), *numbers)
+
+
+def describe(key: Key) -> str:
+    """Name a value in words, for messages."""
+    place = f"table {Table(key.table).name.lower()}, document {key.document}, layer {key.layer}"
+    return f"{place}, {'block' if key.table in (Table.BLOCKS, Table.TOKENS) else 'item'} {key.item}"
+
+
+class BlockKeys(Sequence[Key]):
+    """Keys of states, each made when it is asked for: what finds values needs only their bytes."""
+
+    def __init__(self, layers: Sequence[int], owners: Sequence[int], blocks: Sequence[int]) -> None:
+        """``blocks``, their layers, and the numbers of the documents under which they lie."""
+        self._layers, self._owners, self._blocks = layers, owners, blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, place: int) -> Key: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> BlockKeys: ...
+
+    def __getitem__(self, place: int | slice) -> Key | BlockKeys:
+        if isinstance(place, slice):
+            return BlockKeys(self._layers[place], self._owners[place], self._blocks[place])
+        return Key(Table.BLOCKS, self._owners[place], self._layers[place], self._blocks[place])
+
+    def __iter__(self) -> Iterator[Key]:
+        return map(Key, repeat(Table.BLOCKS), self._owners, self._layers, self._blocks)
+
+    def to_bytes(self) -> list[bytes]:
+        """As ``Key.to_bytes`` of each."""
+        places = list(zip(self._owners, self._layers, strict=True))
+        first = {place: _KEY.pack(Table.BLOCKS, *place, 0)[:-_ITEM_BYTES] for place in set(places)}
+        return [first[place] + block.to_bytes(_ITEM_BYTES) for place, block in zip(places, self._blocks, strict=True)]
+
+
+class Layout(NamedTuple):
+    """Element type and shape of one record."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Payload length in bytes."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+class Record(NamedTuple):
+    """One typed array as stored: its layout and its raw little-endian bytes."""
+
+    layout: Layout
+    payload: Bytes
+
+    @classmethod
+    def from_json(cls, value: Any) -> Record:
+        """Wrap a JSON-serialisable value."""
+        payload = np.frombuffer(json.dumps(value, sort_keys=True).encode(), np.uint8)
+        return cls(Layout("json", (payload.size,)), payload)
+
+    def to_json(self) -> Any:
+        """Unwrap a value made by ``from_json``. Raises ``DamagedError`` for one that is no JSON, or far too large."""
+        return stored.parse(self.payload.tobytes(), "a stored JSON value")
+
+
+@dataclass
+class Batch:
+    """Changes that become visible together or not at all. Deletions come first, then puts, in order."""
+
+    deletes: list[tuple[Key, Key]] = field(default_factory=list)
+    puts: list[tuple[Key, tuple[Record, ...]]] = field(default_factory=list)
+
+    def put(self, key: Key, *records: Record) -> None:
+        """Write a value of one or several records, replacing what was under ``key``."""
+        self.puts.append((key, records))
+
+    def delete(self, first: Key, last: Key | None = None) -> None:
+        """Delete every value from ``first`` to ``last``, both included. Both must be of one table."""
+        self.deletes.append((first, first if last is None else last))
+
+
+class ScannedValue(NamedTuple):
+    """One value met by ``scan``: its records, or what is wrong with it."""
+
+    key: Key
+    records: tuple[Record, ...]
+    damage: DamagedError | None
+
+
+def check_key(key: Key) -> None:
+    """Raise ``InvalidArgument`` for a key whose numbers are out of range."""
+    if not (0 <= key.document <= MAX_DOCUMENT and 0 <= key.layer <= MAX_LAYER and 0 <= key.item <= MAX_ITEM):
+        raise InvalidArgument(f"document, layer and item are numbers of 32 bits; {key} does not fit")
+
+
+def check_range(first: Key, last: Key) -> None:
+    """Raise ``InvalidArgument`` unless both ends are keys of one table."""
+    check_key(first)
+    check_key(last)
+    if first.table != last.table:
+        raise InvalidArgument(f"a range lies in one table; {describe(first)} and {describe(last)} do not")
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise ``InvalidArgument`` for anything in a batch that cannot be stored."""
+    for first, last in batch.deletes:
+        check_range(first, last)
+    good: dict[int, int] = {}  # records of one kind share their layout: checked once, by identity
+    for key, records in batch.puts:
+        check_key(key)
+        if not 0 < len(records) < 256:
+            raise InvalidArgument(f"a value has 1 to 255 records; {describe(key)} was given {len(records)}")
+        for record in records:
+            if good.get(id(record.layout)) != record.payload.nbytes:
+                _check_record(key, record)
+                good[id(record.layout)] = record.payload.nbytes
+
+
+def _check_record(key: Key, record: Record) -> None:
+    layout = record.layout
+    if layout.dtype not in ITEM_BYTES or len(layout.shape) > MAX_DIMENSIONS:
+        raise InvalidArgument(
+            f"a record is one of {list(ITEM_BYTES)} of up to {MAX_DIMENSIONS} dimensions, not {layout}"
+        )
+    if any(not 0 <= size < 2**32 for size in layout.shape):
+        raise InvalidArgument(f"{describe(key)}: a dimension has 32 bits; {layout} does not fit")
+    if record.payload.nbytes != layout.nbytes:
+        raise InvalidArgument(
+            f"{describe(key)}: {layout} takes {layout.nbytes} bytes, the payload has {record.payload.nbytes}"
+        )
+
+
+def check_out(keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
+    """Raise ``InvalidArgument`` unless ``out`` has a row of the right length for each key and layout."""
+    expected = [(len(keys), layout.nbytes) for layout in layouts]
+    found = [rows.shape for rows in out]
+    if found != expected or any(rows.dtype != np.uint8 or rows.strides[1] != 1 for rows in out if rows.size):
+        raise InvalidArgument(f"out must be uint8 arrays of shapes {expected} with contiguous rows, not {found}")
+
 
 MAGIC = b"MSTR"
 VERSION = 1
 NO_CODEC = 0
 HEADER_BYTES = 96
 ALIGNMENT = 16  # bytes; LMDB starts large values at such an address, so payloads are aligned in the map as well
-DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "json")
+DTYPES = tuple(ITEM_BYTES)
 """The number of a dtype in the header is its position here. Only ever append."""
 
 _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, record, records, dimensions: 12 bytes

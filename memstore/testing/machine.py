@@ -20,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memstore.errors import NotFound
 from memstore.store import Batch, BlockStore, Key, Layout, Record, Table
-from memstore.store.contract import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, document_ranges
+from memstore.store.contract import document_ranges
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
 from memstore.testing.stores import LAYOUTS, rows, same, value
 
 ITEMS = 24

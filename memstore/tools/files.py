@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from memstore import paths
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, NotAMemory, NotFound
 from memstore.tools import parsing
@@ -242,8 +243,6 @@ def patterns_in(folder: Path, name: str) -> list[Pattern]:
 
     Raises ``InvalidArgument`` for what is no file of patterns: then nobody knows what is not to be read.
     """
-    from memstore.store import paths  # the command starts without numpy and torch
-
     try:
         raw = paths.read(folder, name, _MOST_BYTES)
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.errors import DamagedError, NotFound, UnsupportedModel, first_line
-from memstore.folders import cache_folder
+from memstore.paths import cache_folder
 from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel, first_line
-from memstore.folders import user_folder
+from memstore.paths import user_folder
 from memstore.readers import kinds
 from memstore.readers.kinds import (
     PASSKEY,

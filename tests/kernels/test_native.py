@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore import folders
+from memstore import paths
 from memstore.kernels import native
 from memstore.testing.processes import Say, run
 
@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER or sys.platform != "linux",
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with one function, and a cache folder of the test's own."""
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(native.VARIABLE, raising=False)
     monkeypatch.delenv("CC", raising=False)
     path = tmp_path / "sample" / "native.c"
@@ -118,7 +118,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "file"))
     assert native.library(source, ["-DANSWER=6"]).memstore_answer() == 6
 
 

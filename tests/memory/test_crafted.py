@@ -26,9 +26,8 @@ from memstore.memory import Memory
 from memstore.memory.entry import HEADER, NEXT_DOCUMENT, Address
 from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
-from memstore.store.contract import Batch, Key, Layout, Record, Table
-from memstore.store.lmdb.runs import STORE_KEY
-from memstore.store.records import decode_value, encode_value
+from memstore.store.lmdb.values import STORE_KEY
+from memstore.store.records import Batch, Key, Layout, Record, Table, decode_value, encode_value
 from memstore.store.zarr.extents import COUNTERS, Series
 from memstore.stored import DEEPEST, MOST_BYTES, parse
 from tests.memory.helpers import S, append, make_spec, random_tokens

@@ -193,19 +193,23 @@ def copy(source: Key, target: Key) -> Callable[[BlockStore], None]:
 WHALE = Address(1)
 
 
+def landmark_run(layer: int, run: int) -> Key:
+    return Key(Table.LANDMARKS, WHALE.id, layer, run)
+
+
 @pytest.mark.parametrize(
     ("harm", "kind", "layer", "block", "tokens"),
     [
         (delete(WHALE.block(1, 2), WHALE.block(1, 3)), "missing", 1, 2, (8, 15)),
         (delete(WHALE.tokens(6)), "missing", None, 6, (24, 27)),
-        (delete(WHALE.run(2, 0)), "missing", 2, 0, None),
+        (delete(landmark_run(2, 0)), "missing", 2, 0, None),
         (copy(WHALE.block(1, 2), WHALE.block(1, 9)), "unknown", 1, 9, (36, 39)),
         (copy(WHALE.block(1, 2), WHALE.block(7, 2)), "unknown", 7, None, None),
-        (copy(WHALE.run(0, 0), WHALE.run(1, 0)), "unknown", 1, None, None),
+        (copy(landmark_run(0, 0), landmark_run(1, 0)), "unknown", 1, None, None),
         (copy(WHALE.block(1, 2), Address(5).block(1, 2)), "unknown", 1, 2, None),
         (copy(WHALE.tokens(1), WHALE.tokens(6)), "mismatch", None, 6, (24, 27)),
         (copy(WHALE.tokens(1), WHALE.block(1, 3)), "mismatch", 1, 3, (12, 15)),
-        (copy(WHALE.tokens(1), WHALE.run(0, 0)), "mismatch", 0, 0, None),
+        (copy(WHALE.tokens(1), landmark_run(0, 0)), "mismatch", 0, 0, None),
         (copy(WHALE.tokens(1), NEXT_DOCUMENT), "mismatch", None, None, None),
         (copy(WHALE.entry, Key(Table.META, item=7)), "mismatch", None, None, None),
         (delete(WHALE.entry), "unknown", 0, 0, None),
@@ -236,7 +240,7 @@ def test_a_block_that_is_lost_is_an_error_when_it_is_wanted() -> None:
     with memstore.open("ram:", spec=make_spec()) as memory:
         append(memory.document("whale"), TOKENS)
         delete(WHALE.block(1, 2))(store_of(memory))
-        delete(WHALE.run(2, 0))(store_of(memory))
+        delete(landmark_run(2, 0))(store_of(memory))
         delete(WHALE.tokens(6))(store_of(memory))
         with pytest.raises(DamagedError, match="document 'whale', layer 1, block 2 is damaged or lost"):
             memory.document("whale").layer(1).gather([2])

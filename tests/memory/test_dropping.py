@@ -14,10 +14,10 @@ from memstore.memory import Document, Memory
 from memstore.memory.copy import copy_document
 from memstore.memory.entry import Address
 from memstore.store import Table
-from memstore.store.contract import Batch, Key
+from memstore.store.records import Batch, Key
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import KEY_DIM, G, S, append, in_blocks, make_spec, random_tokens, states
-from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, delete, flip, path, store_of
+from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, delete, flip, landmark_run, path, store_of
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -153,7 +153,7 @@ def test_damaged_landmarks_take_the_blocks_that_lie_with_them(make_memory: MakeM
     memory = make_memory()
     append(memory.document("whale"), TOKENS)
     memory.document("whale").fork("fork", 3)
-    delete(WHALE.run(2, 0))(store_of(memory))
+    delete(landmark_run(2, 0))(store_of(memory))
     steps = memory.repair(drop_blocks=True)
     assert steps.left == []
     assert [len(memory.document(name)) for name in ("whale", "fork")] == [0, 0]

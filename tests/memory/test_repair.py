@@ -10,13 +10,13 @@ import pytest
 import memstore
 from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.memory import repair
-from memstore.memory.checking import Finding
 from memstore.memory.entry import KEEPING, NEXT_DOCUMENT
 from memstore.memory.repair import Repair
 from memstore.memory.salvage import salvage
+from memstore.memory.verify import Finding
 from memstore.store import Key, Record, Table
 from tests.memory.helpers import G, S, append, check_content, make_spec, random_tokens, states, tokens_in_the_tree
-from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, path, put, store_of
+from tests.memory.test_damage import BLOCKS, TOKENS, WHALE, copy, delete, flip, landmark_run, path, put, store_of
 from tests.memory.test_dropping import check_without, lose
 
 pytestmark = pytest.mark.usefixtures("checked_here", "children_are_forks")
@@ -72,11 +72,11 @@ def test_a_document_keeps_its_longest_sound_prefix(path: Path, offset: int) -> N
         (delete(WHALE.block(1, 2), WHALE.block(1, 3)), 2),
         (delete(WHALE.tokens(6)), 6),
         (copy(WHALE.tokens(1), WHALE.tokens(6)), 6),
-        (delete(WHALE.run(2, 0)), 0),
-        (copy(WHALE.tokens(1), WHALE.run(0, 0)), 0),
+        (delete(landmark_run(2, 0)), 0),
+        (copy(WHALE.tokens(1), landmark_run(0, 0)), 0),
         (copy(WHALE.block(1, 2), WHALE.block(1, 9)), None),
         (copy(WHALE.block(1, 2), WHALE.block(7, 2)), None),
-        (copy(WHALE.run(0, 0), WHALE.run(1, 0)), None),
+        (copy(landmark_run(0, 0), landmark_run(1, 0)), None),
         (copy(WHALE.block(1, 2), WHALE.block(1, 2)._replace(document=5)), None),
         (delete(NEXT_DOCUMENT), None),
         (copy(WHALE.tokens(1), NEXT_DOCUMENT), None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memstore.store import Key, Table
-from memstore.store.contract import BlockKeys
+from memstore.store.records import BlockKeys
 
 LAYERS, OWNERS, BLOCKS = [5, 5, 6, 0], [7, 7, 3, 2**32 - 1], [0, 255, 256, 2**32 - 1]
 KEYS = [Key(Table.BLOCKS, *place) for place in zip(OWNERS, LAYERS, BLOCKS, strict=True)]

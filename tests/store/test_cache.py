@@ -14,7 +14,7 @@ import torch
 from memstore.errors import DamagedError, NotFound
 from memstore.store import Batch, Key, Layout, RamStore, Record, Table
 from memstore.store.cache import BOOKKEEPING_BYTES, BlockCache, BlockRefs, PagePool, S3Fifo, StaleBlocks, _HostSlab
-from memstore.store.contract import Bytes
+from memstore.store.records import Bytes
 
 LAYOUTS = [Layout("uint8", (40,)), Layout("int32", (6,))]
 PAGE = sum(layout.nbytes for layout in LAYOUTS) + BOOKKEEPING_BYTES

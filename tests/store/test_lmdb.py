@@ -21,8 +21,9 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, Table
+from memstore.store.lmdb import environment
 from memstore.store.lmdb import values as lmdb_values
-from memstore.store.lmdb.runs import STORE_KEY
+from memstore.store.lmdb.values import STORE_KEY
 from memstore.store.records import encode_value
 from memstore.testing.stores import BLOCKS, LAYOUTS, StoreTests, block, put_blocks, rows, same, value
 
@@ -277,8 +278,9 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         LmdbStore.open(tmp_path / "m")
 
 
-def test_a_full_map_is_a_full_store(tmp_path: Path) -> None:
-    store = LmdbStore.create(tmp_path / "m", map_bytes=1 << 20)
+def test_a_full_map_is_a_full_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "MAP_BYTES", 1 << 20)
+    store = LmdbStore.create(tmp_path / "m")
     put_blocks(store, range(10))
     with pytest.raises(StoreFull, match="what was committed before stands"):
         store.write(Batch(puts=[(block(item), value(item)) for item in range(10_000)]))
@@ -293,12 +295,14 @@ def test_limited_address_space_is_named(tmp_path: Path) -> None:
 import resource, sys
 from memstore.errors import InvalidArgument
 from memstore.store import LmdbStore
+from memstore.store.lmdb import environment
 resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))
 try:
     LmdbStore.create(sys.argv[1])
 except InvalidArgument as error:
     sys.stdout.write(str(error))
-LmdbStore.create(sys.argv[1], map_bytes=1 << 30).close()
+environment.MAP_BYTES = 1 << 30
+LmdbStore.create(sys.argv[1]).close()
 """
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
     assert "address space" in done.stdout

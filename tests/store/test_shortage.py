@@ -91,8 +91,7 @@ def test_what_the_system_lacks_is_told(tmp_path: Path, code: int) -> None:
 
 
 def test_limited_address_space_names_what_can_be_done(tmp_path: Path) -> None:
-    assert "ulimit -v unlimited" in (told := str(translate(lmdb.MemoryError("no"), tmp_path)))
-    assert "map_bytes" not in told
+    assert "ulimit -v unlimited" in str(translate(lmdb.MemoryError("no"), tmp_path))
 
 
 def test_a_file_system_without_locks_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

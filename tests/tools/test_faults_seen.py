@@ -18,7 +18,7 @@ import torch
 import memstore
 from memstore.memory.entry import HEADER
 from memstore.store import Batch, LmdbStore, Record
-from memstore.store.lmdb.writer import WriterLock
+from memstore.store.lmdb.environment import WriterLock
 from memstore.testing.processes import run
 from memstore.tools.app import main
 from tests import forks

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import memstore
-from memstore import folders, wheels
+from memstore import paths, wheels
 from memstore.errors import DamagedError, InvalidArgument, UnsupportedModel
 from memstore.tools import gguf
 from memstore.tools.models import resolve_model
@@ -45,7 +45,7 @@ def read_as(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
             return load(model if gguf_file else folder, **options)
 
         monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
     path = tmp_path / "files" / "tiny.Q4_K.gguf"
     path.parent.mkdir()
     path.write_bytes(b"GGUF" + bytes(1 << 20))
@@ -127,7 +127,7 @@ def test_what_a_gguf_file_says_of_itself_is_believed_no_more(tmp_path: Path, con
 
 
 def test_a_broken_gguf_file_is_refused_in_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("A text.")
     (tmp_path / "broken.gguf").write_bytes(b"not GGUF at all")
     done = cli("read", tmp_path / "text.txt", tmp_path / "m", "--model", tmp_path / "broken.gguf")

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.folders import cache_folder
 from memstore.index.words import WordIndex, words_of
+from memstore.paths import cache_folder
 from memstore.readers.reader import Reader
 from memstore.wheels import Source, cached, fetch_wheel
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.errors import DamagedError
-from memstore.folders import cache_folder
+from memstore.paths import cache_folder
 from memstore.wheels import Source, cached, fetch_wheel
 
 WHEEL = Source(

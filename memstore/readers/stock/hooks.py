@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument
-from memstore.memory.tensors import own_types
 from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks
@@ -25,7 +24,7 @@ from memstore.readers.stock.architecture import Architecture, LayerPlan, identit
 from memstore.readers.stock.call import Call, LayerStates
 from memstore.readers.stock.linear import cache_with
 from memstore.readers.stock.selection import Selection
-from memstore.transfer import to_device
+from memstore.transfer import own_types, to_device
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.memory.tensors import to_record
+from memstore.memory.rows import to_record
 from memstore.readers.caches import CACHE
-from memstore.store.contract import Layout
+from memstore.store.records import Layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

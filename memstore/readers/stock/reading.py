@@ -21,12 +21,12 @@ from torch import Tensor
 from memstore.attention import sub_block_means
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
-from memstore.memory.tensors import as_stored, own_types
+from memstore.memory.rows import as_stored
 from memstore.readers.attachment import Job, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
-from memstore.transfer import along, to_device, to_host
+from memstore.transfer import along, own_types, to_device, to_host
 
 
 class SegmentStates(NamedTuple):

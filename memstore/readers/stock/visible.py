@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack
 from memstore.kernels.best_signs.api import problem
-from memstore.memory.tensors import index_dtype
+from memstore.memory.rows import index_dtype
 from memstore.transfer import to_device
 
 if TYPE_CHECKING:

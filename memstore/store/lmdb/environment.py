@@ -1,31 +1,40 @@
-"""LMDB environments of this process: opened once per memory, shared by every store on it, never used across a fork.
+"""LMDB environments of this process, and the right to write a memory, which one process holds.
 
-LMDB's locks belong to the process and are lost when *any* descriptor of ``lock.mdb`` in it is closed. So an environment
-must not be opened twice, and nothing here opens that file beside LMDB.
+An environment is opened once per memory, shared by every store on it, and never used across a fork. LMDB's locks belong
+to the process and are lost when *any* descriptor of ``lock.mdb`` in it is closed. So an environment must not be opened
+twice, and nothing here opens that file beside LMDB.
 
 A page of the map that is touched and not in memory stops its thread until the disk has brought it, one page after the
 other; a page that cannot be brought ends the process (a bus error). Where the system lets us, both are asked for
 beforehand.
+
+The lock of the writer is the operating system's, so it is gone when its process is, however it died. ``writer.json`` is
+only there to be read by people and error messages; nothing depends on it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import mmap
 import os
 import resource
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import lmdb
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from memstore import paths, stored
 from memstore.errors import (
     DamagedError,
     InvalidArgument,
@@ -36,15 +45,16 @@ from memstore.errors import (
     ReadOnlyMemory,
     StoreFull,
 )
-from memstore.store import paths
+from memstore.paths import FULL, free_bytes, shortage
 from memstore.store.keys import KEYS_NAME
 from memstore.store.lmdb import pages
-from memstore.store.lmdb.writer import RESERVE_NAME
-from memstore.store.paths import FULL, free_bytes, shortage
 from memstore.store.records import MAGIC
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
+WRITER_NAME = "writer.lock"
+HOLDER_NAME = "writer.json"
+RESERVE_NAME = "reserve"
 MAP_BYTES = 1 << 40
 """Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
 
@@ -56,9 +66,9 @@ _WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # some system
 _OWN_NAMES = (
     DATA_NAME,
     LOCK_NAME,
-    "writer.lock",
-    "writer.json",
-    ".writer.json",
+    WRITER_NAME,
+    HOLDER_NAME,
+    f".{HOLDER_NAME}",
     RESERVE_NAME,
     KEYS_NAME,
     f".{KEYS_NAME}",
@@ -68,6 +78,9 @@ _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
 
 _ATTEMPTS = 5  # to look at a tree that a writer changes
 _LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
+
+_MOST_TOLD = 4096  # bytes
+_HOLDER = stored.table(pid=stored.whole(), command=stored.text(_MOST_TOLD), started=stored.text(64))
 
 
 @dataclass
@@ -105,7 +118,7 @@ _open: dict[tuple[int, int, int], Environment] = {}
 _guard = threading.Lock()
 
 
-def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -> Environment:
+def acquire(folder: Path, *, create: bool = False) -> Environment:
     """Open the environment in ``folder``, or share the one that this process has open.
 
     Without ``create`` its file must exist. Raises ``NotFound`` (nothing there, or never finished), ``NotAMemory``,
@@ -114,7 +127,7 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
     with _guard:
         data = folder / DATA_NAME
         if create:
-            _prepare(data, map_bytes)
+            _prepare(data)
         key = _identity(data)
         if key in _open:
             _open[key].users += 1
@@ -122,7 +135,7 @@ def acquire(folder: Path, *, create: bool = False, map_bytes: int = MAP_BYTES) -
         for other in _open:
             if other[:2] == key[:2]:
                 raise _forked(folder, other[2])
-        env = _open_lmdb(folder, map_bytes)
+        env = _open_lmdb(folder)
         try:
             # LMDB opens by path and follows links. What is not what it was before was exchanged meanwhile.
             if _identity(data) != key or (paths.find(folder / LOCK_NAME) is None and env.flags()["lock"]):
@@ -152,10 +165,10 @@ def release(environment: Environment) -> None:
             del _open[environment.key]
 
 
-def _prepare(data: Path, map_bytes: int) -> None:
+def _prepare(data: Path) -> None:
     """Make the files that a new environment starts from, where they are not there yet."""
     try:
-        _make_data_file(data, map_bytes)
+        _make_data_file(data)
         _allocate_lock_file(data.parent)
     except lmdb.Error as error:
         raise translate(error, data.parent) from error
@@ -167,7 +180,7 @@ def _prepare(data: Path, map_bytes: int) -> None:
         raise ReadOnlyMemory(f"memory {data.parent} cannot be created ({error}); choose another folder") from None
 
 
-def _make_data_file(data: Path, map_bytes: int) -> None:
+def _make_data_file(data: Path) -> None:
     """Make an empty ``data.mdb``. It appears with its first pages, on disk, or not at all.
 
     So a shorter file is never what an interrupted creation left, but a memory that was truncated.
@@ -176,7 +189,7 @@ def _make_data_file(data: Path, map_bytes: int) -> None:
         return
     part, handle = _new_part(data)
     try:
-        lmdb.open(str(part), map_size=map_bytes, subdir=False, lock=False).close()
+        lmdb.open(str(part), map_size=MAP_BYTES, subdir=False, lock=False).close()
         os.fsync(handle)
         with suppress(FileExistsError):
             os.link(part, data)
@@ -270,7 +283,7 @@ def unfinished(folder: Path) -> NotFound:
     return NotFound(f"the creation of memory {folder} was interrupted, it holds nothing; create it again")
 
 
-def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
+def _open_lmdb(folder: Path) -> lmdb.Environment:
     # Opened for writing wherever that is possible, since a store that writes may have to share it later. Where not even
     # the lock file may be written, readers go unlocked: a writer of another user could then reuse pages under a read,
     # which the checksums find.
@@ -285,7 +298,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
         # One database without a name: to open a named one is to write, and a reader would wait for the writer.
         return lmdb.open(
             str(folder),
-            map_size=map_bytes,
+            map_size=MAP_BYTES,
             readonly=not writable,
             lock=not read_only_lock,
             create=False,
@@ -352,7 +365,9 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
                 f"it takes {MAP_BYTES >> 40} TiB of addresses, not of memory. Raise the limit (ulimit -v unlimited)"
             )
         case lmdb.MapResizedError():
-            return InvalidArgument(f"memory {folder} has outgrown map_bytes; open it again with a larger one")
+            return InvalidArgument(
+                f"memory {folder} has outgrown the {MAP_BYTES >> 40} TiB that this memstore maps; upgrade"
+            )
         case lmdb.ReadersFullError():
             return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some", memory=folder)
     if error.code in FULL:
@@ -480,3 +495,83 @@ def _advise(address: int, length: int, advice: int) -> int:
         return 0
     start = address - address % mmap.PAGESIZE
     return ctypes.get_errno() if _madvise(start, address + length - start, advice) else 0
+
+
+class WriterLock:
+    """The right to write one memory, held from construction to ``release``.
+
+    Raises ``MemoryInUse``, which names the process that holds it, or ``ReadOnlyMemory``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pid = os.getpid()
+        self._holder = folder / HOLDER_NAME
+        # Before the lock, whose file is emptied when it is opened.
+        paths.check_single(folder, WRITER_NAME, DATA_NAME, LOCK_NAME, RESERVE_NAME)
+        self._lock = FileLock(folder / WRITER_NAME, thread_local=False)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            if not _is_soft(self._lock):
+                raise MemoryInUse(_in_use(folder), memory=folder) from None
+        except OSError as error:
+            if short := paths.shortage(error.errno, folder):
+                raise short from error
+            raise ReadOnlyMemory(
+                f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that",
+                memory=folder,
+            ) from None
+        # Without locks of the system filelock takes it for locked when the file is there, which it always is.
+        if _is_soft(self._lock):
+            self._lock.release()
+            raise ReadOnlyMemory(
+                f"the file system of memory {folder} has no file locks (flock), which keep two processes from "
+                "writing at once; copy the memory to another disk, or open it with mode='r'",
+                memory=folder,
+            )
+        _announce(self._holder)
+
+    def release(self) -> None:
+        """Let others write. In a forked child it does nothing: the lock is the parent's."""
+        if os.getpid() != self._pid or not self._lock.is_locked:
+            return
+        with suppress(OSError):
+            self._holder.unlink()
+        self._lock.release()
+
+
+def _is_soft(lock: BaseFileLock) -> bool:
+    """Whether filelock has made something else of it, because ``flock`` is not there."""
+    return isinstance(lock, SoftFileLock)
+
+
+def _announce(holder: Path) -> None:
+    """Write who we are, whole or not at all. A full disk must not keep anybody from deleting, so failure is allowed."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    words = json.dumps({"pid": os.getpid(), "command": _command_line(), "started": now})
+    with suppress(OSError):
+        paths.write(holder.parent, holder.name, [f"{words}\n".encode()], durable=False)
+
+
+def _command_line() -> str:
+    """This process's command, shortened: enough to recognise it."""
+    program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
+    if program.name == "__main__.py":  # python -m PACKAGE
+        program = program.absolute().parent
+    # Of the rest no more than our verb: questions and names are not to lie in the open beside an encrypted memory.
+    return " ".join([program.name, *(sys.argv[1:2] if program.name == "memstore" else [])])[:200]
+
+
+def _in_use(folder: Path) -> str:
+    try:
+        told = stored.parse(paths.read(folder, HOLDER_NAME, _MOST_TOLD), HOLDER_NAME, _MOST_TOLD)
+        facts: dict[str, Any] = stored.fit(told, _HOLDER, HOLDER_NAME)
+        command = repr(facts["command"])[1:-1]  # what a terminal would obey is spelled out
+        mine = " (this one)" if facts["pid"] == os.getpid() else ""
+        since = datetime.fromisoformat(facts["started"]).astimezone()
+        today = since.date() == datetime.now().astimezone().date()
+        holder = f"process {facts['pid']}{mine} ({command}) since {since:%H:%M}"
+        holder += "" if today else f" on {since:%Y-%m-%d}"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, DamagedError):
+        holder = "another process"
+    return f"memory {folder} is being written by {holder}; wait for it; meanwhile the memory can be read"

@@ -30,8 +30,8 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from memstore import paths
 from memstore.errors import DamagedError, MemoryInUse, MemstoreError, ReadOnlyMemory
-from memstore.store import paths
 from memstore.store.contract import Progress
 from memstore.store.lmdb import pages as layout
 from memstore.store.lmdb.environment import DATA_NAME

@@ -39,7 +39,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from memstore.store import paths
+from memstore import paths
 
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
 LARGE = 1  # flag of a node: its value has pages of its own
@@ -119,7 +119,7 @@ def survey(
     """What is wrong with the tree of the commit ``transaction`` in the file ``data``; None if nothing is.
 
     And what the last four bytes of all keys, numbers with their first byte in front, add up to, where that is known:
-    see ``runs.py``. A read transaction must hold that commit. Keys have ``key_bytes``. ``large`` looks at the first
+    see ``values.py``. A read transaction must hold that commit. Keys have ``key_bytes``. ``large`` looks at the first
     page of each large value too.
     """
     if not transaction or not is_known():

@@ -2,7 +2,7 @@
 
 A batch is one LMDB transaction, synced to disk before ``write`` returns. LMDB never overwrites a page that a committed
 transaction refers to, so a process that dies at any instruction leaves the last commit whole, and recovery is nothing.
-``docs/format.md`` describes every byte; ``records.py`` and ``runs.py`` implement it.
+``docs/format.md`` describes every byte; ``records.py`` and ``values.py`` implement it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,42 @@ from typing import Any, Self
 
 import lmdb
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
-from memstore.store import paths
-from memstore.store.contract import (
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.lmdb import environment as environments
+from memstore.store.lmdb.environment import RESERVE_NAME, Environment, WriterLock
+from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
+from memstore.store.lmdb.values import (
+    KEY_BYTES,
+    STORE_KEY,
+    Changes,
+    Deletes,
+    Heads,
+    Naming,
+    Puts,
+    Transaction,
+    Values,
+    used_bytes,
+)
+from memstore.store.records import (
+    HEADER_BYTES,
     MAX_ITEM,
     Batch,
-    BlockStore,
     Bytes,
-    Capabilities,
-    Compaction,
     Key,
     Layout,
-    Progress,
     Record,
     ScannedValue,
     Table,
-    beyond_limit,
     check_batch,
     check_key,
     check_out,
     check_range,
+    decode_value,
+    encode_value,
+    value_reader,
 )
-from memstore.store.lmdb import environment as environments
-from memstore.store.lmdb.environment import MAP_BYTES, Environment
-from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
-from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
-from memstore.store.lmdb.values import Changes, Deletes, Heads, Puts, Transaction, Values, used_bytes
-from memstore.store.lmdb.writer import RESERVE_NAME, WriterLock
-from memstore.store.records import HEADER_BYTES, decode_value, encode_value, value_reader
 from memstore.stored import fit, table, whole
 
 FORMATS = 1, 2, 3
@@ -70,7 +78,7 @@ _PAGE_BYTES = 4096
 class LmdbStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
 
-    capabilities = Capabilities(durable=True, shared=True)
+    capabilities = Capabilities(durable=True)
     _formats = FORMATS
 
     def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
@@ -100,7 +108,6 @@ class LmdbStore(BlockStore):
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
         batch: Batch | Callable[[], Batch] | None = None,
-        map_bytes: int = MAP_BYTES,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
@@ -117,7 +124,7 @@ class LmdbStore(BlockStore):
                 raise InvalidArgument(f"{name} is a positive number of blocks, not {length}")
         folder = environments.make_folder(Path(path))
         writer = WriterLock(folder)
-        store = cls._attach(folder, writer, create=True, map_bytes=map_bytes)
+        store = cls._attach(folder, writer, create=True)
         try:
             store._initialise(blocks_per_value, tokens_per_value, batch or Batch())
         except BaseException:
@@ -126,7 +133,7 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, read_only: bool = False, map_bytes: int = MAP_BYTES, check: bool = True) -> Self:
+    def open(cls, path: str | Path, *, read_only: bool = False, check: bool = True) -> Self:
         """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``pages.py``.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
@@ -135,7 +142,7 @@ class LmdbStore(BlockStore):
         folder = Path(path)
         environments.check_exists(folder)
         writer = None if read_only else WriterLock(folder)
-        store = cls._attach(folder, writer, create=False, map_bytes=map_bytes)
+        store = cls._attach(folder, writer, create=False)
         try:
             if check and (what := store._tree_problem()):
                 if not environments.looks_like_ours(folder):
@@ -162,9 +169,9 @@ class LmdbStore(BlockStore):
         return str(folder)
 
     @classmethod
-    def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool, map_bytes: int) -> Self:
+    def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool) -> Self:
         try:
-            environment = environments.acquire(folder, create=create, map_bytes=map_bytes)
+            environment = environments.acquire(folder, create=create)
             if writer and environment.read_only:
                 environments.release(environment)
                 raise ReadOnlyMemory(
@@ -283,7 +290,7 @@ class LmdbStore(BlockStore):
             raise self._failure(error, needed) from error
 
     def _put_facts(self, txn: Transaction) -> tuple[int, int]:
-        """Say which commit this is, and what the checks of all values are then: see ``runs.py``."""
+        """Say which commit this is, and what the checks of all values are then: see ``values.py``."""
         facts, commit, total = {"format": self._format, "blocks_per_value": self.blocks_per_value}, txn.id(), 0
         if self._format == self._formats[-1]:
             facts["tokens_per_value"] = self._naming.lengths[Table.TOKENS]

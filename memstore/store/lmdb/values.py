@@ -1,6 +1,14 @@
-"""What one LMDB transaction shows (values found, copied and verified, or walked over), and what changes it.
+"""How values lie in LMDB, and under which keys; what one transaction shows of them, and what changes them.
 
-Consecutive items of a table share an LMDB value, see ``runs.py``.
+LMDB rounds a value up to pages of 4 KiB, so blocks smaller than a few pages are stored in runs: the values of several
+consecutive items, one after the other in their order, each with headers and checksums of its own. A run has no header.
+A table that is not packed has runs of one item.
+
+Behind the key of a run is a check of what was written there last. Checksums in a value find flipped bits, and another
+key's value. They do not find an older value of the same key, which is whole: a disk that loses a write, or an image of
+one that is rolled back, leaves it where the newer one should be. So what a value must be is said where it is looked
+for, in its key, and the store's facts have the sum of all these checks and the number of the commit: an older page of
+the tree changes the sum. Memories of format 1 have neither.
 """
 
 from __future__ import annotations
@@ -8,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +24,47 @@ import lmdb
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, NotFound
-from memstore.store.contract import BlockKeys, Bytes, Key, Record, ScannedValue, Table, describe
+from memstore.errors import DamagedError, ForeignMemory, NotFound
 from memstore.store.lmdb import pages as layout
-from memstore.store.lmdb import runs
 from memstore.store.lmdb.environment import bring, will_need
-from memstore.store.lmdb.runs import KEY_BYTES, STORE_KEY, Naming
-from memstore.store.records import ValueReader, damaged, decode_value, encode_with_sums, header_sums
+from memstore.store.records import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_DOCUMENT,
+    BlockKeys,
+    Bytes,
+    Key,
+    Record,
+    RecordHeader,
+    ScannedValue,
+    Table,
+    ValueReader,
+    as_damage,
+    check_payload,
+    damaged,
+    decode_header,
+    decode_value,
+    describe,
+    encode_value,
+    encode_with_sums,
+    header_sums,
+    misplaced,
+    padding,
+    scan_value,
+)
+
+STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
+"""Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
+
+KEY_BYTES = 17
+"""A key (``Key.to_bytes``, 13 bytes) and a check of 4; in format 1 the item has 8 bytes, and there is no check."""
+
+_STORE_NAME = STORE_KEY.to_bytes()
+_NAME_BYTES = len(_STORE_NAME)
+_ITEM_AT = 9
+_ZEROS = bytes(KEY_BYTES - _NAME_BYTES)
+_FORMAT_1 = struct.Struct(">BIIQ")
 
 _MOST_KNOWN = 1 << 16  # values, and header checksums of runs, that are remembered: about 16 MB and 6 MB
 _MOST_WRITTEN = 1 << 12  # runs whose last state is remembered: under 1 MB
@@ -33,6 +75,60 @@ _BEHIND_ALL = b"\xff" * KEY_BYTES  # there is no table of this number
 OLDER = "it is an older value than the one that was written last (a write was lost, or rolled back)"
 Cursor = Any  # lmdb.Cursor[memoryview]
 Transaction = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
+
+
+class Naming:
+    """How the values of one environment are shared out and named: what the store's facts say."""
+
+    def __init__(self) -> None:
+        self.lengths = [1] * len(Table)
+        """Items per LMDB value, by table."""
+        self.checked = True
+        """Whether keys have a check: from format 2 on."""
+
+    def find(self, cursor: Cursor, name: bytes) -> bytes | None:
+        """The whole key of the value ``name``, on which ``cursor`` is then; None where there is none."""
+        first = self.first(name)
+        if not cursor.set_range(first):
+            return None
+        raw = bytes(cursor.key())
+        return raw if raw.startswith(first) else None
+
+    def first(self, name: bytes) -> bytes:
+        """What every whole key of ``name`` begins with; so no smaller one has it."""
+        return name if self.checked else name[:_ITEM_AT] + _ZEROS + name[_ITEM_AT:]
+
+    def last(self, name: bytes) -> bytes:
+        """No larger key has this ``name``."""
+        return self.first(name).ljust(KEY_BYTES, b"\xff")
+
+    def whole(self, name: bytes, sums: Iterable[int]) -> bytes:
+        """The whole key of a value whose headers have the checksums ``sums``.
+
+        The store's facts are put without any, under the same key in every format: this is how an older memstore finds
+        the number of a newer one.
+        """
+        return name + check_of(sums) if self.checked else self.first(name)
+
+    def key(self, raw: bytes) -> Key:
+        """The key without its check. Raises ``ValueError`` for a table that there is not."""
+        if self.checked:
+            return Key.from_bytes(raw[:_NAME_BYTES])
+        table, *numbers = _FORMAT_1.unpack(raw)
+        return Key(Table(table), *numbers)
+
+    def check(self, raw: bytes) -> int:
+        """What a whole key adds to the sum of all checks."""
+        return int.from_bytes(raw[_NAME_BYTES:], "big") if self.checked else 0
+
+    def holds(self, raw: bytes, sums: Iterable[int]) -> bool:
+        """Whether a value whose headers have the checksums ``sums`` is the one that was written last under ``raw``."""
+        return not self.checked or raw[_NAME_BYTES:] == check_of(sums) or raw.startswith(_STORE_NAME)
+
+
+def check_of(sums: Iterable[int]) -> bytes:
+    """The check in a key: the lowest 32 bits of the sum of all header checksums, and so of all that the value says."""
+    return (sum(sums) & 0xFFFFFFFF).to_bytes(4, "big")
 
 
 class Values:
@@ -52,7 +148,7 @@ class Values:
 
     def run(self, key: Key) -> Key:
         """The key of the LMDB value that ``key`` lies in."""
-        return runs.run_start(key, self._naming.lengths[key.table])
+        return _run_start(key, self._naming.lengths[key.table])
 
     def take(self, txn: Transaction, keys: Sequence[Key], reader: ValueReader, *, waits: bool) -> Bytes:
         """Copies of values, one to each row ``[len(keys), reader.size]``, verified.
@@ -123,7 +219,7 @@ class Values:
         length = self._naming.lengths[key.table]
         start: int | None = 0
         if length > 1:
-            start = runs.find(view, key, runs.run_start(key, length), length, reader)
+            start = _find_in_run(view, key, _run_start(key, length), length, reader)
         if start is None:
             raise self._lacks(key)
         if len(view) < start + reader.size or (length == 1 and len(view) > reader.size):
@@ -197,7 +293,7 @@ class Values:
         for run in dict.fromkeys(map(self.run, keys)):
             view = self.value(txn, run)
             if view is not None:
-                found |= runs.checksums(view, run, self._naming.lengths[run.table])
+                found |= _run_checksums(view, run, self._naming.lengths[run.table])
         if missing := [key for key in keys if key not in found]:
             raise NotFound(f"there is no {describe(missing[0])}")
         return [found[key] for key in keys]
@@ -228,7 +324,7 @@ class Values:
                     if not lost and not self._naming.holds(raw, header_sums(value)):
                         lost = OLDER
                     before, met = raw, met + 1
-                    for scanned in runs.scan(value, run, self._naming.lengths[run.table]):
+                    for scanned in _scan_run(value, run, self._naming.lengths[run.table]):
                         if lost:
                             yield ScannedValue(scanned.key, (), scanned.damage or damaged(scanned.key, lost))
                         elif scanned.key != STORE_KEY or scanned.damage:
@@ -239,8 +335,8 @@ class Values:
         except (lmdb.Error, struct.error, ValueError) as error:
             yield ScannedValue(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
 
-    def _entries(self, view: memoryview, run: Key) -> Iterator[runs.Entry]:
-        return runs.entries(view, run, self._naming.lengths[run.table])
+    def _entries(self, view: memoryview, run: Key) -> Iterator[_Entry]:
+        return _in_run(view, run, self._naming.lengths[run.table])
 
     def _items(self, view: memoryview, run: Key) -> list[Key]:
         return [entry.key for entry in self._entries(view, run)]
@@ -414,7 +510,7 @@ class Changes:
             if checksum(copy) == known.all_bytes and self._naming.holds(found, [known.header_sums]):
                 return {run.item: copy}, known.header_sums, known.last
         old = self._last(cursor, found, run)
-        kept = runs.split(old, run, self._naming.lengths[run.table], without=without)
+        kept = _split_run(old, run, self._naming.lengths[run.table], without=without)
         return dict(kept), sum(sum(header_sums(value)) for value in kept.values()), max(kept, default=-1)
 
     def _replace(self, cursor: Cursor, run: Key, values: Mapping[int, bytes | memoryview]) -> None:
@@ -448,10 +544,145 @@ class Changes:
         """Delete the items of one run that lie in the range."""
         if found := self._naming.find(cursor, run.to_bytes()):
             old = self._last(cursor, found, run)
-            self._replace(cursor, run, runs.outside(old, run, self._naming.lengths[run.table], first, last))
+            self._replace(cursor, run, _outside(old, run, self._naming.lengths[run.table], first, last))
 
     def _run(self, key: Key) -> Key:
-        return runs.run_start(key, self._naming.lengths[key.table])
+        return _run_start(key, self._naming.lengths[key.table])
 
     def _run_end(self, run: Key) -> Key:
         return run._replace(item=run.item + self._naming.lengths[run.table] - 1)
+
+
+class _Entry(NamedTuple):
+    """One item's value inside a run: bytes ``start`` to ``end``, and the headers of its records."""
+
+    key: Key
+    start: int
+    end: int
+    headers: list[RecordHeader]
+
+
+def _run_start(key: Key, length: int) -> Key:
+    """The key of the run of ``length`` items that ``key`` belongs to."""
+    return Key(key.table, key.document, key.layer, key.item - key.item % length) if length > 1 else key
+
+
+def _in_run(view: memoryview, run: Key, length: int) -> Iterator[_Entry]:
+    """Walk the values of a run, in order. Verifies headers and addresses, not payloads. Raises ``DamagedError``."""
+    start, following = 0, run.item
+    while start < len(view):
+        entry = _entry(view, start, run._replace(item=following))
+        if not following <= entry.key.item < run.item + length or entry.key._replace(item=run.item) != run:
+            raise misplaced(run, f"{entry.key} lies in it at offset {start}")
+        yield entry
+        start, following = entry.end, entry.key.item + 1
+
+
+def _entry(view: memoryview, start: int, expected: Key) -> _Entry:
+    """The extent of the value that starts at byte ``start``, from the headers of its records."""
+    first = decode_header(view, start, expected)
+    end, headers = start, [first]
+    for number in range(first.records):
+        if number:
+            headers.append(decode_header(view, end, first.key))
+        header = headers[number]
+        if header[:3] != (first.key, number, first.records):
+            raise misplaced(expected, f"record {header.record} of {header.key} at offset {end}")
+        end += HEADER_BYTES + header.nbytes + padding(header.nbytes)
+        if end > len(view):
+            raise damaged(expected, f"record {number} is truncated")
+    return _Entry(first.key, start, end, headers)
+
+
+def _run_checksums(view: memoryview, run: Key, length: int) -> dict[Key, tuple[int, ...]]:
+    """The checksums over the payloads of every value of a run, as its verified headers have them."""
+    return {entry.key: tuple(header.payload_sum for header in entry.headers) for entry in _in_run(view, run, length)}
+
+
+def _find_in_run(view: memoryview, key: Key, run: Key, length: int, reader: ValueReader) -> int | None:
+    """The byte at which the value of ``key`` starts, or None. The value itself is yet to be verified.
+
+    Blocks of one size lie at multiples of it, so the place is guessed first and only walked to if the guess is wrong.
+    """
+    guess = (key.item - _first_item(view, run)) * reader.size
+    if guess >= 0 and reader.fits(view, guess, key):
+        return guess
+    return next((entry.start for entry in _in_run(view, run, length) if entry.key == key), None)
+
+
+def _first_item(view: memoryview, run: Key) -> int:
+    """Item of the first value as its header has it, unverified; the start of the run if there is no header."""
+    return int.from_bytes(view[24:32], "little") if len(view) >= HEADER_BYTES else run.item
+
+
+def _split_run(view: memoryview, run: Key, length: int, without: Container[int] = ()) -> dict[int, memoryview]:
+    """Item -> bytes of its value, copied and verified, for the items of a run that are not in ``without``."""
+    copy = memoryview(bytes(view))  # of all at once: every append to a run comes here
+    kept = [entry for entry in _in_run(copy, run, length) if entry.key.item not in without]
+    return {entry.key.item: _verified(copy, entry) for entry in kept}
+
+
+def _verified(view: memoryview, entry: _Entry) -> memoryview:
+    """The bytes of a value whose headers are verified. Raises ``DamagedError`` for one of its payloads."""
+    start = entry.start
+    for header in entry.headers:
+        start = check_payload(view, start + HEADER_BYTES, header)
+    return view[entry.start : entry.end]
+
+
+def _outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> Mapping[int, bytes | memoryview]:
+    """Item -> bytes of its value, copied and verified, for the items of a run that are not from ``first`` to ``last``.
+
+    Where the range goes on to the end of the run, nothing from ``first`` on is looked at: it may be damaged.
+    """
+    kept: dict[int, memoryview] = {}
+    copy, to_the_end = memoryview(bytes(view)), last.item >= run.item + length - 1
+    try:
+        for entry in _in_run(copy, run, length):
+            if not first <= entry.key <= last:
+                kept[entry.key.item] = _verified(copy, entry)
+            if to_the_end and entry.key.item + 1 >= first.item:
+                break
+    except DamagedError:  # perhaps of a value that goes
+        return _around_damage(copy, run, length, first, last)
+    return kept
+
+
+def _around_damage(view: memoryview, run: Key, length: int, first: Key, last: Key) -> dict[int, bytes]:
+    """``_outside``, where values from ``first`` to ``last`` cannot be walked over."""
+    kept = [found for found in _scan_run(view, run, length) if not first <= found.key <= last]
+    for found in kept:
+        if found.damage is not None:
+            raise found.damage
+    return {found.key.item: encode_value(found.key, found.records) for found in kept}
+
+
+def _scan_run(view: memoryview, run: Key, length: int) -> Iterator[ScannedValue]:
+    """Every value of a run, verified. What is damaged is reported under its key, and the rest is still found."""
+    start, following = 0, run.item
+    while start < len(view) or following == run.item:
+        expected = run._replace(item=min(following, run.item + length - 1))
+        try:
+            entry = next(_in_run(view[start:], run._replace(item=expected.item), run.item + length - expected.item))
+        except (DamagedError, ForeignMemory) as error:
+            yield ScannedValue(expected, (), as_damage(error))
+            start, following = _resume(view, start + ALIGNMENT, run), expected.item + 1
+            continue
+        except StopIteration:
+            yield ScannedValue(run, (), damaged(run, "it is empty"))
+            return
+        yield scan_value(view[start + entry.start : start + entry.end], entry.key)
+        start, following = start + entry.end, entry.key.item + 1
+
+
+def _resume(view: memoryview, start: int, run: Key) -> int:
+    """The next byte at which a whole value of this run starts, or the end: how a scan passes a damaged header."""
+    for position in range(start, len(view), ALIGNMENT):
+        if view[position : position + 4] == MAGIC:
+            try:
+                header = decode_header(view, position, run)
+            except (DamagedError, ForeignMemory):
+                continue
+            if header.record == 0 and header.key._replace(item=run.item) == run:
+                return position
+    return len(view)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.store.contract import ITEM_BYTES, MAX_DIMENSIONS, MAX_DOCUMENT, Bytes, Key, Layout, Record, Table
+from memstore.store.records import ITEM_BYTES, MAX_DIMENSIONS, MAX_DOCUMENT, Bytes, Key, Layout, Record, Table
 from memstore.stored import Unfit, anything, array, fit, ranges, table, whole
 
 STORE = MAX_DOCUMENT + 1

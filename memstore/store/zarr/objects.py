@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from memstore import paths
 from memstore.errors import NotAMemory
-from memstore.store import paths
-from memstore.store.paths import shortage
+from memstore.paths import shortage
 from memstore.store.zarr.extents import OBJECT
 
 if TYPE_CHECKING:

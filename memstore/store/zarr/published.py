@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
-from memstore.store import paths
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.zarr.bucket import BucketObjects, Lost, Tag
 from memstore.store.zarr.extents import HEXADECIMAL, hexadecimal

@@ -9,8 +9,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, MemstoreError
-from memstore.store.contract import Key, Layout, Record, ScannedValue, Table
-from memstore.store.records import damaged
+from memstore.store.records import Key, Layout, Record, ScannedValue, Table, damaged
 from memstore.store.zarr.extents import Extent, Place, Series, find_place, shard_index
 from memstore.store.zarr.objects import Objects, RangeRead
 from memstore.store.zarr.tail import ManifestCache, Snapshot, Tail

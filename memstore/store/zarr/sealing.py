@@ -16,7 +16,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import MemstoreError, NotAMemory
-from memstore.store.contract import MAX_ITEM, Batch, Layout, Record, Table
+from memstore.store.records import MAX_ITEM, Batch, Layout, Record, Table
 from memstore.store.zarr.extents import (
     COUNTERS,
     OBJECT,

@@ -25,29 +25,25 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
-from memstore.store import paths
-from memstore.store.contract import (
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.keys import KEYS_NAME
+from memstore.store.lmdb.environment import DATA_NAME
+from memstore.store.lmdb.values import used_bytes
+from memstore.store.records import (
     Batch,
-    BlockStore,
     Bytes,
-    Capabilities,
-    Compaction,
     Key,
     Layout,
-    Progress,
     Record,
     ScannedValue,
     Table,
-    beyond_limit,
     check_batch,
     check_key,
     check_out,
     check_range,
 )
-from memstore.store.keys import KEYS_NAME
-from memstore.store.lmdb.environment import DATA_NAME
-from memstore.store.lmdb.values import used_bytes
 from memstore.store.zarr.bucket import READS_AHEAD, BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
 from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
@@ -73,7 +69,7 @@ class ZarrStore(BlockStore):
     object storage; without it they lie beside the tail. It is given each time the memory is opened.
     """
 
-    capabilities = Capabilities(durable=True, shared=True)
+    capabilities = Capabilities(durable=True)
 
     def __init__(self, path: Path, tail: Tail, objects: Objects, shard_bytes: int | None) -> None:
         """Not for callers: use ``create`` or ``open``."""

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from memstore.errors import DamagedError, ReadOnlyMemory
-from memstore.store.contract import MAX_LAYER, Key, Layout, Record, ScannedValue
 from memstore.store.lmdb.store import TAIL_FORMATS, LmdbStore
 from memstore.store.lmdb.values import used_bytes
-from memstore.store.records import damaged, decode_value, value_reader
+from memstore.store.records import MAX_LAYER, Key, Layout, Record, ScannedValue, damaged, decode_value, value_reader
 from memstore.store.zarr.extents import COUNTERS, COUNTERS_VALUE, STORE, Extent, Series, from_record
 from memstore.stored import fit
 

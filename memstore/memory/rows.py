@@ -1,33 +1,167 @@
-"""Rows of blocks that are stored together, in runs: landmarks, and the hashes of a document's history.
+"""Rows that a store keeps for blocks, and what else it keeps of tensors: bytes, encoded blocks, recurrent states.
+
+Blocks are encoded once, when they are complete. An incomplete last block is stored as it is, whatever the codec, and
+read again when it grows. So no state is ever encoded twice, and errors do not add up. Which of the two a block is
+follows from the entry of its document.
+
+Landmarks and the hashes of histories are short rows, one per block, in runs of consecutive blocks, of which only the
+last is ever rewritten. Landmarks are stored as they are, in bfloat16, or as signs of one bit each: 1 means that a
+number is not negative. Bit 0 of byte 0 belongs to the first number (little-endian). It is decoded to +1 and -1, so that
+an inner product with a query counts agreeing signs.
 
 The history of a document is a chain of hashes over its tokens, one for each complete block. The hash before the first
 block says which model computed the states, and how it read: ``h = H(fingerprint, reading)``. That of a block says
 everything up to its end: ``h[i] = H(h[i - 1], tokens of block i)``. So where the hashes of two blocks are equal, their
 whole histories are, and with them their states: blocks are found by hash and shared.
 
-What is deleted is known without PyTorch, which is loaded where rows are read or written: the child process of `verify`
-starts in a tenth of the time.
+Linear attention, state spaces and convolutions keep a state of a fixed size, whatever they have read. To go on after a
+document it is needed at its end; where a document was cut or forked, at some place before. It can always be computed
+again from an earlier one and the tokens between, at the worst from none and all tokens. So none has to be there, and
+only as many are kept as take a quarter of what blocks take. They lie under the number of the document itself: a fork
+gets a copy of the last one that it needs, and nothing is shared.
+
+PyTorch is loaded where rows are read or written: the child process of `verify`, which does neither, starts in a tenth
+of the time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memstore.errors import DamagedError, NotFound
-from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, DocumentState, Places
-from memstore.memory.spec import Fingerprint, MemorySpec, run_layout
-from memstore.store.contract import Batch, BlockStore, Bytes, Key, Layout, Table
+from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, Address, DocumentState, Places
+from memstore.memory.spec import Fingerprint, MemorySpec, plain_layouts, run_layout
+from memstore.store.cache import as_tensor, empty_rows
+from memstore.store.contract import BlockStore
+from memstore.store.records import ITEM_BYTES, MAX_ITEM, Batch, Bytes, Key, Layout, Record, Table, describe
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _PIECE_BYTES = 2 << 20
 """Bytes of rows that are read at a time: they stay in the processor's cache until they are where they belong."""
+_TYPES = tuple(name for name in ITEM_BYTES if name != "json")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a record as torch calls it."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def byte_rows(tensor: Tensor) -> Bytes:
+    """``[n, ...]`` -> uint8 ``[n, bytes]``; a view where the tensor is contiguous and on the CPU."""
+    import torch
+
+    rows = tensor.detach().cpu().contiguous()
+    if not rows.numel():
+        return np.empty((len(rows), 0), np.uint8)
+    array: Bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
+    return array
+
+
+def to_record(tensor: Tensor) -> Record:
+    """The tensor as a record. Raises ``InvalidArgument`` for a dtype that a store does not know."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _TYPES:
+        raise InvalidArgument(f"a memory keeps {', '.join(_TYPES)}, not {tensor.dtype}; convert the tensor first.")
+    return Record(Layout(name, tuple(tensor.shape)), byte_rows(tensor.reshape(1, -1))[0])
+
+
+def from_record(record: Record) -> Tensor:
+    """The tensor in a record, whose bytes it shares."""
+    import torch
+
+    dtype = torch_dtype(record.layout.dtype)
+    if not record.payload.size:
+        return torch.empty(record.layout.shape, dtype=dtype)
+    return torch.from_numpy(record.payload.reshape(-1)).view(dtype).reshape(record.layout.shape)
+
+
+def read_rows(store: BlockStore, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Tensor]:
+    """The values under ``keys``, verified: ``[len(keys), *shape]`` for each of ``layouts``.
+
+    Raises ``NotFound`` or ``DamagedError``, which names the key.
+    """
+    return list(map(as_tensor, store.gather(keys, layouts), layouts))
+
+
+def encode_landmarks(landmarks: Tensor, key_dtype: str) -> Tensor:
+    """``[n, G, P, D]`` floating point -> as stored."""
+    import torch
+
+    if key_dtype != "bit":
+        return landmarks.to(torch_dtype(key_dtype))
+    signs = (landmarks >= 0).cpu().numpy()
+    return torch.from_numpy(np.packbits(signs, axis=-1, bitorder="little"))
+
+
+def decode_landmarks(stored: Tensor, key_dtype: str) -> Tensor:
+    """As stored -> ``[n, G, P, D]`` float32."""
+    import torch
+
+    if key_dtype != "bit":
+        return stored.float()
+    bits = torch.from_numpy(np.unpackbits(stored.numpy(), axis=-1, bitorder="little"))
+    return bits.float().mul_(2).sub_(1)
+
+
+def index_dtype(key_dtype: str) -> torch.dtype:
+    """What an index should keep of landmarks: +1 and -1 are exact in bfloat16."""
+    return torch_dtype("float32" if key_dtype == "float32" else "bfloat16")
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all numbers are numbers: no NaN, no infinity."""
+    # A sum takes a twentieth of ``isfinite`` and has whatever is none; it may also overflow by itself, which is rare.
+    return math.isfinite(float(tensor.sum())) or all(math.isfinite(float(end)) for end in tensor.aminmax())
+
+
+def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor]:
+    """Finite states ``[n, *shape]`` of every field -> what is stored, ``[n, ...]`` for each of ``block_layouts``."""
+    if spec.codec == "none":
+        return [states[name] for name in spec.fields]
+    from memstore.store.codecs import LOSSY
+
+    return [stored for name in spec.fields for stored in LOSSY[spec.codec].encode(states[name])]
+
+
+def decode_block_rows(spec: MemorySpec, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What is stored of ``n`` complete blocks, ``[n, ...]`` for each of ``block_layouts`` -> states ``[n, *shape]``."""
+    if spec.codec == "none":  # nothing to decode, and gathers are fast enough to feel it
+        return dict(zip(spec.fields, rows, strict=True))
+    from memstore.store.codecs import LOSSY
+
+    codec, dtype = LOSSY[spec.codec], torch_dtype(spec.dtype)
+    each = len(rows) // len(spec.fields)
+    return {
+        name: codec.decode(rows[number * each : (number + 1) * each], dtype, shape)
+        for number, (name, shape) in enumerate(spec.fields.items())
+    }
+
+
+def as_stored(spec: MemorySpec, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """States ``[n, *shape]`` of complete blocks as the memory will give them back."""
+    return decode_block_rows(spec, encode_blocks(spec, states))
+
+
+def no_states(spec: MemorySpec) -> dict[str, Tensor]:
+    """The fields of no block at all: ``[0, *shape]`` each."""
+    return dict(zip(spec.fields, empty_rows(plain_layouts(spec)), strict=True))
+
+
+def read_last_block(store: BlockStore, spec: MemorySpec, key: Key) -> dict[str, Tensor]:
+    """The fields of an incomplete last block, ``[1, *shape]`` each. Raises ``NotFound`` or ``DamagedError``."""
+    return dict(zip(spec.fields, read_rows(store, [key], plain_layouts(spec)), strict=True))
 
 
 class Runs:
@@ -72,8 +206,6 @@ class Runs:
     def _whole(self, keys: Sequence[Key]) -> Tensor:
         import torch
 
-        from memstore.memory.tensors import read_rows
-
         try:
             return read_rows(self._store, keys, [self._layout(self._length)])[0].flatten(0, 1)
         except (DamagedError, NotFound):  # one by one, to find the words for the first that is not as it should be
@@ -85,8 +217,6 @@ class Runs:
         Runs whose blocks are all before ``first_live`` are left out. Raises ``DamagedError``.
         """
         import torch
-
-        from memstore.memory.tensors import to_record
 
         run = first_block // self._length
         begin = max(run * self._length, places.node.base)
@@ -123,8 +253,6 @@ class Runs:
     def _shorten(self, batch: Batch, key: Key, rows: int) -> None:
         records = self._store.get(key)
         if records is not None and records[0].layout.shape[0] > rows:
-            from memstore.memory.tensors import to_record
-
             batch.put(key, to_record(self._stored(key, rows)))
 
     def _head(self, key: Key, begin: int, rows: int, first: int) -> Tensor:
@@ -133,17 +261,13 @@ class Runs:
             return self._stored(key, rows)
         import torch
 
-        from memstore.memory.tensors import TORCH_DTYPES
-
         records = self._store.get(key)
         there = 0 if records is None else min(rows, records[0].layout.shape[0])
         layout = self._layout(rows - there)
-        zeros = torch.zeros(layout.shape, dtype=TORCH_DTYPES[layout.dtype])
+        zeros = torch.zeros(layout.shape, dtype=torch_dtype(layout.dtype))
         return torch.cat([self._stored(key, there), zeros]) if there else zeros
 
     def _stored(self, key: Key, rows: int) -> Tensor:
-        from memstore.memory.tensors import from_record
-
         records = self._store.get(key)
         expected = self._layout(rows)
         layouts = [record.layout for record in records or ()]
@@ -169,15 +293,11 @@ class LandmarkRuns(Runs):
 
     def read(self, places: Places, blocks: range) -> Iterator[tuple[range, Tensor]]:
         """Pieces of ``blocks`` with their landmarks ``[n, G, P, D]`` float32. Raises ``DamagedError``."""
-        from memstore.memory.tensors import decode_landmarks
-
         for piece, rows in super().read(places, blocks):
             yield piece, decode_landmarks(rows, self._key_dtype)
 
     def write(self, batch: Batch, places: Places, first_block: int, rows: Tensor, first_live: int) -> None:
         """Put landmarks ``rows [n, G, P, D]``; see ``Runs.write``."""
-        from memstore.memory.tensors import encode_landmarks
-
         super().write(batch, places, first_block, encode_landmarks(rows, self._key_dtype), first_live)
 
 
@@ -187,10 +307,9 @@ class HistoryRuns(Runs):
     def __init__(self, store: BlockStore) -> None:
         super().__init__(store, Table.HISTORY, 0, HASHES_PER_RUN, lambda rows: Layout("uint8", (rows, HASH_BYTES)))
 
-    def hash(self, places: Places, block: int) -> bytes:
-        """The stored hash of everything up to the end of ``block``. Raises ``DamagedError``."""
-        ((_, row),) = self.read(places, range(block, block + 1))
-        return row.numpy().tobytes()
+    def hashes(self, places: Places, blocks: range) -> bytes:
+        """The stored hashes of ``blocks``, of everything up to the end of each. Raises ``DamagedError``."""
+        return b"".join(rows.numpy().tobytes() for _, rows in self.read(places, blocks))
 
     def digest(self, places: Places, state: DocumentState, block: int, spec: MemorySpec) -> str | None:
         """The digest of a document that is cut before ``block``; None where it is not known (any more).
@@ -201,7 +320,8 @@ class HistoryRuns(Runs):
             return state.digest
         if 0 < block <= state.first:
             return None
-        return (self.hash(places, block - 1) if block else beginning(spec.fingerprint, state.reading)).hex()
+        last = range(block - 1, block)
+        return (self.hashes(places, last) if block else beginning(spec.fingerprint, state.reading)).hex()
 
 
 def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> bytes:
@@ -232,3 +352,40 @@ def broken(blocks: range, stored: Iterable[bytes], tokens: Bytes, start: bytes |
 def hashed(content: bytes) -> bytes:
     """BLAKE2b of 16 bytes."""
     return blake2b(content, digest_size=HASH_BYTES).digest()
+
+
+def kept_recurrent(store: BlockStore, number: int, last: int, *, first: int = 0) -> list[int]:
+    """The places of a document, in tokens from ``first`` to ``last``, of which the state is kept; ascending."""
+    address = Address(number)
+    return [key.item for key in store.keys(address.recurrent(first), address.recurrent(last))]
+
+
+def read_recurrent(store: BlockStore, layouts: Sequence[Layout], number: int, place: int) -> list[Tensor]:
+    """The state after the first ``place`` tokens of a document. Raises ``NotFound`` and ``DamagedError``."""
+    key = Address(number).recurrent(place)
+    records = store.get(key)
+    if records is None:
+        raise NotFound(f"{describe(key)}: the recurrent state after {place} tokens is not kept")
+    if [record.layout for record in records] != list(layouts):
+        raise DamagedError(f"{describe(key)}: it is not the state of this model's layers; run verify")
+    return [from_record(record) for record in records]
+
+
+def put_recurrent(
+    batch: Batch, store: BlockStore, number: int, before: int, states: Mapping[int, Sequence[Record]], step: int
+) -> None:
+    """Store states by their places, which are behind the first ``before`` tokens of a document.
+
+    The last one that was there goes, unless it lies ``step`` tokens or more behind the one before it.
+    """
+    there = kept_recurrent(store, number, before)
+    if states and there and there[-1] - (there[-2] if len(there) > 1 else 0) < step:
+        batch.delete(Address(number).recurrent(there[-1]))
+    for place, records in states.items():
+        batch.put(Address(number).recurrent(place), *records)
+
+
+def cut_recurrent(batch: Batch, number: int, tokens: int) -> None:
+    """Delete the states of a document behind its first ``tokens`` tokens."""
+    address = Address(number)
+    batch.delete(address.recurrent(tokens + 1), address.recurrent(MAX_ITEM))
