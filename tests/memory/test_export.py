@@ -24,7 +24,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, Memory
 from memstore.memory import Document, Memory
 from memstore.memory import export as exporting
 from memstore.memory import interchange as importing
-from memstore.memory.export import export_memory
+from memstore.memory.export import export_memory, export_table
 from memstore.memory.interchange import block_bytes, import_memory
 from memstore.memory.spec import CODECS
 from tests.memory.conftest import MakeMemory
@@ -388,6 +388,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, out: Path) -> None:
         append(memory.document("text"), TEXT)
         with small_disk(), pytest.raises(StoreFull, match="no room for the export"):
             export_memory(memory, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="tables need pyarrow")
+    with memstore.open("ram:", spec=make_spec()) as memory:
+        append(memory.document("text"), TEXT)
+        with small_disk(), pytest.raises(StoreFull, match="no room for"):
+            export_table(memory, tmp_path / "t.parquet")
     assert list(tmp_path.iterdir()) == []
 
 
