@@ -376,9 +376,11 @@ def small_disk() -> Iterator[None]:
     """No file may be longer than 2,000 bytes; not for longer than needed, as pytest writes files too."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # Python would keep the first 2,000 bytes of it
     try:
         yield
     finally:
+        sys.dont_write_bytecode = kept
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
 
